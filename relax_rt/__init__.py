@@ -6,11 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from relax_rt import discovery
     from relax_rt.actors import Actor
+    from relax_rt.cluster import discovery
     from relax_rt.config.problems import BadInput
     from relax_rt.runtime import Runtime
-    from relax_rt.transport.errors import RelaxError
+    from relax_rt.transport.rpc.errors import RelaxError
 
 __version__ = "0.1.0"
 __all__ = ["Actor", "BadInput", "RelaxError", "Runtime", "__version__", "discovery"]
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
 
         return BadInput
     if name == "RelaxError":
-        from relax_rt.transport.errors import RelaxError
+        from relax_rt.transport.rpc.errors import RelaxError
 
         return RelaxError
     if name == "Runtime":
@@ -35,5 +35,5 @@ def __getattr__(name: str) -> Any:
 
         return Runtime
     if name == "discovery":
-        return importlib.import_module("relax_rt.discovery")
+        return importlib.import_module("relax_rt.cluster.discovery")
     raise AttributeError(f"module 'relax_rt' has no attribute '{name}'")

@@ -28,17 +28,17 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, overload
 
+from relax_rt.cluster.discovery import RunDiscovery, connect
 from relax_rt.config.loader import load_config, preflight_config
-from relax_rt.discovery import RunDiscovery, connect
-from relax_rt.metrics import METRICS
+from relax_rt.observe.metrics import METRICS
 from relax_rt.observe.tail import Tail
 from relax_rt.supervision import control, launch
 from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.rundir import read_run
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 T = TypeVar("T")
-ROUTER, DEBUG = "relax_rt.roles.router", "relax_rt.roles.debugging"
+ROUTER, DEBUG = "relax_rt.roles.rollout.router", "relax_rt.roles.job.debugging"
 GATEWAY = "relax_rt.roles.gateway.endpoint"
 POLL_S = 0.1
 STOP_S = 60.0
@@ -57,7 +57,7 @@ to end in order."""
 
 
 class Debugged(Protocol):
-    """What ``Runtime.from_toml(…, debug=True)`` gives: see relax_rt.roles.debugging.Debug and docs/embedding.md."""
+    """What ``Runtime.from_toml(…, debug=True)`` gives: see relax_rt.roles.job.debugging.Debug and docs/embedding.md."""
 
     async def __aenter__(self) -> Debugged: ...
     async def __aexit__(self, *_: object) -> None: ...

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 from relax_rt.config.loader import read_resolved
+from relax_rt.roles.job.sections import RLConfig
 from relax_rt.roles.report import finish, render_summary, report
-from relax_rt.roles.sections import RLConfig
 from relax_rt.supervision.rundir import RESOLVED_CONFIG
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from relax_rt.cli.runs import resolved_config
 from relax_rt.config.job import load_job, pacing_of
-from relax_rt.metrics import read_metrics
 from relax_rt.observe.estimate import Estimator
+from relax_rt.observe.metrics import read_metrics
 from relax_rt.observe.text import duration
 from relax_rt.supervision.rundir import read_run
 

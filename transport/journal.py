@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from relax_rt.transport.errors import Corrupt, OutOfSpace
+from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace
 
 _VERSION = 1
 MAGIC = b"RLXJ" + _VERSION.to_bytes(4)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.rpc.errors import Refused
 
 
 class NoTarget(Refused):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.rpc.errors import Refused
 
 ROOT = 0
 """Version before any publication; parent of the first one."""

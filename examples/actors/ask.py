@@ -10,14 +10,14 @@ import sys
 
 from judges import Clerk, Judge
 
-import relax_rt.discovery
+import relax_rt.cluster.discovery
 from relax_rt.actors import ActorDied
 
 TEXT = "the quick brown fox jumps over the lazy dog"
 
 
 async def main(run_dir: str) -> None:
-    async with relax_rt.discovery.connect(run_dir) as discovery:
+    async with relax_rt.cluster.discovery.connect(run_dir) as discovery:
         judge, clerk = discovery.actor("judge", Judge, timeout_s=30.0), discovery.actor("clerk", Clerk)
         print("one score:", round(await judge.score(TEXT), 3))
         print("each judge:", [round(await one.score(TEXT), 3) for one in await judge.all()])

@@ -9,7 +9,7 @@ from pathlib import Path
 import relax_rt
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
-from relax_rt.roles.router import Wanted
+from relax_rt.roles.rollout.router import Wanted
 
 HERE = Path(__file__).parent
 

@@ -3,8 +3,8 @@
 import os
 
 from relax_rt.transport import TransferQueue
-from relax_rt.transport.errors import DeadlineExceeded
-from relax_rt.transport.loader.plan import Packing
+from relax_rt.transport.queue.loader.plan import Packing
+from relax_rt.transport.rpc.errors import DeadlineExceeded
 
 with TransferQueue.connect("queue").blocking() as queue:
     # A batch that ended is not granted again: a trainer that starts anew reads a stream of its own.

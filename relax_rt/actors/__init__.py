@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from relax_rt.actors.actor import Actor
-from relax_rt.transport.errors import ActorDied
-from relax_rt.transport.interface import idempotent, tell
-from relax_rt.transport.server import caller
+from relax_rt.transport.rpc.errors import ActorDied
+from relax_rt.transport.rpc.interface import idempotent, tell
+from relax_rt.transport.rpc.server import caller
 
 __all__ = ["Actor", "ActorDied", "caller", "idempotent", "tell"]

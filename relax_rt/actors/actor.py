@@ -7,9 +7,9 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, ClassVar, NoReturn, Self, cast
 
-from relax_rt.role import Role, RoleContext
-from relax_rt.transport.errors import Refused, Retiring, Unreachable
-from relax_rt.transport.interface import methods_of
+from relax_rt.hosting.role import Role, RoleContext
+from relax_rt.transport.rpc.errors import Refused, Retiring, Unreachable
+from relax_rt.transport.rpc.interface import methods_of
 
 REPORT_EVERY_S = 0.5
 DRAIN_S = 5.0

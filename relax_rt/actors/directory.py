@@ -8,12 +8,12 @@ from typing import TypeVar, cast
 
 from relax_rt.actors.reference import Options, Reference, Route
 from relax_rt.actors.routes import RoleRoute, SlotRoute, Target
-from relax_rt.registry.api import RegistryApi
-from relax_rt.registry.client import Members
-from relax_rt.transport.client import Client
-from relax_rt.transport.errors import ActorDied, DeadlineExceeded, Refused
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.items import DEFAULT_WINDOW
+from relax_rt.cluster.registry.api import RegistryApi
+from relax_rt.cluster.registry.client import Members
+from relax_rt.transport.rpc.client import Client
+from relax_rt.transport.rpc.errors import ActorDied, DeadlineExceeded, Refused
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.items import DEFAULT_WINDOW
 
 T = TypeVar("T")
 

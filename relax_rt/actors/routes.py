@@ -6,16 +6,16 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from relax_rt.actors.reference import Route
-from relax_rt.transport.channel import Lost
-from relax_rt.transport.client import Client
-from relax_rt.transport.deaths import Deaths, died_of
-from relax_rt.transport.errors import ActorDied, Retiring, Unreachable
-from relax_rt.transport.interface import Method
-from relax_rt.transport.items import Inlet, RemoteStream
+from relax_rt.transport.rpc.channel import Lost
+from relax_rt.transport.rpc.client import Client
+from relax_rt.transport.rpc.deaths import Deaths, died_of
+from relax_rt.transport.rpc.errors import ActorDied, Retiring, Unreachable
+from relax_rt.transport.rpc.interface import Method
+from relax_rt.transport.rpc.items import Inlet, RemoteStream
 
 if TYPE_CHECKING:
     from relax_rt.actors.directory import Directory
-    from relax_rt.registry.client import Members
+    from relax_rt.cluster.registry.client import Members
 
 CONNECT_S = 1.0
 """A member that cannot be reached for this long is passed over for another."""

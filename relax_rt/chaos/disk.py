@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.rpc.errors import Refused
 
 MIB = 1 << 20
 RESERVE_BYTES = 1 * MIB

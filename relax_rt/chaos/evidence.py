@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 
 from relax_rt.chaos.findings import Checkpoint, Evidence, Write
-from relax_rt.events import read_events, segments
-from relax_rt.metrics import read_metrics
+from relax_rt.observe.events import read_events, segments
+from relax_rt.observe.metrics import read_metrics
 from relax_rt.supervision import procfs
 from relax_rt.supervision.control import FoundRun, find_run
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RUNNING, RunPaths, read_json
-from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.journal import Journal
-from relax_rt.transport.ledger import Entry
+from relax_rt.transport.queue.ledger import Entry
+from relax_rt.transport.rpc.errors import RelaxError
 
 FIRST_SEGMENT = 1
 STATE_FILE = "relax_rt.json"

@@ -21,15 +21,15 @@ from relax_rt.chaos.faults import FAULTS, Fault
 from relax_rt.chaos.intensity import Intensity
 from relax_rt.chaos.schedule import Strike
 from relax_rt.chaos.timeline import REGISTRY
-from relax_rt.events import EventFollower, EventLog
-from relax_rt.registry.api import RegistryApi
+from relax_rt.cluster.registry.api import RegistryApi
+from relax_rt.observe.events import EventFollower, EventLog
 from relax_rt.supervision import control, procfs
 from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, read_json
-from relax_rt.transport.errors import DeadlineExceeded, RelaxError, Unreachable
-from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.queue.api import QueueApi
-from relax_rt.transport.rpc import Client, make_hello
+from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError, Unreachable
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.rpc import Client, make_hello
 
 CHAOS_SLOT = "chaos/0"
 QUEUE = "queue/0"

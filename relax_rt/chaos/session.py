@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from relax_rt.chaos.injector import Injector, Outcome
 from relax_rt.chaos.schedule import Strike
-from relax_rt.metrics import METRICS
+from relax_rt.observe.metrics import METRICS
 from relax_rt.observe.tail import Tail
 from relax_rt.supervision import control
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 POLL_S = 0.02
 LOOK_S = 0.25

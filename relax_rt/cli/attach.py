@@ -13,7 +13,7 @@ from relax_rt.config.job import load_job, pacing_of
 from relax_rt.observe.screen import Screen
 from relax_rt.supervision import control
 from relax_rt.supervision.api import RunStatus
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 POLL_S = 0.25
 SILENT_S = 30.0

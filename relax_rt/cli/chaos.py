@@ -79,7 +79,7 @@ def _may_be_harmed(run_dir: Path) -> list[str]:
         Refused: it was started with chaos = false.
     """
     from relax_rt.supervision import control
-    from relax_rt.transport.errors import Refused
+    from relax_rt.transport.rpc.errors import Refused
 
     found = control.find_run(run_dir)
     if not found.alive:
@@ -174,7 +174,7 @@ def _judge(run_dir: Path, baseline: Path | None, left: int = 0, *, as_json: bool
     from relax_rt.chaos.session import settled
     from relax_rt.chaos.verdict import judge, render
     from relax_rt.cli.display import say, show_json
-    from relax_rt.metrics import read_metrics
+    from relax_rt.observe.metrics import read_metrics
 
     undisturbed = list(read_metrics(baseline, "step")) if baseline is not None else None
     recovered = settled(run_dir, SETTLE_S)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from relax_rt.cli.app import FAILED, OK
 from relax_rt.cli.time_left import estimate_of
-from relax_rt.events import CURRENT
+from relax_rt.observe.events import CURRENT
 from relax_rt.observe.story import Starts
 from relax_rt.observe.tail import Tail
 from relax_rt.observe.text import clip, duration, waits
@@ -19,7 +19,7 @@ from relax_rt.supervision import control, launch
 from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.rundir import read_run
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 POLL_S = 0.1
 TELL_EVERY_S = 10.0

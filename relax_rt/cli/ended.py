@@ -12,11 +12,11 @@ import msgspec
 from relax_rt.cli.runs import resolved_config
 from relax_rt.cli.time_left import records
 from relax_rt.config.job import load_job
-from relax_rt.metrics import METRICS
 from relax_rt.observe.headline import Headline
+from relax_rt.observe.metrics import METRICS
 from relax_rt.observe.text import duration
 from relax_rt.supervision.rundir import read_run
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 FILES = ("summary.json", "metrics.jsonl", "events/", "logs/", "checkpoints/", "plots/")
 

@@ -16,11 +16,11 @@ import msgspec
 
 from relax_rt.cli.figures import Figures
 from relax_rt.cli.why import Account
-from relax_rt.events import CURRENT, segments
-from relax_rt.metrics import METRICS, read_metrics
 from relax_rt.observe.estimate import Estimate
+from relax_rt.observe.events import CURRENT, segments
+from relax_rt.observe.metrics import METRICS, read_metrics
 from relax_rt.supervision.api import RunStatus
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 WHOLE = ("run.json", "config.json", "roles.toml", "summary.json")
 LOG_BYTES = 1 << 20

@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.metrics import METRICS
+from relax_rt.cluster.registry.api import Changes, RegistryApi
+from relax_rt.observe.metrics import METRICS
 from relax_rt.observe.tail import Tail
-from relax_rt.registry.api import Changes, RegistryApi
 from relax_rt.supervision.api import RunStatus
-from relax_rt.transport.errors import RelaxError
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.rpc import Client, make_hello
+from relax_rt.transport.rpc.errors import RelaxError
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.rpc import Client, make_hello
 from relax_rt.transport.versions import VersionRecord, VersionTree
 
 ASK_TIMEOUT_S = 1.0

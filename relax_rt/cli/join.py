@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from relax_rt.cli.app import duration_of
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 JOINING = Group("As a further node of a run", sort_key=2)
 
@@ -43,9 +43,9 @@ def join(given: Joining) -> int:
         RelaxError: the head was not reached, or refuses this node.
     """
     from relax_rt.cli.display import say
+    from relax_rt.cluster.nodes.join import join as take_part
+    from relax_rt.cluster.nodes.join import wish_of
     from relax_rt.config.problems import BadInput
-    from relax_rt.nodes.join import join as take_part
-    from relax_rt.nodes.join import wish_of
 
     try:
         wish = wish_of(

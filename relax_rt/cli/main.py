@@ -10,7 +10,7 @@ from cyclopts import CycloptsError
 from relax_rt.cli import chaos
 from relax_rt.cli.app import BAD_INPUT, FAILED, INTERRUPTED, OK, app
 from relax_rt.cli.commands import before, doctor, look, plan, record, run, steer
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 __all__ = ["app", "main"]
 COMMANDS = (before, plan, doctor, run, look, record, steer, chaos)

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from relax_rt.config.problems import BadInput, did_you_mean
-from relax_rt.events import read_events
+from relax_rt.observe.events import read_events
 from relax_rt.observe.losses import Losses
 from relax_rt.supervision import control
-from relax_rt.transport.errors import RelaxError
-from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.queue.api import ProgressReport, QueueApi
-from relax_rt.transport.rpc import Client, make_hello
+from relax_rt.transport.rpc.errors import RelaxError
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.rpc import Client, make_hello
 
 ASK_TIMEOUT_S = 5.0
 KEPT = "progress.kept_items"

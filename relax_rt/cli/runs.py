@@ -10,7 +10,7 @@ from relax_rt.config.problems import BadInput, did_you_mean
 from relax_rt.config.schema import RunConfig
 from relax_rt.supervision.control import NoRun, find_run
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RUN_JSON
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 RUNS = Path("runs")
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from relax_rt.config.problems import BadInput
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 ROLES_TOML = """\
 # A run of relax-rt: GRPO on small sums, on one machine, with or without a GPU. As it is it takes a minute or two, and

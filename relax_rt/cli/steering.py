@@ -10,7 +10,7 @@ from relax_rt.config.problems import BadInput, did_you_mean
 from relax_rt.observe.text import clip
 from relax_rt.supervision import control
 from relax_rt.supervision.api import RunStatus, SlotStatus
-from relax_rt.transport.errors import Refused, RelaxError
+from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 POLL_S = 0.1
 DOWN = ("ended", "pending")

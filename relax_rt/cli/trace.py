@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from relax_rt.events import read_events
-from relax_rt.metrics import read_metrics
+from relax_rt.observe.events import read_events
+from relax_rt.observe.metrics import read_metrics
 from relax_rt.observe.trace import Trace
 from relax_rt.supervision.rundir import read_run
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 
 def write_trace(run_dir: Path, path: Path) -> int:

@@ -12,11 +12,11 @@ import msgspec
 
 from relax_rt.config.problems import Problem, did_you_mean
 from relax_rt.config.schema import RoleSettings, RunConfig, SupervisionTable
-from relax_rt.transport.errors import Refused, RelaxError
+from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.config.inventory import Inventory
-    from relax_rt.transport.ledger.policy import LedgerPolicy
+    from relax_rt.transport.queue.ledger.policy import LedgerPolicy
 
 JOB_GROUP = "relax_rt.jobs"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RunConfig
-from relax_rt.transport.address import parse_address
-from relax_rt.transport.errors import Refused, RelaxError
+from relax_rt.transport.rpc.address import parse_address
+from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 KEY: KeyPath = ("supervision", "nodes", "listen")
 LOCK = "lock"

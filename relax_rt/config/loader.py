@@ -22,7 +22,7 @@ from relax_rt.config.schema import RoleSettings, RunConfig, SupervisionTable
 from relax_rt.config.source import Source, read_source
 from relax_rt.config.target import TargetError, absolute_target, load_target
 from relax_rt.config.validation import validate
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 S = TypeVar("S", bound=RoleSettings)
 
@@ -350,7 +350,7 @@ def _target_type(target: str, config_dir: Path, path: KeyPath, problems: list[Pr
         return None
     settings = getattr(role, "Settings", None)
     if not (isinstance(role, type) and isinstance(settings, type) and issubclass(settings, RoleSettings)):
-        problems.append(Problem(path, f"{target} is not a subclass of relax_rt.role.Role"))
+        problems.append(Problem(path, f"{target} is not a subclass of relax_rt.hosting.role.Role"))
         return None
     return settings
 

@@ -9,7 +9,7 @@ from relax_rt.config.job import Job, PlanLine
 from relax_rt.config.problems import Problem
 
 if TYPE_CHECKING:
-    from relax_rt.transport.ledger.policy import LedgerPolicy
+    from relax_rt.transport.queue.ledger.policy import LedgerPolicy
 
 
 class PlainJob(Job):
@@ -27,6 +27,6 @@ class PlainJob(Job):
 
     def ledger_policy(self, config: Any) -> LedgerPolicy:
         """The queue of a plain run holds single samples, for one task."""
-        from relax_rt.transport.ledger.policy import LedgerPolicy
+        from relax_rt.transport.queue.ledger.policy import LedgerPolicy
 
         return LedgerPolicy(group_size=1, prompts_per_step=1, max_staleness=0, tasks={"train": ()})

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.targets import did_you_mean as did_you_mean
 
 OVERRIDE = "--set"

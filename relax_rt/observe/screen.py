@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.live import Live
 
 from relax_rt.config.job import Pacing
-from relax_rt.events import CURRENT
-from relax_rt.metrics import METRICS
 from relax_rt.observe.board import Board, StatusLike
+from relax_rt.observe.events import CURRENT
 from relax_rt.observe.headline import Column, Headline
+from relax_rt.observe.metrics import METRICS
 from relax_rt.observe.tail import Tail
 from relax_rt.observe.view import render
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from relax_rt.events import has_no_writer, parse_line
+from relax_rt.observe.events import has_no_writer, parse_line
 
 READ_BYTES = 256 << 10
 LINE_BYTES = 1 << 20

@@ -17,7 +17,7 @@ import structlog
 from relax_rt.config.job import load_job
 from relax_rt.config.loader import read_resolved
 from relax_rt.config.schema import RunConfig
-from relax_rt.logs import open_log, setup_logging
+from relax_rt.observe.logs import open_log, setup_logging
 from relax_rt.observe.text import clip
 from relax_rt.supervision.agent import run_agent
 from relax_rt.supervision.api import RunStatus

@@ -15,14 +15,14 @@ import msgspec
 import structlog
 import uvloop
 
+from relax_rt.cluster.nodes.base import HeadBase, pinned_plans
+from relax_rt.cluster.nodes.door import Door, open_door
+from relax_rt.cluster.nodes.fleet import Fleet
+from relax_rt.cluster.nodes.placement import Placer
+from relax_rt.cluster.nodes.where import WhereApi
 from relax_rt.config.job import absent_kinds, finished, stall_after_s
 from relax_rt.config.schema import RunConfig
-from relax_rt.events import EventLog
-from relax_rt.nodes.base import HeadBase, pinned_plans
-from relax_rt.nodes.door import Door, open_door
-from relax_rt.nodes.fleet import Fleet
-from relax_rt.nodes.placement import Placer
-from relax_rt.nodes.where import WhereApi
+from relax_rt.observe.events import EventLog
 from relax_rt.supervision import procfs
 from relax_rt.supervision.api import AgentApi, NodeStatus, RunStatus, SlotStatus
 from relax_rt.supervision.core import InvalidTransition, SlotView, Supervisor
@@ -57,9 +57,9 @@ from relax_rt.supervision.rundir import RunPaths, owner_of, slot_file, update_ru
 from relax_rt.supervision.scaling import check_count
 from relax_rt.supervision.standin import KeeperWatch
 from relax_rt.supervision.starts import Attempt, Starts
-from relax_rt.transport.errors import Refused, Unreachable
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.rpc import Server, make_hello
+from relax_rt.transport.rpc.errors import Refused, Unreachable
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.rpc import Server, make_hello
 
 TICK_S = 0.1
 HOUSEKEEPING_S = 1.0

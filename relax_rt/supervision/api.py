@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.transport.rpc import idempotent
+from relax_rt.transport.rpc.rpc import idempotent
 
 
 class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,9 +12,9 @@ import msgspec
 
 from relax_rt.supervision.api import AgentApi, NodeStatus, RunStatus
 from relax_rt.supervision.rundir import RUNNING, RunPaths, owner_lives, read_run
-from relax_rt.transport.errors import RelaxError, Unreachable
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.rpc import Client, make_hello
+from relax_rt.transport.rpc.errors import RelaxError, Unreachable
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.rpc import Client, make_hello
 
 T = TypeVar("T")
 CALL_TIMEOUT_S = 5.0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from relax_rt.nodes.placement import Placer
+from relax_rt.cluster.nodes.placement import Placer
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.lifecycle import Ending, InvalidTransition
 from relax_rt.supervision.protocol import (

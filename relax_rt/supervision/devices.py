@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from relax_rt.supervision import procfs
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 FREE_WITHIN_S = 30.0
 ASK_WITHIN_S = 10.0

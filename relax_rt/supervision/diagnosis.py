@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from relax_rt.config.problems import BadInput
-from relax_rt.transport.errors import GivenUp, RelaxError
+from relax_rt.transport.rpc.errors import GivenUp, RelaxError
 
 Kind = Literal[
     "clean",

@@ -15,12 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from relax_rt.cluster.nodes.checks import check_nodes
+from relax_rt.cluster.nodes.keys import FILE as JOIN_KEY
+from relax_rt.cluster.nodes.keys import make_key, read_key, write_key
 from relax_rt.config.job import Job, load_job
 from relax_rt.config.loader import config_digest, load_config, write_resolved
 from relax_rt.config.schema import RunConfig
-from relax_rt.nodes.checks import check_nodes
-from relax_rt.nodes.keys import FILE as JOIN_KEY
-from relax_rt.nodes.keys import make_key, read_key, write_key
 from relax_rt.supervision import control
 from relax_rt.supervision.plan import SYSTEM_ROLES, plan_roles
 from relax_rt.supervision.rundir import (
@@ -34,7 +34,7 @@ from relax_rt.supervision.rundir import (
     read_run,
     update_run,
 )
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 MIB = 1 << 20
 MOST_TOLD, MOST_NAMED = 5, 25

@@ -37,7 +37,7 @@ from relax_rt.supervision.protocol import Progress, SlotExited, SlotFinished, Sl
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths
 from relax_rt.supervision.spares import Wanted
 from relax_rt.supervision.spawn import Spawner
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.rpc.errors import Refused
 
 MIB = 1 << 20
 RENDEZVOUS_WITHIN_S = 60.0

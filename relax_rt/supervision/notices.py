@@ -9,14 +9,14 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from relax_rt.context import QUEUE_SLOT, REGISTRY_SLOT
-from relax_rt.registry.api import RegistryApi
+from relax_rt.cluster.registry.api import RegistryApi
+from relax_rt.hosting.context import QUEUE_SLOT, REGISTRY_SLOT
 from relax_rt.supervision.rundir import RunPaths, slot_file
-from relax_rt.transport.backoff import BackoffPolicy
-from relax_rt.transport.errors import DeadlineExceeded, RelaxError, Unreachable
-from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.queue.api import QueueApi
-from relax_rt.transport.rpc import Client, make_hello
+from relax_rt.transport.rpc.backoff import BackoffPolicy
+from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError, Unreachable
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.rpc import Client, make_hello
 
 AGENT_SLOT = "agent/0"
 CALL_TIMEOUT_S = 5.0

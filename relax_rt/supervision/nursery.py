@@ -41,7 +41,12 @@ from relax_rt.supervision.zygote import (
     zygote_argv,
 )
 
-LIGHT = ("relax_rt.host", "relax_rt.registry.role", "relax_rt.registry.service", "relax_rt.queue_role")
+LIGHT = (
+    "relax_rt.hosting.host",
+    "relax_rt.cluster.registry.role",
+    "relax_rt.cluster.registry.service",
+    "relax_rt.hosting.queue_role",
+)
 """What every role, the registry and the queue need."""
 LIGHT_PATIENCE_S = 3.0
 """A role waits so long for a zygote that is only just starting: a spawn takes as long on a busy machine."""

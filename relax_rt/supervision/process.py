@@ -116,7 +116,7 @@ def role_environment(threads: int, extra: dict[str, str], relax: dict[str, str])
 
 def host_argv(python: str | None, slot: str) -> list[str]:
     """Command of the host process that runs a role; the slot's name is there for people who look at `ps`."""
-    return [python or sys.executable, "-m", "relax_rt.host", slot]
+    return [python or sys.executable, "-m", "relax_rt.hosting.host", slot]
 
 
 class RoleProcess:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from relax_rt.nodes.placement import Node
+from relax_rt.cluster.nodes.placement import Node
 from relax_rt.supervision.diagnosis import Diagnosis
 
 

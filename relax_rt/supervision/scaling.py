@@ -11,10 +11,10 @@ from relax_rt.config.job import Planner, load_job
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import MIB, RoleSettings, RunConfig
 from relax_rt.config.validation import validate
-from relax_rt.loading import load_role
+from relax_rt.hosting.loading import load_role
 from relax_rt.supervision.plan import RolePlan
 from relax_rt.supervision.rundir import SHM_ROOT
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.rpc.errors import Refused
 
 MOST_THREADS_A_CORE = 16
 """Threads that are ready to compute on one core: `doctor` warns at a quarter of it; above it a run only waits for

@@ -468,7 +468,7 @@ def main(argv: Sequence[str]) -> int:
     while birth.order.what == "zygote":
         birth = serve(birth.begin(), agent_pid)
     birth.begin()
-    from relax_rt import host
+    from relax_rt.hosting import host
 
     return host.main()
 
@@ -487,5 +487,5 @@ if __name__ == "__main__":
     except BaseException:  # noqa: BLE001 whatever it was, this process ends here
         traceback.print_exc()
     _flush()
-    # No interpreter shutdown: see relax_rt.host.
+    # No interpreter shutdown: see relax_rt.hosting.host.
     os._exit(status)

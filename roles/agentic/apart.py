@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from relax_rt.roles.agentic.pool import Broken, Lost, Stuck
 from relax_rt.roles.rewards.loader import OWN_CODE
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 T = TypeVar("T")
 

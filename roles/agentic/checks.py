@@ -16,10 +16,10 @@ from relax_rt.roles.agentic.rewards import KEY, PLACE, check_rewards, reward_tab
 from relax_rt.roles.agentic.settings import EnvSettings, env_settings
 from relax_rt.roles.agentic.speech import check_speech, load_chat, speech_of, template_warnings
 from relax_rt.roles.agentic.tokens.parsers import AUTO
-from relax_rt.roles.engines.tables import SHARING
+from relax_rt.roles.job.sections import RLConfig
 from relax_rt.roles.models.cache import say
-from relax_rt.roles.sections import RLConfig
-from relax_rt.transport.errors import RelaxError
+from relax_rt.roles.rollout.engines.tables import SHARING
+from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.roles.agentic.interface import Observation
@@ -192,7 +192,7 @@ async def _first_prompt(chat: ChatTemplate, seen: Observation, table: EnvSetting
     """The tokens that an episode begins with, however many these are."""
     from relax_rt.roles.agentic.interface import conversation
     from relax_rt.roles.agentic.tokens import TokenLedger
-    from relax_rt.roles.media.taking import looked_at
+    from relax_rt.roles.data.media.taking import looked_at
 
     ledger = TokenLedger(chat, max_tokens=ANY_NUMBER, max_media_bytes=table.media_kib << 10)
     return ledger.prompt(await looked_at(conversation(seen.messages), ledger), seen.tools).tokens

@@ -27,12 +27,12 @@ from relax_rt.roles.agentic.interface import (
 )
 from relax_rt.roles.agentic.pool import Broken, Lost, RemoteEnvironment, Stuck
 from relax_rt.roles.agentic.tokens import Episode, PromptPlan, Sampled, TokenLedger
-from relax_rt.roles.engines.routing import PART_TOKENS
-from relax_rt.roles.generation import CHUNK_TOKENS
-from relax_rt.roles.media.taking import looked_at
+from relax_rt.roles.data.media.taking import looked_at
 from relax_rt.roles.rewards.loader import user_line
-from relax_rt.roles.router import NotGenerated, Outcome, RouterEnded, RouterFull, Wanted
-from relax_rt.transport.errors import Refused, RelaxError
+from relax_rt.roles.rollout.engines.routing import PART_TOKENS
+from relax_rt.roles.rollout.generation import CHUNK_TOKENS
+from relax_rt.roles.rollout.router import NotGenerated, Outcome, RouterEnded, RouterFull, Wanted
+from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.roles.agentic.kept import Replies

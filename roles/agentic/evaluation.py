@@ -9,7 +9,7 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from relax_rt.role import RoleContext
+from relax_rt.hosting.role import RoleContext
 from relax_rt.roles.agentic.apart import end_all
 from relax_rt.roles.agentic.episode import NotMade, Played
 from relax_rt.roles.agentic.interface import Task
@@ -17,17 +17,17 @@ from relax_rt.roles.agentic.player import Player
 from relax_rt.roles.agentic.pool import Broken, Lost, Stuck
 from relax_rt.roles.agentic.standstill import Fruitless
 from relax_rt.roles.agentic.tasks import Tasks
-from relax_rt.roles.evaluation import Z95, difference, wilson
-from relax_rt.roles.evaluation_branch import Branch
-from relax_rt.roles.evaluation_sampling import SEED_DOMAIN
-from relax_rt.roles.evaluation_sets import MAIN, courses
-from relax_rt.transport.errors import RelaxError
+from relax_rt.roles.evaluation.branch import Branch
+from relax_rt.roles.evaluation.sampling import SEED_DOMAIN
+from relax_rt.roles.evaluation.scoring import Z95, difference, wilson
+from relax_rt.roles.evaluation.sets import MAIN, courses
+from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
-    from relax_rt.roles.evaluation_sampling import SampleSeed
-    from relax_rt.roles.evaluation_sets import Course
-    from relax_rt.roles.sections import RLConfig
+    from relax_rt.roles.evaluation.sampling import SampleSeed
+    from relax_rt.roles.evaluation.sets import Course
+    from relax_rt.roles.job.sections import RLConfig
 
 ATTEMPTS = 5
 """How often an episode is begun that was lost through no fault of its own."""
@@ -48,7 +48,7 @@ class HeldOut:
     def __init__(
         self, ctx: RoleContext, config: RLConfig, tasks: Tasks, player: Player, seed: SampleSeed, at_a_time: int
     ) -> None:
-        from relax_rt.metrics import read_metrics
+        from relax_rt.observe.metrics import read_metrics
 
         self._ctx, self._tasks, self._player, self._seed = ctx, tasks, player, seed
         self._success = player.settings.success

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from relax_rt.roles.media.pictures import IMAGES
+from relax_rt.roles.data.media.pictures import IMAGES
 
 TEXTS = ("text", "input_text", "output_text")
 """Types of parts of a message that are text."""

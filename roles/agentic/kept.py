@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from relax_rt.roles.media.pictures import Shown, digest_of
-from relax_rt.roles.router.requests import Outcome
+from relax_rt.roles.data.media.pictures import Shown, digest_of
+from relax_rt.roles.rollout.router.requests import Outcome
 
 FOLDER = "episodes"
 LENGTH = struct.Struct("<I")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_rt.config.target import TargetError, load_target
 from relax_rt.roles.rewards.loader import user_line
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.targets import did_you_mean
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from relax_rt.roles.agentic.frames import Ask, Asked, Blocked, Do, Done, Drop, F
 from relax_rt.roles.agentic.interface import Chat, EpisodeOver, Task
 from relax_rt.roles.agentic.pool import Broken, Lost, Pool, Stuck, Worker, WorkerLimits
 from relax_rt.roles.rewards.box.run import Level
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 log = logging.getLogger(__name__)
 

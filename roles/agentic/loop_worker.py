@@ -35,7 +35,7 @@ from relax_rt.roles.agentic.interface import (
 from relax_rt.roles.agentic.loading import load_factory
 from relax_rt.roles.agentic.worker import encoded, end_with_parent, wrong
 from relax_rt.roles.rewards.loader import user_line
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 ERROR_CHARS = 2000
 

@@ -22,7 +22,7 @@ from relax_rt.roles.agentic.frames import LENGTH, MOST_BYTES, Answer, Call, Op, 
 from relax_rt.roles.agentic.interface import Observation, Reply, Step, Task
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.rewards.box.run import Level, guard, read_report
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 START_S = 120.0
 """A worker that has not loaded the environment by then is given up."""

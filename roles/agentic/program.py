@@ -23,7 +23,7 @@ import msgspec
 
 from relax_rt.roles.agentic.interface import Task
 from relax_rt.roles.data.items import answer_text
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 NAME = "program"
 SETTING, OPTIONS = "roles.env.environment", "roles.env.options"

@@ -12,7 +12,7 @@ from relax_rt.roles.agentic.loading import PROGRAM
 if TYPE_CHECKING:
     from relax_rt.roles.agentic.settings import EnvSettings
     from relax_rt.roles.gateway.settings import GatewaySettings
-    from relax_rt.roles.sections import RLConfig
+    from relax_rt.roles.job.sections import RLConfig
 
 PLACE: KeyPath = ("roles", "env")
 GATEWAYS = ("drift", "reasoning")
@@ -89,8 +89,8 @@ def _bounds(config: RLConfig, table: EnvSettings, gateway: GatewaySettings) -> I
 
 def _reach(config: RLConfig, table: EnvSettings, gateway: GatewaySettings) -> Iterator[Problem]:
     """Programs run on the nodes of their slots. A job keeps roles on the head that it names so."""
-    from relax_rt.nodes.api import HEAD
-    from relax_rt.nodes.base import kinds_of_one_node
+    from relax_rt.cluster.nodes.api import HEAD
+    from relax_rt.cluster.nodes.base import kinds_of_one_node
 
     if not config.supervision.nodes.listen:
         return

@@ -20,7 +20,7 @@ import msgspec
 from relax_rt.roles.agentic.pool import Lost
 from relax_rt.roles.agentic.program import ProgramLimits
 from relax_rt.roles.agentic.program_spawner import END_S, MOST_BYTES
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 START_S = 120.0
 END_WAIT_S = END_S + 1.0

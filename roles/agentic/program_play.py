@@ -19,7 +19,7 @@ from relax_rt.roles.agentic.program_host import Ended, ProgramHost
 from relax_rt.roles.agentic.program_link import NotStarted
 from relax_rt.roles.gateway.api import Access, Closed, Said, SessionLimits
 from relax_rt.roles.gateway.remote import Lent, Lessee
-from relax_rt.transport.errors import Refused, RelaxError, StaleEpoch
+from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 
 LAST_LINES, LAST_CHARS = 5, 600
 """Of what a program that failed wrote to its standard error: they are told."""

@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from relax_rt.cluster.nodes.links import Links
 from relax_rt.config.loader import role_settings
-from relax_rt.nodes.links import Links
-from relax_rt.role import RoleContext
+from relax_rt.hosting.role import RoleContext
 from relax_rt.roles.agentic.episode import Limits
 from relax_rt.roles.agentic.program import Program
 from relax_rt.roles.agentic.program_host import ProgramHost
@@ -17,7 +17,7 @@ from relax_rt.roles.agentic.program_play import Programs
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.gateway.remote import Lessee
 from relax_rt.roles.gateway.settings import GatewaySettings
-from relax_rt.roles.sections import RLConfig
+from relax_rt.roles.job.sections import RLConfig
 
 GATEWAY = "gateway"
 

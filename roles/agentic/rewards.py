@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from relax_rt.roles.agentic.episode import Played
     from relax_rt.roles.agentic.interface import Task
     from relax_rt.roles.agentic.tokens import Episode
+    from relax_rt.roles.job.sections import RLConfig
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.rewards.scoring import Failed, Request, Score
-    from relax_rt.roles.sections import RLConfig
 
 PLACE: KeyPath = ("roles", "env")
 KEY = "rewards"

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from relax_rt.config.schema import RoleSettings
-from relax_rt.role import Role, RoleContext
+from relax_rt.hosting.role import Role, RoleContext
 from relax_rt.roles.agentic.settings import KIND, EnvSettings
 from relax_rt.roles.agentic.standstill import LOSSES, Fruitless, Standstill, ending
 from relax_rt.roles.agentic.tally import Tally
-from relax_rt.roles.progress import without_retired
-from relax_rt.roles.sections import RLConfig
-from relax_rt.transport.errors import RelaxError
-from relax_rt.transport.interface import idempotent
+from relax_rt.roles.base.progress import without_retired
+from relax_rt.roles.job.sections import RLConfig
 from relax_rt.transport.queue.api import ABOUT, Ticket
+from relax_rt.transport.rpc.errors import RelaxError
+from relax_rt.transport.rpc.interface import idempotent
 from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from relax_rt.roles.agentic.program_play import Programs
     from relax_rt.roles.agentic.tasks import Tasks
     from relax_rt.roles.agentic.tokens import ChatTemplate
-    from relax_rt.roles.engines.routing import RoutingShape
+    from relax_rt.roles.base.sample import Sample
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.rewards.compose import Rewards
-    from relax_rt.roles.router import Router
-    from relax_rt.roles.sample import Sample
+    from relax_rt.roles.rollout.engines.routing import RoutingShape
+    from relax_rt.roles.rollout.router import Router
     from relax_rt.transport.queue.client import QueueClient
 
 EVALUATES = f"{KIND}/0"
@@ -93,8 +93,8 @@ class EnvRole(Role):
     preload: ClassVar[tuple[str, ...]] = (
         "transformers",
         "relax_rt.roles.models.tokenizer",
-        "relax_rt.roles.router",
-        "relax_rt.roles.publication",
+        "relax_rt.roles.rollout.router",
+        "relax_rt.roles.training.publication",
         "relax_rt.roles.agentic.player",
         "relax_rt.roles.agentic.evaluation",
         "relax_rt.roles.agentic.samples",
@@ -157,11 +157,11 @@ class EnvRole(Role):
         from relax_rt.roles.agentic.loading import load_factory
         from relax_rt.roles.agentic.speech import load_chat, speech_of
         from relax_rt.roles.agentic.tasks import load_tasks
-        from relax_rt.roles.checks import settings
-        from relax_rt.roles.engines.routing import sparse_layers
-        from relax_rt.roles.locations import config_dir, model_folder
+        from relax_rt.roles.base.locations import config_dir, model_folder
+        from relax_rt.roles.job.checks import settings
+        from relax_rt.roles.job.sections import RolloutSettings
         from relax_rt.roles.models.tokenizer import load_tokenizer
-        from relax_rt.roles.sections import RolloutSettings
+        from relax_rt.roles.rollout.engines.routing import sparse_layers
 
         folder = config_dir(self.ctx)
         model = model_folder(self.ctx)
@@ -184,7 +184,7 @@ class EnvRole(Role):
 
     async def _start_rewards(self) -> None:
         from relax_rt.roles.agentic.rewards import KEY, PLACE, reward_table
-        from relax_rt.roles.locations import config_dir
+        from relax_rt.roles.base.locations import config_dir
         from relax_rt.roles.rewards.compose import Rewards
         from relax_rt.roles.rewards.dry_run import task_of
 
@@ -203,7 +203,7 @@ class EnvRole(Role):
     async def run(self) -> None:
         from relax_rt.roles.agentic.blocking import LoopWatch
         from relax_rt.roles.agentic.program_role import open_programs
-        from relax_rt.roles.router import Router
+        from relax_rt.roles.rollout.router import Router
 
         self._broken = asyncio.get_running_loop().create_future()
         programs = open_programs(self.ctx, self.factory.program, self._advance, self._break)
@@ -309,7 +309,7 @@ class EnvRole(Role):
         return self._begun
 
     async def _follow(self) -> None:
-        from relax_rt.roles.publication import committed_versions
+        from relax_rt.roles.training.publication import committed_versions
 
         async for record in committed_versions(self.ctx):
             if self.held_out is not None:
@@ -321,7 +321,7 @@ class EnvRole(Role):
 
     async def _work(self) -> None:
         """Evaluate what is due, else play for the trainer, until the last weights are evaluated."""
-        from relax_rt.roles.final import is_final
+        from relax_rt.roles.base.final import is_final
 
         self.ctx.progress.waiting("the first committed weights")
         while True:
@@ -494,8 +494,8 @@ class EnvRole(Role):
     def _check(self, played: Played) -> None:
         """Raises: Broken, if the trainer cannot train it."""
         from relax_rt.roles.agentic.pool import Broken
-        from relax_rt.roles.checks import settings
-        from relax_rt.roles.sections import TrainerSettings
+        from relax_rt.roles.job.checks import settings
+        from relax_rt.roles.job.sections import TrainerSettings
 
         count = len(played.episode.branches)
         if count > 1 and settings(self.config, "trainer", TrainerSettings).backend == "megatron":

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from relax_rt.roles.agentic.episode import Played
 from relax_rt.roles.agentic.interface import Task
 from relax_rt.roles.agentic.tokens import Branch
-from relax_rt.roles.algorithms.inputs import TURN_REWARDS, TURN_STATES
-from relax_rt.roles.columns import generated_columns
-from relax_rt.roles.engines.routing import NO_EXPERT, RoutingShape
-from relax_rt.roles.media.pictures import IMAGE, Placed, Shown
+from relax_rt.roles.base.columns import generated_columns
+from relax_rt.roles.base.sample import Sample, SampleMeta, TurnSpan, content_digest
+from relax_rt.roles.data.media.pictures import IMAGE, Placed, Shown
 from relax_rt.roles.models.tokenizer import ChatTokenizer
-from relax_rt.roles.sample import Sample, SampleMeta, TurnSpan, content_digest
-from relax_rt.transport.errors import Refused
+from relax_rt.roles.rollout.engines.routing import NO_EXPERT, RoutingShape
+from relax_rt.roles.training.algorithms.inputs import TURN_REWARDS, TURN_STATES
 from relax_rt.transport.queue.api import SampleKey, Ticket, VersionSpan
 from relax_rt.transport.queue.client import NewSample
+from relax_rt.transport.rpc.errors import Refused
 
 TRUNCATED_BY = "truncated_by"
 """Key of meta.info: see Played.truncated."""

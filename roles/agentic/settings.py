@@ -11,7 +11,7 @@ from relax_rt.config.schema import Filled, RoleSettings, Seconds
 from relax_rt.roles.rewards.tables import ComponentTable
 
 if TYPE_CHECKING:
-    from relax_rt.roles.sections import RLConfig
+    from relax_rt.roles.job.sections import RLConfig
 
 KIND = "env"
 

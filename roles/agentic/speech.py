@@ -13,8 +13,8 @@ from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.agentic.tokens.parsers import AUTO, check_parsers
 from relax_rt.roles.gateway.settings import GatewaySettings
-from relax_rt.roles.sections import RLConfig
-from relax_rt.transport.errors import Refused
+from relax_rt.roles.job.sections import RLConfig
+from relax_rt.transport.rpc.errors import Refused
 
 if TYPE_CHECKING:
     from relax_rt.roles.agentic.tokens import ChatTemplate
@@ -57,7 +57,7 @@ def load_chat(
         RelaxError: the file cannot be read, the parser does not fit, or the processor cannot be loaded.
     """
     from relax_rt.roles.agentic.tokens import ChatTemplate
-    from relax_rt.roles.media.sight import load_sight
+    from relax_rt.roles.data.media.sight import load_sight
 
     own = None
     if speech.chat_template is not None:

@@ -7,9 +7,9 @@ ends the run.
 
 from __future__ import annotations
 
-from relax_rt.metrics import read_metrics
-from relax_rt.role import RoleContext
-from relax_rt.transport.errors import GivenUp, RelaxError
+from relax_rt.hosting.role import RoleContext
+from relax_rt.observe.metrics import read_metrics
+from relax_rt.transport.rpc.errors import GivenUp, RelaxError
 
 KIND = "env_standstill"
 """Kind of the metrics record and of the event of such a restart."""

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from relax_rt.roles.agentic.settings import EnvSettings
     from relax_rt.roles.data.items import PromptItem
     from relax_rt.roles.data.source import PromptSource
+    from relax_rt.roles.job.sections import RLConfig
     from relax_rt.roles.models.tokenizer import ChatTokenizer
-    from relax_rt.roles.sections import RLConfig
 
 TRAIN, HELD_OUT = "train", "held_out"
 SEED_BITS = 31

@@ -21,7 +21,7 @@ from relax_rt.roles.agentic.frames import Answer, Call, Spec, receive, send
 from relax_rt.roles.agentic.interface import Observation, Reply, Step, Task
 from relax_rt.roles.agentic.loading import load_factory
 from relax_rt.roles.rewards.loader import user_line
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 PR_SET_PDEATHSIG = 1
 

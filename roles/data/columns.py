@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from relax_rt.roles.data.items import Message, RawItem
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 Form = Literal["auto", "prompt", "openai", "verl", "trl", "sharegpt"]
 

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import msgspec
 
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.targets import did_you_mean
 
 PLAIN, PACKED, TABLES = (".jsonl",), (".jsonl.gz", ".jsonl.zst"), (".parquet", ".arrow")

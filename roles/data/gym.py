@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from relax_rt.roles.data.items import RawItem
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 DEFAULT_SEED = 0
 """Items do not depend on the run's seed, so that runs with different seeds train and evaluate on the same questions."""

@@ -20,7 +20,7 @@ from typing import Literal
 
 import msgspec
 
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.rpc.errors import Refused
 
 Trend = Literal["grow", "hold", "shed"]
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 
 from relax_rt.roles.agentic.tokens import Episode
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.interface import idempotent
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.interface import idempotent
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$")]
 Nonce = Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[A-Za-z0-9_-]*$")]

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from relax_rt.config.problems import Problem
 from relax_rt.roles.gateway.settings import GatewaySettings
-from relax_rt.roles.sections import RLConfig
+from relax_rt.roles.job.sections import RLConfig
 
 PACKAGES = ("starlette", "uvicorn")
 PATH = ("roles", "gateway")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 
 class _Told(msgspec.Struct):

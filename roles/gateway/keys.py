@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.rpc.errors import Refused
 
 PREFIX = "rls-"
 FILE = "gateway.token"

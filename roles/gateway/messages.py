@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
+from relax_rt.roles.data.media.pictures import IMAGES, is_picture
+from relax_rt.roles.data.media.pictures import MOST_BYTES as MOST_MEDIA_BYTES
 from relax_rt.roles.gateway.calls import MOST_TOOL_BYTES, MOST_TOOLS, Message
 from relax_rt.roles.gateway.errors import CallError, bad
-from relax_rt.roles.media.pictures import IMAGES, is_picture
-from relax_rt.roles.media.pictures import MOST_BYTES as MOST_MEDIA_BYTES
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 MEDIA = {

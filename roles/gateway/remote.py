@@ -8,9 +8,9 @@ import secrets
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
-from relax_rt.role import RoleContext
+from relax_rt.hosting.role import RoleContext
 from relax_rt.roles.gateway.api import LEASE_S, Access, Closed, GatewayApi, SessionLimits
-from relax_rt.transport.errors import RelaxError, StaleEpoch
+from relax_rt.transport.rpc.errors import RelaxError, StaleEpoch
 
 CALL_S = 60.0
 """A call of the gateway; it waits so long for one that is started again."""

@@ -10,19 +10,19 @@ import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from relax_rt.cluster.nodes.links import Links
 from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import MIB, RoleSettings
-from relax_rt.nodes.links import Links
-from relax_rt.role import Role, RoleContext
+from relax_rt.hosting.role import Role, RoleContext
 from relax_rt.roles.gateway.admission import Load, Marks
 from relax_rt.roles.gateway.api import Access, Closed, GatewayApi, Name, Nonce, SessionLimits
 from relax_rt.roles.gateway.gate import Gate
 from relax_rt.roles.gateway.keys import FILE, Keys, run_token
 from relax_rt.roles.gateway.settings import LOOPBACK, OF_THE_NODE, GatewaySettings
-from relax_rt.roles.sections import RLConfig, RolloutSettings
+from relax_rt.roles.job.sections import RLConfig, RolloutSettings
 from relax_rt.supervision.limits import raise_open_files
-from relax_rt.transport.errors import Refused, RelaxError
-from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.rpc.errors import Refused, RelaxError
+from relax_rt.transport.rpc.identity import Incarnation
 
 if TYPE_CHECKING:
     import socket
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from relax_rt.roles.gateway.service import Service
     from relax_rt.roles.gateway.sessions import Sessions
     from relax_rt.roles.models.tokenizer import ChatTokenizer
-    from relax_rt.roles.router import Router
+    from relax_rt.roles.rollout.router import Router
 
 LOAD_ALLOWANCE_S = 60.0
 REPORT_EVERY_S = 1.0
@@ -54,7 +54,7 @@ class GatewayRole(Role):
         "uvicorn",
         "relax_rt.roles.models.tokenizer",
         "relax_rt.roles.agentic.tokens",
-        "relax_rt.roles.router",
+        "relax_rt.roles.rollout.router",
     )
     Settings: ClassVar[type[RoleSettings]] = GatewaySettings
 
@@ -137,7 +137,7 @@ class GatewayRole(Role):
 
     def _load(self) -> None:
         from relax_rt.roles.agentic.speech import Speech, load_chat
-        from relax_rt.roles.locations import model_folder
+        from relax_rt.roles.base.locations import model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
 
         table, folder = self.settings, model_folder(self.ctx)
@@ -162,7 +162,7 @@ class GatewayRole(Role):
     async def run(self) -> None:
         from relax_rt.roles.gateway.app import Bounds, Gateway
         from relax_rt.roles.gateway.server import make_server
-        from relax_rt.roles.router import Router
+        from relax_rt.roles.rollout.router import Router
 
         table = self.settings
         async with Router(self.ctx) as router, self._gate(router) as gate:

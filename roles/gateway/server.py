@@ -15,7 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from relax_rt.roles.gateway.errors import CallError
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 HEAD_BYTES = 32 << 10
 KEEP_ALIVE_S = 75

@@ -14,7 +14,8 @@ import msgspec
 
 from relax_rt.roles.agentic.episode import used_up
 from relax_rt.roles.agentic.tokens import PromptPlan, Reply, Sampled, TokenLedger
-from relax_rt.roles.engines.routing import PART_TOKENS
+from relax_rt.roles.data.media.sight import Looked, Sight
+from relax_rt.roles.data.media.taking import look_at, new_pictures, with_digests
 from relax_rt.roles.gateway.bounds import CHARACTERS_A_TOKEN, LONG_BYTES, characters
 from relax_rt.roles.gateway.calls import Answer, Call, Choice, Head, Message, Sink
 from relax_rt.roles.gateway.errors import CallError, bad
@@ -23,13 +24,12 @@ from relax_rt.roles.gateway.messages import not_seen
 from relax_rt.roles.gateway.reading import Reader, tokens_before
 from relax_rt.roles.gateway.sessions import Session
 from relax_rt.roles.gateway.streams import Streamed, Taken, go_on
-from relax_rt.roles.media.sight import Looked, Sight
-from relax_rt.roles.media.taking import look_at, new_pictures, with_digests
-from relax_rt.roles.router.core import Deliver
-from relax_rt.roles.router.requests import Outcome, Wanted
-from relax_rt.roles.router.router import NotGenerated
-from relax_rt.transport.errors import Refused, RelaxError
+from relax_rt.roles.rollout.engines.routing import PART_TOKENS
+from relax_rt.roles.rollout.router.core import Deliver
+from relax_rt.roles.rollout.router.requests import Outcome, Wanted
+from relax_rt.roles.rollout.router.router import NotGenerated
 from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 ID_BYTES = 12
 CHUNK_TOKENS, LARGE_CHUNK_TOKENS = 8, 32

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from relax_rt.roles.agentic.tokens import Message, PromptPlan, Reply, Sampled, TokenLedger
 from relax_rt.roles.gateway.api import LEASE_S, Closed, Said, SessionLimits, UsedUp
 from relax_rt.roles.gateway.errors import CallError
-from relax_rt.transport.errors import Refused, StaleEpoch
-from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.rpc.errors import Refused, StaleEpoch
+from relax_rt.transport.rpc.identity import Incarnation
 
 if TYPE_CHECKING:
     from relax_rt.roles.gateway.streams import Streamed

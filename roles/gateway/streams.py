@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 
 from relax_rt.roles.agentic.tokens import Message, PromptPlan, Sampled, TokenLedger
-from relax_rt.roles.engines.base import extend_spans
 from relax_rt.roles.gateway.sessions import Session
-from relax_rt.roles.router.core import Deliver
-from relax_rt.transport.errors import Refused
+from relax_rt.roles.rollout.engines.base import extend_spans
+from relax_rt.roles.rollout.router.core import Deliver
 from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.rpc.errors import Refused
 
 Spell = Callable[[Sequence[int]], str]
 

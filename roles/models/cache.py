@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from relax_rt.transport.errors import DeadlineExceeded, RelaxError
+from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError
 
 BUILD_TIMEOUT_S = 900.0
 TELL_EVERY_S = 15.0

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from relax_rt.roles.models.precision import cpu_dtype
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.rpc.errors import Refused
 
 if TYPE_CHECKING:
-    from relax_rt.role import RoleContext
-    from relax_rt.roles.sections import ShardedSettings
+    from relax_rt.hosting.role import RoleContext
+    from relax_rt.roles.job.sections import ShardedSettings
 
 CPU = torch.device("cpu")
 PINNED_BYTES = 16 << 20

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.rpc.errors import Refused
 
 NEUTRAL = {
     "final_logit_softcapping": None,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relax_rt.config.problems import Problem
-from relax_rt.roles.sections import EngineSettings, RLConfig, TrainerSettings
+from relax_rt.roles.job.sections import EngineSettings, RLConfig, TrainerSettings
 
 
 def check_computed(config: RLConfig, folder: Path) -> Iterator[Problem]:
@@ -21,7 +21,7 @@ def check_computed(config: RLConfig, folder: Path) -> Iterator[Problem]:
     from transformers import AutoConfig
 
     from relax_rt.roles.models.forward import OTHER_MODELS, not_computed
-    from relax_rt.roles.trainers.attention import UNLIKE
+    from relax_rt.roles.training.attention import UNLIKE
 
     try:
         text = AutoConfig.from_pretrained(folder).get_text_config()

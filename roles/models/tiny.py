@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_rt.roles.data.canonical import in_held_out
 from relax_rt.roles.models.cache import say
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
     import torch

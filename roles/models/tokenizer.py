@@ -19,7 +19,7 @@ from relax_rt.roles.models.chat_template import (
     template_errors,
     unseen_role,
 )
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 PROBE: list[Message] = [{"role": "user", "content": "a"}]
 

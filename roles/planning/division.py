@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 
 from relax_rt.config.problems import KeyPath, Problem
+from relax_rt.roles.job.sections import EngineSettings, RLConfig, ShardedSettings
 from relax_rt.roles.planning.models import Shapes, is_pool
 from relax_rt.roles.planning.shape import ModelShape
-from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings
 
 
 def divisible(config: RLConfig) -> Iterator[Problem]:

@@ -10,8 +10,16 @@ import msgspec
 from relax_rt.config.inventory import Inventory
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RoleSettings
-from relax_rt.roles.checks import batch_samples
-from relax_rt.roles.plan import DELTA_PART, FOLLOWERS, RUNTIME_MIB, STAGE_BUFFERS, delta_parts, served_parts
+from relax_rt.roles.job.checks import batch_samples
+from relax_rt.roles.job.sections import EngineSettings, RLConfig, ShardedSettings, TrainedSettings
+from relax_rt.roles.planning.estimate import (
+    DELTA_PART,
+    FOLLOWERS,
+    RUNTIME_MIB,
+    STAGE_BUFFERS,
+    delta_parts,
+    served_parts,
+)
 from relax_rt.roles.planning.flow import cache_tokens, gpu_bytes, longest_sample, longest_trained
 from relax_rt.roles.planning.links import (
     Communicator,
@@ -35,8 +43,7 @@ from relax_rt.roles.planning.memory import (
 from relax_rt.roles.planning.models import Shapes
 from relax_rt.roles.planning.placement import Placed
 from relax_rt.roles.planning.shape import ModelShape
-from relax_rt.roles.publication_checks import communicator_of
-from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings, TrainedSettings
+from relax_rt.roles.training.publication.checks import communicator_of
 
 GPU_PROCESS_MIB = 6144
 """Resident memory of a process with a GPU: CUDA's libraries, torch, pinned buffers."""

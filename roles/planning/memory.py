@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from relax_rt.roles.job.sections import EngineSettings, ShardedSettings, TrainedSettings, TrainerSettings
 from relax_rt.roles.planning.parallel import Sizes, stage_layers
 from relax_rt.roles.planning.shape import ModelShape, Weights
-from relax_rt.roles.sections import EngineSettings, ShardedSettings, TrainedSettings, TrainerSettings
-from relax_rt.roles.trainers.torch.settings import LoraTable
+from relax_rt.roles.training.torch.settings import LoraTable
 
 MIB, GIB = 1 << 20, 1 << 30
 WIDTH = {"float32": 4, "bfloat16": 2, "auto": 4}

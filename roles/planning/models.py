@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 
 from relax_rt.config.schema import RoleSettings
+from relax_rt.roles.job.sections import GenrmSettings, ReferenceSettings, RLConfig, ShardedSettings
 from relax_rt.roles.planning.shape import ModelShape, read_shape
-from relax_rt.roles.sections import GenrmSettings, ReferenceSettings, RLConfig, ShardedSettings
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 
 def own_model(table: RoleSettings | None) -> str | None:

@@ -9,6 +9,7 @@ import msgspec
 
 from relax_rt.config.inventory import Inventory
 from relax_rt.config.problems import Problem
+from relax_rt.roles.job.sections import RLConfig, ShardedSettings
 from relax_rt.roles.planning.division import divides_model, divisible
 from relax_rt.roles.planning.fit import (
     GpuAccount,
@@ -26,8 +27,7 @@ from relax_rt.roles.planning.models import is_pool
 from relax_rt.roles.planning.parallel import ORDER, Group, Sizes, coordinates
 from relax_rt.roles.planning.placement import Placed, check_gpus, place
 from relax_rt.roles.planning.shape import ModelShape, read_shape
-from relax_rt.roles.sections import RLConfig, ShardedSettings
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 HEADING = "planned, not run on this hardware"
 ASSUMPTIONS = (

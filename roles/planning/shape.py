@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 Split = Literal["tensor", "kv", "vocabulary", "expert", "none"]
 """How a tensor lies on ranks: cut by tensor parallelism (`kv`: by key-value heads, `vocabulary`: by rows of the

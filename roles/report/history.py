@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.events import read_events
-from relax_rt.metrics import read_metrics
+from relax_rt.observe.events import read_events
 from relax_rt.observe.losses import Losses, ReportedLoss
+from relax_rt.observe.metrics import read_metrics
 from relax_rt.roles.report.cold import ColdStart
 from relax_rt.roles.report.sets import SetScore, read_score, set_of
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from relax_rt.roles.data.items import answer_text
-from relax_rt.roles.evaluation import bare_integer, last_integer, squeeze
+from relax_rt.roles.evaluation.scoring import bare_integer, last_integer, squeeze
 from relax_rt.roles.rewards.loader import UnreadGold
 
 FORMAT, RIGHT = 0.3, 0.7

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from relax_rt.config.problems import Problem
 
 if TYPE_CHECKING:
-    from relax_rt.roles.sections import RLConfig
+    from relax_rt.roles.job.sections import RLConfig
 
 
 def check_reward(config: RLConfig) -> Iterator[Problem]:

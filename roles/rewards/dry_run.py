@@ -16,7 +16,7 @@ from relax_rt.roles.rewards.compose import REWARD, Rewards
 from relax_rt.roles.rewards.scoring import Failed, Request
 from relax_rt.roles.rewards.tables import RewardTable
 from relax_rt.roles.rewards.workers.messages import TaskSpec
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 KEY = ("reward", "function")
 ITEMS = 4

@@ -24,7 +24,7 @@ from relax_rt.roles.rewards.scoring import Request, Score
 from relax_rt.roles.rewards.tables import ComponentTable, RewardTable
 
 if TYPE_CHECKING:
-    from relax_rt.roles.sections import DataTable, RLConfig
+    from relax_rt.roles.job.sections import DataTable, RLConfig
 
 FIRST, DRAWN = 256, 256
 """Rows that are checked without --all: the first, and as many drawn from the others."""

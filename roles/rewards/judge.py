@@ -17,7 +17,7 @@ from relax_rt.roles.rewards.tables import JudgeTable
 
 if TYPE_CHECKING:
     from relax_rt.roles.models.tokenizer import ChatTokenizer
-    from relax_rt.roles.router import Outcome, Wanted
+    from relax_rt.roles.rollout.router import Outcome, Wanted
 
 SHOWN = 200
 AT_A_TIME = 256
@@ -158,8 +158,8 @@ class Judge:
         return [task.result() for task in tasks]
 
     async def _verdict(self, request: Request) -> Verdict | Failed:
-        from relax_rt.roles.router import NotGenerated
-        from relax_rt.transport.errors import RelaxError
+        from relax_rt.roles.rollout.router import NotGenerated
+        from relax_rt.transport.rpc.errors import RelaxError
 
         try:
             questions = self._judging.questions(request)
@@ -172,7 +172,7 @@ class Judge:
         return self._judging.verdict(answers)
 
     async def _answer(self, question: Question) -> list[int]:
-        from relax_rt.roles.router import Wanted
+        from relax_rt.roles.rollout.router import Wanted
 
         table = self._judging.table
         async with self._room:

@@ -12,7 +12,7 @@ from typing import Any
 import relax_rt
 from relax_rt.config.target import TargetError, load_target
 from relax_rt.roles.data.items import answer_text
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 SETTING = "reward.function"
 OWN_CODE = (str(Path(relax_rt.__file__).parent), str(Path(relax_rt.__file__).parent.resolve().parent / "roles"))

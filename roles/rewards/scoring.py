@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from relax_rt.roles.rewards.loader import RewardFunction, UnreadGold, user_line
-from relax_rt.transport.errors import DeadlineExceeded, RelaxError
+from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError
 
 T = TypeVar("T")
 

@@ -14,28 +14,28 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
-from relax_rt.role import Role, RoleContext
+from relax_rt.hosting.role import Role, RoleContext
 from relax_rt.roles.agentic.settings import env_settings
-from relax_rt.roles.engines.tables import SHARING
-from relax_rt.roles.engines.turns import Gate
-from relax_rt.roles.locations import MODEL_CODE
-from relax_rt.roles.progress import without_retired
+from relax_rt.roles.base.locations import MODEL_CODE
+from relax_rt.roles.base.progress import without_retired
+from relax_rt.roles.job.sections import RLConfig, RolloutSettings
+from relax_rt.roles.rollout.engines.tables import SHARING
+from relax_rt.roles.rollout.engines.turns import Gate
 from relax_rt.roles.rollout.sharing import SharedDevice
-from relax_rt.roles.sections import RLConfig, RolloutSettings
-from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.queue.api import Ticket
+from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
     from relax_rt.roles.data.source import PromptSource
-    from relax_rt.roles.engines.base import Chunk, Engine, GroupRequest
-    from relax_rt.roles.engines.routing import RoutingShape
-    from relax_rt.roles.generation import GenerationService
-    from relax_rt.roles.intake import Intake
     from relax_rt.roles.models.tokenizer import ChatTokenizer
-    from relax_rt.roles.publication import EngineFailure, WeightFollower
+    from relax_rt.roles.rollout.engines.base import Chunk, Engine, GroupRequest
+    from relax_rt.roles.rollout.engines.routing import RoutingShape
+    from relax_rt.roles.rollout.generation import GenerationService
+    from relax_rt.roles.rollout.intake import Intake
     from relax_rt.roles.rollout.samples import SampleMaker
     from relax_rt.roles.rollout.work import Due, Job, Work
+    from relax_rt.roles.training.publication import EngineFailure, WeightFollower
     from relax_rt.transport.queue.client import QueueClient
     from relax_rt.transport.queue.marking import Begun
 
@@ -63,12 +63,12 @@ class RolloutRole(Role):
     preload: ClassVar[tuple[str, ...]] = (
         "torch",
         "transformers",
-        "relax_rt.roles.engines.embedded",
+        "relax_rt.roles.rollout.engines.embedded",
         "relax_rt.roles.models.tokenizer",
-        "relax_rt.roles.publication",
+        "relax_rt.roles.training.publication",
         "relax_rt.roles.data.kept",
         "relax_rt.roles.rollout.samples",
-        "relax_rt.roles.generation",
+        "relax_rt.roles.rollout.generation",
         "reasoning_gym",
         "relax_rt.transport.queue.client",
         *MODEL_CODE,
@@ -102,8 +102,8 @@ class RolloutRole(Role):
         self.generation: GenerationService
 
     async def setup(self) -> None:
-        from relax_rt.roles.generation import MOST_REQUESTS, serve_generation
-        from relax_rt.roles.publication import EngineFailure, WeightFollower
+        from relax_rt.roles.rollout.generation import MOST_REQUESTS, serve_generation
+        from relax_rt.roles.training.publication import EngineFailure, WeightFollower
         from relax_rt.transport.queue.client import QueueClient
 
         if self.device is not None:
@@ -131,9 +131,9 @@ class RolloutRole(Role):
         await self.engine.start(self._arrive, self._engine_failed)
 
     def _load(self) -> None:
-        from relax_rt.roles.engines import make_engine
-        from relax_rt.roles.locations import config_dir, model_folder
+        from relax_rt.roles.base.locations import config_dir, model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
+        from relax_rt.roles.rollout.engines import make_engine
         from relax_rt.roles.rollout.samples import SampleMaker
         from relax_rt.roles.rollout.work import Work
 
@@ -157,7 +157,7 @@ class RolloutRole(Role):
             )
         if self.engine.name != "embedded":
             # The embedded engine has room for every slot; where the cache is shared, its use bounds what is begun.
-            from relax_rt.roles.intake import Intake, Marks
+            from relax_rt.roles.rollout.intake import Intake, Marks
 
             self.intake = Intake(Marks(most=self.settings.groups_in_flight * size, least=size))
 
@@ -230,8 +230,8 @@ class RolloutRole(Role):
             await self.queue.close()
 
     async def _follow(self) -> None:
-        from relax_rt.roles.cold_start.waiting import wait_for_weights
-        from relax_rt.roles.publication import committed_versions
+        from relax_rt.roles.training.publication import committed_versions
+        from relax_rt.roles.training.sft.waiting import wait_for_weights
 
         self.ctx.progress.waiting("the first committed weights")
         await wait_for_weights(self.ctx)
@@ -320,7 +320,7 @@ class RolloutRole(Role):
         self.engine.submit(requests)
 
     def _request(self, number: int, ticket: Ticket, origin: bytes, found: dict[Any, Begun]) -> GroupRequest:
-        from relax_rt.roles.engines.base import GroupRequest
+        from relax_rt.roles.rollout.engines.base import GroupRequest
         from relax_rt.roles.rollout.work import partials_of
 
         sampling, stop_ids = self.config.sampling, self.tokenizer.stop_ids

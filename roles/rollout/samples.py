@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from relax_rt.roles.columns import generated_columns
+from relax_rt.roles.base.columns import generated_columns
+from relax_rt.roles.base.sample import Sample, SampleMeta, TurnSpan, content_digest
 from relax_rt.roles.data.source import PromptSource
-from relax_rt.roles.engines.base import Completion
-from relax_rt.roles.engines.routing import RoutingShape
 from relax_rt.roles.models.tokenizer import ChatTokenizer
+from relax_rt.roles.rollout.engines.base import Completion
+from relax_rt.roles.rollout.engines.routing import RoutingShape
 from relax_rt.roles.rollout.work import Job
-from relax_rt.roles.sample import Sample, SampleMeta, TurnSpan, content_digest
-from relax_rt.transport.errors import Refused
 from relax_rt.transport.queue.api import SampleKey, Ticket, VersionSpan
 from relax_rt.transport.queue.client import NewSample
+from relax_rt.transport.rpc.errors import Refused
 
 
 class SampleMaker:

@@ -24,7 +24,7 @@ from relax_rt.chaos.injector import Injector
 from relax_rt.chaos.intensity import Intensity
 from relax_rt.chaos.schedule import Strike
 from relax_rt.chaos.session import play
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.rpc.errors import Refused
 
 pytestmark = pytest.mark.chaos
 

@@ -29,8 +29,8 @@ from queue_chaos_records import (
     Weights,
 )
 
-from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.queue.api import SampleKey, VersionSpan
+from relax_rt.transport.rpc.identity import Incarnation
 
 ENGINE, TRAINER = Incarnation("rollout/0", 1), Incarnation("trainer/0", 2)
 LEASE, SCORE = 100, "score"

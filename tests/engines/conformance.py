@@ -30,9 +30,9 @@ from harness import (
     torch,
 )
 
-from relax_rt.roles.engines.base import Completion, GroupRequest, Partial
-from relax_rt.transport.errors import Corrupt, Gone, Refused, RelaxError
+from relax_rt.roles.rollout.engines.base import Completion, GroupRequest, Partial
 from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.rpc.errors import Corrupt, Gone, Refused, RelaxError
 
 ENDLESS: frozenset[int] = frozenset()
 

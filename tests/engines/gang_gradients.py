@@ -11,11 +11,11 @@ import numpy as np
 from gang_harness import Gang
 from gang_objectives import FAMILIES, TABLES, arrivals, cut, episodes, judged, objective_of
 
-from relax_rt.roles.algorithms.objective import Objective
-from relax_rt.roles.sample import Sample
-from relax_rt.roles.trainers.sharing import share
+from relax_rt.roles.base.sample import Sample
+from relax_rt.roles.training.algorithms.objective import Objective
+from relax_rt.roles.training.sharing import share
 
-sys.path.append(str(Path(__file__).parents[1] / "unit" / "trainer"))
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "roles" / "training"))
 from packing_ways import alone, gradients_alone, load_exactly
 
 Gradients = dict[str, np.ndarray]

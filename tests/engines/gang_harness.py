@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from relax_rt.roles.sample import Sample, bare_meta
-from relax_rt.roles.trainers.blocks import file_of
-from relax_rt.roles.trainers.digests import BESIDE, compare, digest_of, digests_of
-from relax_rt.transport.errors import Corrupt
+from relax_rt.roles.base.sample import Sample, bare_meta
+from relax_rt.roles.training.blocks import file_of
+from relax_rt.roles.training.digests import BESIDE, compare, digest_of, digests_of
 from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.rpc.errors import Corrupt
 
 HERE = Path(__file__).parent
 CALL_S = 600.0

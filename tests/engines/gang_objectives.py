@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 from gang_harness import VOCABULARY, near, samples
 
-from relax_rt.roles.algorithms.objective import Objective
-from relax_rt.roles.sample import Sample, TurnSpan, bare_meta
-from relax_rt.roles.sections import AlgorithmTable
+from relax_rt.roles.base.sample import Sample, TurnSpan, bare_meta
+from relax_rt.roles.job.sections import AlgorithmTable
+from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.transport.queue.api import VersionSpan
 
 LOSSES: dict[str, dict[str, Any]] = {

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from relax_rt.roles.algorithms.objective import Objective
-from relax_rt.roles.sample import Sample
-from relax_rt.roles.sections import AlgorithmTable
-from relax_rt.roles.trainers.base import StepResult
-from relax_rt.roles.trainers.gang import Follower, Leader
-from relax_rt.roles.trainers.sharing import share
-from relax_rt.roles.trainers.step import Batch, accumulate
-from relax_rt.roles.trainers.updates import take_updates
-from relax_rt.transport.errors import Refused, RelaxError
+from relax_rt.roles.base.sample import Sample
+from relax_rt.roles.job.sections import AlgorithmTable
+from relax_rt.roles.training.algorithms.objective import Objective
+from relax_rt.roles.training.base import StepResult
+from relax_rt.roles.training.gang import Follower, Leader
+from relax_rt.roles.training.sharing import share
+from relax_rt.roles.training.step import Batch, accumulate
+from relax_rt.roles.training.updates import take_updates
+from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 STEP_S = 60.0
 LATE_S = 0.7

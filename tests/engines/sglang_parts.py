@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from relax_rt.roles.engines.sglang.engine import SglangEngine
-from relax_rt.roles.engines.sglang.loading import NotShown
-from relax_rt.roles.engines.sglang.options import server_environment, server_options
-from relax_rt.roles.engines.sglang.server import Place
-from relax_rt.roles.sections import RolloutSettings
+from relax_rt.roles.job.sections import RolloutSettings
+from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
+from relax_rt.roles.rollout.engines.sglang.loading import NotShown
+from relax_rt.roles.rollout.engines.sglang.options import server_environment, server_options
+from relax_rt.roles.rollout.engines.sglang.server import Place
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("RELAX_SGLANG_PYTHON") or ROOT / ".venv-sglang/bin/python")

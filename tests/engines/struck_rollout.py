@@ -7,8 +7,8 @@ import os
 import signal
 from typing import Any
 
-from relax_rt.roles.engines.sglang.client import Client
-from relax_rt.roles.rollout import RolloutRole
+from relax_rt.roles.rollout.engines.sglang.client import Client
+from relax_rt.roles.rollout.role import RolloutRole
 from relax_rt.supervision import procfs
 
 AT_VERSION = 5

@@ -10,7 +10,7 @@ import pytest_asyncio
 from conformance import *  # noqa: F403
 from harness import Driver, Traits
 
-from relax_rt.roles.engines.embedded import EmbeddedEngine
+from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 
 pytestmark = pytest.mark.engines
 

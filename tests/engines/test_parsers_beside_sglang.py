@@ -16,7 +16,7 @@ import pytest
 from sglang_parts import PYTHON, needs_server
 
 from relax_rt.roles.agentic.tokens.parsers import parse
-from relax_rt.roles.engines.sglang.options import server_environment
+from relax_rt.roles.rollout.engines.sglang.options import server_environment
 
 pytestmark = [pytest.mark.engines, needs_server]
 

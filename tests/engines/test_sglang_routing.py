@@ -12,8 +12,8 @@ from moe_conformance import *  # noqa: F403
 from moe_conformance import check
 from sglang_parts import make_engine, needs_server
 
-from relax_rt.roles.engines.sglang.engine import SglangEngine
-from relax_rt.transport.errors import Refused
+from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
+from relax_rt.transport.rpc.errors import Refused
 
 pytestmark = [pytest.mark.engines, needs_server, pytest.mark.asyncio(loop_scope="module")]
 

@@ -11,8 +11,8 @@ import pytest
 from harness import DEADLINE_S, reference, torch
 from sglang_parts import make_engine, needs_server
 
-from relax_rt.roles.generation import EngineReport, GenerationService, Order, Piece
-from relax_rt.roles.intake import Intake, Marks
+from relax_rt.roles.rollout.generation import EngineReport, GenerationService, Order, Piece
+from relax_rt.roles.rollout.intake import Intake, Marks
 
 pytestmark = [pytest.mark.engines, needs_server]
 

@@ -11,7 +11,7 @@ import pytest
 HERE = Path(__file__).parent
 pytest.register_assert_rewrite("harness", "conformance")
 for folder in (
-    HERE.parent / "unit" / "weights",
+    HERE.parent / "unit" / "transport" / "weights",
     HERE.parent / "engines",
     HERE.parent / "integration" / "supervision_toys",
 ):
@@ -25,7 +25,7 @@ def missing() -> str:
     try:
         import torch
 
-        from relax_rt.transport.errors import Refused
+        from relax_rt.transport.rpc.errors import Refused
         from relax_rt.transport.weights import device
     except ImportError as error:
         return str(error)

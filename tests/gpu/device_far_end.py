@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights import device
 from relax_rt.transport.weights.cuda_ipc import CudaIpcSource, CudaStage

@@ -1,4 +1,4 @@
-"""A rank over NCCL that does itself harm, as tests/unit/weights/faulty_gloo.py does over gloo."""
+"""A rank over NCCL that does itself harm, as tests/unit/transport/weights/faulty_gloo.py does over gloo."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ import transformers
 
 from relax_rt.roles.planning.parallel import Sizes
 from relax_rt.roles.planning.shape import shape_of
-from relax_rt.roles.trainers.resharding import Division, naming_of, plan_buckets
-from relax_rt.roles.trainers.resharding.assemble import assemble, check_shards, contribute
+from relax_rt.roles.training.resharding import Division, naming_of, plan_buckets
+from relax_rt.roles.training.resharding.assemble import assemble, check_shards, contribute
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",

@@ -11,7 +11,7 @@ import torch
 from conformance import *  # noqa: F403
 from harness import Driver, Traits
 
-from relax_rt.roles.engines.embedded import EmbeddedEngine
+from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 
 
 @pytest_asyncio.fixture

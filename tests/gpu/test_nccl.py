@@ -1,4 +1,4 @@
-"""The collective over NCCL: what is in tests/unit/weights/test_collective_gloo.py, where only the class differs.
+"""The collective over NCCL: what is in test_collective_gloo.py, where only the class differs.
 
 On one device, two ranks can meet only with an NCCL that allows it (2.30.3 and later, NCCL_MULTI_RANK_GPU_ENABLE=1);
 what is tested without that is how NCCL behaves when a peer is absent or has the same device.
@@ -22,7 +22,7 @@ from relax_rt.transport.weights.collective.nccl import SHARED_DEVICES
 from relax_rt.transport.weights.collective.worker import digest_of
 from relax_rt.transport.weights.device import DeviceBuffer
 
-UNIT = Path(__file__).resolve().parents[1] / "unit" / "weights"
+UNIT = Path(__file__).resolve().parents[1] / "unit" / "transport" / "weights"
 
 BUCKET, NBYTES = 1 << 20, 16 << 20
 LIMITS = Limits(hello_s=90.0, join_s=20.0, stall_s=10.0, abort_s=10.0)

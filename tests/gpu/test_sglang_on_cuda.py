@@ -12,10 +12,10 @@ import pytest_asyncio
 from conformance import *  # noqa: F403
 from harness import Driver, Traits
 
-from relax_rt.roles.engines.sglang.engine import SglangEngine
-from relax_rt.roles.engines.sglang.options import server_environment, server_options
-from relax_rt.roles.engines.sglang.server import Place
-from relax_rt.roles.sections import RolloutSettings
+from relax_rt.roles.job.sections import RolloutSettings
+from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
+from relax_rt.roles.rollout.engines.sglang.options import server_environment, server_options
+from relax_rt.roles.rollout.engines.sglang.server import Place
 
 PYTHON = os.environ.get("RELAX_SGLANG_CUDA_PYTHON", "")
 KV_TOKENS = 65_536

@@ -14,14 +14,14 @@ import torch
 from gang_harness import samples
 from harness import VOCABULARY
 
-from relax_rt.roles.critic.model import CriticModel
+from relax_rt.roles.base.sample import Sample
+from relax_rt.roles.job.sections import AlgorithmTable, CriticSettings
 from relax_rt.roles.models.device import CPU, generator_states, on_host, set_generator_states
-from relax_rt.roles.reference.model import FrozenModel
-from relax_rt.roles.sample import Sample
-from relax_rt.roles.sections import AlgorithmTable, CriticSettings
-from relax_rt.roles.trainers.budget import Budget
-from relax_rt.roles.trainers.torch.settings import LoraTable
-from relax_rt.roles.trainers.torch_backend import TorchBackend
+from relax_rt.roles.training.budget import Budget
+from relax_rt.roles.training.critic.model import CriticModel
+from relax_rt.roles.training.reference.model import FrozenModel
+from relax_rt.roles.training.torch.settings import LoraTable
+from relax_rt.roles.training.torch_backend import TorchBackend
 
 CUDA = torch.device("cuda", 0)
 

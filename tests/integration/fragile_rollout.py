@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from relax_rt.roles.engines.base import Engine, KvPolicy, Swap
-from relax_rt.roles.rollout import RolloutRole
-from relax_rt.transport.errors import Corrupt
+from relax_rt.roles.rollout.engines.base import Engine, KvPolicy, Swap
+from relax_rt.roles.rollout.role import RolloutRole
+from relax_rt.transport.rpc.errors import Corrupt
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.source import WeightSource
 

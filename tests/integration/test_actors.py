@@ -12,11 +12,11 @@ import pytest
 from actor_toys import Asker, Reward
 from live_run import TOYS, LiveRun
 
-import relax_rt.discovery
+import relax_rt.cluster.discovery
 from relax_rt.actors import ActorDied
 from relax_rt.supervision import control
 from relax_rt.supervision.control import NoRun
-from relax_rt.transport.errors import Refused, Unreachable
+from relax_rt.transport.rpc.errors import Refused, Unreachable
 
 pytestmark = pytest.mark.integration
 
@@ -42,7 +42,7 @@ async def pid_of(run: LiveRun, slot: str) -> int:
 
 
 async def test_calls_from_a_program_and_from_a_role(run: LiveRun) -> None:
-    async with relax_rt.discovery.connect(run.run_dir) as discovery:
+    async with relax_rt.cluster.discovery.connect(run.run_dir) as discovery:
         reward = discovery.actor("reward2", Reward)
         assert await reward.score("four") == 2.0
         pids = {await reward.pid() for _ in range(8)}
@@ -58,13 +58,13 @@ async def test_calls_from_a_program_and_from_a_role(run: LiveRun) -> None:
     await asyncio.to_thread(control.stop, run.run_dir, wait_s=120)
     assert run.ends() == 0 and run.left() == []
     with pytest.raises(NoRun, match="no run lives in"):
-        async with relax_rt.discovery.connect(run.run_dir):
+        async with relax_rt.cluster.discovery.connect(run.run_dir):
             pass
 
 
 async def test_killed_in_mid_call(run: LiveRun) -> None:
     """Idempotent: the caller sees nothing. Not so: it learns by what its actor died."""
-    async with relax_rt.discovery.connect(run.run_dir) as discovery:
+    async with relax_rt.cluster.discovery.connect(run.run_dir) as discovery:
         reward = discovery.actor("reward2/0", Reward)
         pid, epoch = await reward.pid(), run.event("slot_ready", slot="reward2/0")["epoch"]
         again, once = asyncio.create_task(reward.ponder(1.0)), asyncio.create_task(reward.spend())
@@ -81,7 +81,7 @@ async def test_killed_in_mid_call(run: LiveRun) -> None:
 
 
 async def test_a_call_by_role_goes_to_another_member(run: LiveRun) -> None:
-    async with relax_rt.discovery.connect(run.run_dir) as discovery:
+    async with relax_rt.cluster.discovery.connect(run.run_dir) as discovery:
         slot, role = discovery.actor("reward2/0", Reward), discovery.actor("reward2", Reward)
         pid = await slot.pid()
         calls = [asyncio.create_task(role.ponder(1.0)) for _ in range(4)]
@@ -91,7 +91,7 @@ async def test_a_call_by_role_goes_to_another_member(run: LiveRun) -> None:
 
 
 async def test_cancellation_and_early_end_reach_the_other_side(run: LiveRun) -> None:
-    async with relax_rt.discovery.connect(run.run_dir) as discovery:
+    async with relax_rt.cluster.discovery.connect(run.run_dir) as discovery:
         reward = discovery.actor("reward2/1", Reward)
         call = asyncio.create_task(reward.ponder(50.0))
         await asyncio.to_thread(run.event, "pondering")
@@ -105,7 +105,7 @@ async def test_cancellation_and_early_end_reach_the_other_side(run: LiveRun) -> 
 
 
 async def test_a_restart_by_hand_fails_no_call(run: LiveRun) -> None:
-    async with relax_rt.discovery.connect(run.run_dir) as discovery:
+    async with relax_rt.cluster.discovery.connect(run.run_dir) as discovery:
         reward = discovery.actor("reward2", Reward)
         failed = []
         done = 0
@@ -131,7 +131,7 @@ async def test_a_restart_by_hand_fails_no_call(run: LiveRun) -> None:
 
 
 async def test_the_registry_dies_and_calls_go_on(run: LiveRun) -> None:
-    async with relax_rt.discovery.connect(run.run_dir) as discovery:
+    async with relax_rt.cluster.discovery.connect(run.run_dir) as discovery:
         reward = discovery.actor("reward2", Reward)
         await reward.pid()
         os.kill(await pid_of(run, "registry/0"), signal.SIGKILL)
@@ -143,11 +143,11 @@ async def test_the_registry_dies_and_calls_go_on(run: LiveRun) -> None:
 
 async def test_what_cannot_be_connected_to(tmp_path: Path) -> None:
     with pytest.raises(NoRun, match="no run in"):
-        async with relax_rt.discovery.connect(tmp_path):
+        async with relax_rt.cluster.discovery.connect(tmp_path):
             pass
     with pytest.raises(Refused, match="run_id is missing"):
-        async with relax_rt.discovery.connect("tcp://127.0.0.1:1"):
+        async with relax_rt.cluster.discovery.connect("tcp://127.0.0.1:1"):
             pass
     with pytest.raises(Unreachable, match=r"connecting to run abc in tcp://127\.0\.0\.1:1"):
-        async with relax_rt.discovery.connect("tcp://127.0.0.1:1", run_id="abc", timeout_s=0.3):
+        async with relax_rt.cluster.discovery.connect("tcp://127.0.0.1:1", run_id="abc", timeout_s=0.3):
             pass

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_run import TinyRun, steps_that_count
 
-from relax_rt import discovery
+from relax_rt.cluster import discovery
 from relax_rt.roles.gateway.api import GatewayApi, SessionLimits
 from relax_rt.roles.gateway.endpoint import endpoint
 

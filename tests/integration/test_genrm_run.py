@@ -103,7 +103,7 @@ def verdicts_of(pairs: list[tuple[str, str]]) -> list[float]:
 
 def test_a_judge_is_shown_before_a_run(run: TinyRun) -> None:
     from relax_rt.config.loader import load_config
-    from relax_rt.roles.try_out import sample
+    from relax_rt.roles.job.try_out import sample
 
     overrides = [f"{key}={value}" for key, value in run.overrides.items()]
     config = load_config(run.config, overrides)

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 STEPS = 3
 JOB = """
-from relax_rt.roles.job import RLJob
+from relax_rt.roles.job.job import RLJob
 
 
 class SpreadJob(RLJob):

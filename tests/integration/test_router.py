@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from tiny_run import TinyRun
 
-from relax_rt import discovery
+from relax_rt.cluster import discovery
 from relax_rt.roles.models.resolve import resolve_model
-from relax_rt.roles.router import Outcome, Router, Wanted
+from relax_rt.roles.rollout.router import Outcome, Router, Wanted
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.integration, pytest.mark.long]

@@ -81,7 +81,7 @@ from pathlib import Path
 import numpy as np
 
 from relax_rt.roles.agentic import samples
-from relax_rt.roles.router import Router
+from relax_rt.roles.rollout.router import Router
 
 FOLDER = Path(__file__).parent / "told"
 FOLDER.mkdir(exist_ok=True)

@@ -23,9 +23,9 @@ transformers = pytest.importorskip("transformers")
 
 from relax_rt.config.loader import load_config  # noqa: E402
 from relax_rt.roles.data.source import PromptSource  # noqa: E402
-from relax_rt.roles.engines.routing import sparse_layers  # noqa: E402
+from relax_rt.roles.job.sections import RLConfig  # noqa: E402
 from relax_rt.roles.models.tokenizer import load_tokenizer  # noqa: E402
-from relax_rt.roles.sections import RLConfig  # noqa: E402
+from relax_rt.roles.rollout.engines.routing import sparse_layers  # noqa: E402
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 

@@ -15,8 +15,8 @@ import psutil
 import pytest
 from tiny_run import RELAX, TinyRun, steps_that_count
 
-from relax_rt.roles.engines.sglang.guard import SHARED, THEIRS
 from relax_rt.roles.models.resolve import resolve_model
+from relax_rt.roles.rollout.engines.sglang.guard import SHARED, THEIRS
 
 pytest.importorskip("torch")
 PYTHON = Path(os.environ.get("RELAX_SGLANG_PYTHON") or Path(__file__).parents[2] / ".venv-sglang/bin/python")

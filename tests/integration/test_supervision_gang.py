@@ -10,7 +10,7 @@ import pytest
 from live_run import LiveRun
 
 from relax_rt.supervision import control
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.rpc.errors import Refused
 
 pytestmark = pytest.mark.integration
 

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import pytest
 from live_run import LiveRun, until
 
-from relax_rt.registry.api import Member, RegistryApi
+from relax_rt.cluster.registry.api import Member, RegistryApi
 from relax_rt.supervision import control
-from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.queue.api import QueueApi
-from relax_rt.transport.rpc import Client, make_hello
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.rpc import Client, make_hello
 
 pytestmark = pytest.mark.integration
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import pytest
 from tiny_run import RELAX, TinyRun, steps_that_count
 
 from relax_rt.roles.models.resolve import resolve_model
-from relax_rt.roles.trainer import SKIPPED_IN_A_ROW
+from relax_rt.roles.training.trainer import SKIPPED_IN_A_ROW
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.integration, pytest.mark.long]
@@ -19,7 +19,7 @@ EVERY = 3
 LOSS = """
 from pathlib import Path
 
-from relax_rt.roles.algorithms.registry import part
+from relax_rt.roles.training.algorithms.registry import part
 
 SPOILT = Path(__file__).with_name("spoilt")
 

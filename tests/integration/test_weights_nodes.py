@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from relax_rt.roles.engines.weights import FlatWeights  # noqa: E402
+from relax_rt.roles.rollout.engines.weights import FlatWeights  # noqa: E402
 from relax_rt.transport.weights.manifest import bucket_digest, bucket_slices, total_digest  # noqa: E402
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]

@@ -14,7 +14,7 @@ from plane_roles import Meeting, Role
 from sim_checker import UNEXPECTED
 from sim_kernel import Promise, Steps, Thread
 
-from relax_rt.nodes.api import (
+from relax_rt.cluster.nodes.api import (
     BindSlot,
     Bound,
     EndNode,
@@ -28,10 +28,10 @@ from relax_rt.nodes.api import (
     Told,
     hear,
 )
-from relax_rt.nodes.fleet import RemoteExecutor
-from relax_rt.nodes.head import TICK_S, Departure, HeadCore
-from relax_rt.nodes.limb import LimbCore
-from relax_rt.nodes.placement import Node, Placer
+from relax_rt.cluster.nodes.fleet import RemoteExecutor
+from relax_rt.cluster.nodes.head import TICK_S, Departure, HeadCore
+from relax_rt.cluster.nodes.limb import LimbCore
+from relax_rt.cluster.nodes.placement import Node, Placer
 from relax_rt.supervision.core import InvalidTransition, Supervisor
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.executor import Rendezvous, StartOrder, gang_orders
@@ -51,9 +51,9 @@ from relax_rt.supervision.protocol import (
     Tick,
 )
 from relax_rt.supervision.starts import Attempt, Starts
-from relax_rt.transport.errors import Refused, StaleEpoch
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import events as ev
+from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.rpc.errors import Refused, StaleEpoch
+from relax_rt.transport.rpc.identity import Incarnation
 
 if TYPE_CHECKING:
     from plane_world import World

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sim_checker import Checker
 
-from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.versions import VersionRecord
 
 HEARD = "a fenced incarnation was heard"

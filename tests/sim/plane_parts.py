@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sim_kernel import Promise, Steps, Thread
 
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
     from plane_world import World

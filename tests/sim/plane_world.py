@@ -18,13 +18,13 @@ from sim_kernel import Kernel, Steps, Thread
 from sim_memory import Memory
 from sim_world import Disk
 
-from relax_rt.nodes import head as head_module
-from relax_rt.nodes.api import Facts
+from relax_rt.cluster.nodes import head as head_module
+from relax_rt.cluster.nodes.api import Facts
 from relax_rt.supervision.executor import Rendezvous, StartOrder
 from relax_rt.supervision.protocol import DrainRequested, RestartRequested, ScaleRequested
 from relax_rt.supervision.spec import RoleSpec, SlotSpec
-from relax_rt.transport.errors import Refused
-from relax_rt.transport.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.rpc.errors import Refused
 
 FAULTS_S = 14.0
 PATIENCE_S = 150.0

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from relax_rt.roles import generation
-from relax_rt.roles.engines.base import extend_spans
-from relax_rt.roles.generation import EngineReport, Order, Piece
-from relax_rt.roles.router.core import Open
+from relax_rt.roles.rollout import generation
+from relax_rt.roles.rollout.engines.base import extend_spans
+from relax_rt.roles.rollout.generation import EngineReport, Order, Piece
+from relax_rt.roles.rollout.router.core import Open
 from relax_rt.transport.queue.api import VersionSpan
 
 if TYPE_CHECKING:

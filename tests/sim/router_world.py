@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from router_engine import SimEngine, length, token
 from sim_kernel import Kernel
 
-from relax_rt.roles.generation import Piece
-from relax_rt.roles.router.core import Action, Close, Deliver, End, Limits, Open, Probe, RouterCore
-from relax_rt.roles.router.fleet import EngineNews, Patience
-from relax_rt.roles.router.requests import Outcome, Wanted
+from relax_rt.roles.rollout.generation import Piece
+from relax_rt.roles.rollout.router.core import Action, Close, Deliver, End, Limits, Open, Probe, RouterCore
+from relax_rt.roles.rollout.router.fleet import EngineNews, Patience
+from relax_rt.roles.rollout.router.requests import Outcome, Wanted
 from relax_rt.transport.versions import VersionRecord
 
 TWICE, NONE, WRONG, STALE, ROUTED, LEAK, STUCK, UNJUST, ACCOUNT = (

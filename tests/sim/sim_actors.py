@@ -11,9 +11,6 @@ from sim_checker import FOREIGN, UNEXPECTED, Trained
 from sim_kernel import Exit, Silence, Steps, Thread
 from sim_memory import Arena, Full, Slab
 
-from relax_rt.transport.errors import Refused, StaleEpoch
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.queue.api import (
     Batch,
     BlobRef,
@@ -27,7 +24,10 @@ from relax_rt.transport.queue.api import (
     VersionSpan,
     Want,
 )
+from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.marking import begun, make_mark
+from relax_rt.transport.rpc.errors import Refused, StaleEpoch
+from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:

@@ -12,14 +12,14 @@ import msgspec
 from sim_kernel import Kernel, Promise, Steps
 from sim_memory import CELL, Memory
 
-from relax_rt.transport.errors import Refused
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
-from relax_rt.transport.ledger import events as ev
-from relax_rt.transport.ledger.core import Notice
-from relax_rt.transport.ledger.marks import partials
 from relax_rt.transport.queue.api import Extent, SampleKey
 from relax_rt.transport.queue.disk import dead_slabs
+from relax_rt.transport.queue.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.core import Notice
+from relax_rt.transport.queue.ledger.marks import partials
+from relax_rt.transport.rpc.errors import Refused
+from relax_rt.transport.rpc.identity import Incarnation
 
 TICK_S = 0.5
 ANSWER_S = 1.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import count
 
-from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.memory.slab_names import owner_key
 from relax_rt.transport.queue.api import Extent
-from relax_rt.transport.slab_names import owner_key
+from relax_rt.transport.rpc.identity import Incarnation
 
 CELL = 64
 """Bytes."""

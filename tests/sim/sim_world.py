@@ -12,8 +12,8 @@ from sim_checker import STANDSTILL, UNEXPECTED, Checker, Trained
 from sim_kernel import Exit, Kernel, Steps, Thread
 from sim_memory import Memory
 
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.versions import VersionRecord
 
 FAULTS_S = 60.0

@@ -15,11 +15,11 @@ from sim_broker import SimBroker
 from sim_checker import DOUBLED, FENCED, FOREIGN, LOST, STALE, STANDSTILL, TWICE
 from sim_world import World, streaming, training
 
-from relax_rt.transport.ledger import Ledger, marks
-from relax_rt.transport.ledger.blocks import BlockTable
-from relax_rt.transport.ledger.callers import Callers
-from relax_rt.transport.ledger.core import Core
-from relax_rt.transport.ledger.state import Group
+from relax_rt.transport.queue.ledger import Ledger, marks
+from relax_rt.transport.queue.ledger.blocks import BlockTable
+from relax_rt.transport.queue.ledger.callers import Callers
+from relax_rt.transport.queue.ledger.core import Core
+from relax_rt.transport.queue.ledger.state import Group
 from relax_rt.transport.versions import VersionTree
 
 SEEDS = range(16)

@@ -20,22 +20,22 @@ from plane_servers import Registry, Stage
 from plane_world import KINDS, World
 from sim_checker import DOUBLED, STANDSTILL, TWICE, UNEXPECTED
 
-from relax_rt.nodes import head as head_module
-from relax_rt.nodes.api import Orders, Seat
-from relax_rt.nodes.head import HeadCore
-from relax_rt.nodes.limb import LimbCore
-from relax_rt.registry.api import Member
-from relax_rt.registry.core import RegistryCore
+from relax_rt.cluster.nodes import head as head_module
+from relax_rt.cluster.nodes.api import Orders, Seat
+from relax_rt.cluster.nodes.head import HeadCore
+from relax_rt.cluster.nodes.limb import LimbCore
+from relax_rt.cluster.registry.api import Member
+from relax_rt.cluster.registry.core import RegistryCore
 from relax_rt.supervision.core import Supervisor
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.lifecycle import Lifecycle
 from relax_rt.supervision.protocol import SlotExited
 from relax_rt.supervision.slots import Slot, Window
 from relax_rt.supervision.tree import RoleNode
-from relax_rt.transport.errors import Refused
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger.callers import Callers
-from relax_rt.transport.pauses import Pauses
+from relax_rt.transport.queue.ledger.callers import Callers
+from relax_rt.transport.rpc.errors import Refused
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.pauses import Pauses
 from relax_rt.transport.versions import VersionRecord
 
 RUNS = 1000

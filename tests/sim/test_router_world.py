@@ -14,10 +14,10 @@ import router_world
 from msgspec.structs import replace
 from router_world import LEAK, NONE, ROUTED, STALE, STUCK, UNJUST, WRONG, World
 
-from relax_rt.roles import generation
-from relax_rt.roles.router.core import RouterCore
-from relax_rt.roles.router.fleet import Fleet, Patience
-from relax_rt.roles.router.requests import Life
+from relax_rt.roles.rollout import generation
+from relax_rt.roles.rollout.router.core import RouterCore
+from relax_rt.roles.rollout.router.fleet import Fleet, Patience
+from relax_rt.roles.rollout.router.requests import Life
 from relax_rt.transport.versions import VersionTree
 
 SEEDS = range(6)

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import zmq
 import zmq.asyncio
 
-import relax_rt.discovery
+import relax_rt.cluster.discovery
 from relax_rt.actors import Actor, idempotent, tell
 from relax_rt.actors.directory import Directory
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.rpc import Client, CurveKeys, Server, make_hello
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.rpc import Client, CurveKeys, Server, make_hello
 
 RUN_ID = "bench000"
 AT_ONCE = 64
@@ -88,7 +88,7 @@ class OurCaller:
 @contextlib.asynccontextmanager
 async def in_run(run_dir: Path, name: str) -> AsyncIterator[Caller]:
     """Our actor in a real run, by slot or by role."""
-    async with relax_rt.discovery.connect(run_dir) as discovery:
+    async with relax_rt.cluster.discovery.connect(run_dir) as discovery:
         yield OurCaller(discovery.actor(name, Scorer))
 
 

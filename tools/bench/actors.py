@@ -40,7 +40,7 @@ from actor_cases import (
     serve_zmq,
 )
 
-from relax_rt.transport.rpc import CurveKeys
+from relax_rt.transport.rpc.rpc import CurveKeys
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "toys"))

@@ -23,10 +23,9 @@ import uvloop
 from peers.slots import ANSWER, TOKEN, Slots, name_of
 
 from relax_rt.actors.directory import Directory
-from relax_rt.registry.api import Changes, RegistryApi
-from relax_rt.registry.core import RegistryCore, Stored
+from relax_rt.cluster.registry.api import Changes, RegistryApi
+from relax_rt.cluster.registry.core import RegistryCore, Stored
 from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
-from relax_rt.roles.engines.base import Chunk, EngineLoad, GroupRequest
 from relax_rt.roles.gateway.admission import Marks
 from relax_rt.roles.gateway.api import SessionLimits
 from relax_rt.roles.gateway.app import Bounds, Gateway
@@ -37,15 +36,16 @@ from relax_rt.roles.gateway.server import listen, make_server, url_of
 from relax_rt.roles.gateway.service import Service, Terms
 from relax_rt.roles.gateway.sessions import Sessions
 from relax_rt.roles.gateway.settings import GatewaySettings
-from relax_rt.roles.generation import Generation, GenerationService
-from relax_rt.roles.intake import Intake
-from relax_rt.roles.intake import Marks as IntakeMarks
 from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer
-from relax_rt.roles.router import Router
-from relax_rt.transport.identity import Incarnation
+from relax_rt.roles.rollout.engines.base import Chunk, EngineLoad, GroupRequest
+from relax_rt.roles.rollout.generation import Generation, GenerationService
+from relax_rt.roles.rollout.intake import Intake
+from relax_rt.roles.rollout.intake import Marks as IntakeMarks
+from relax_rt.roles.rollout.router import Router
 from relax_rt.transport.queue.api import VersionSpan
-from relax_rt.transport.rpc import Client, Server, make_hello
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.rpc import Client, Server, make_hello
 from relax_rt.transport.versions import VersionRecord
 
 RUN = "be9c0001"

@@ -42,7 +42,7 @@ from equivalence_statistics import MARGIN, MOST_SEEDS, Conclusion, Interval, Pai
 from toy_run import ToyRun
 
 from relax_rt.chaos.session import StepWatch
-from relax_rt.metrics import read_metrics
+from relax_rt.observe.metrics import read_metrics
 from relax_rt.supervision.control import find_run
 
 HERE = Path(__file__).resolve().parent

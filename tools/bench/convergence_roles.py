@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from relax_rt.roles.trainer import TrainerRole
+from relax_rt.roles.training.trainer import TrainerRole
 
 if TYPE_CHECKING:
-    from relax_rt.roles.trainers.base import StepResult
-    from relax_rt.roles.trainers.step import Batch
+    from relax_rt.roles.training.base import StepResult
+    from relax_rt.roles.training.step import Batch
 
 PACE_S = 0.5
 """A step takes at least so long: engines are ahead of it as far as the bound lets them."""
@@ -19,7 +19,7 @@ class UncorrectedTrainer(TrainerRole):
     """Takes each sample for one of its own weights: the ratio to the behaviour policy is 1, nothing is clipped."""
 
     def _load(self) -> None:
-        from relax_rt.roles.algorithms.objective import Objective
+        from relax_rt.roles.training.algorithms.objective import Objective
 
         # Without a ratio, the gradient is that of samples of the trained weights.
         table = self.config.algorithm.model_copy(update={"loss": "policy_gradient", "corrections": []})

@@ -15,11 +15,11 @@ from typing import Any
 import peer_env
 
 from relax_rt.config.loader import load_config
-from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.data.source import PromptSource
+from relax_rt.roles.job.sections import RLConfig
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
-from relax_rt.roles.sections import RLConfig
+from relax_rt.roles.training.algorithms.objective import Objective
 
 HERE = Path(__file__).resolve().parent
 CONFIG = HERE / "addition_job/roles.toml"

@@ -22,9 +22,9 @@ import psutil
 import torch
 import transformers
 
-from relax_rt.roles.engines.base import Chunk, Engine, GroupRequest
+from relax_rt.roles.models.numerics import denormals_flushed
 from relax_rt.roles.models.resolve import resolve_model
-from relax_rt.roles.numerics import denormals_flushed
+from relax_rt.roles.rollout.engines.base import Chunk, Engine, GroupRequest
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.source import StageSource
 from relax_rt.transport.weights.stage import WeightStage
@@ -172,7 +172,7 @@ def workload(task: Task, vocabulary: int, number: int) -> list[tuple[list[int], 
 @contextlib.contextmanager
 def staged(folder: Path, dtype: torch.dtype) -> Iterator[list[StageSource]]:
     """The model's own weights as two versions on a stage in shared memory."""
-    from relax_rt.roles.engines.weights import FlatWeights
+    from relax_rt.roles.rollout.engines.weights import FlatWeights
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     weights = FlatWeights(model, dtype, torch.device("cpu"))
@@ -236,7 +236,7 @@ async def through_interface(task: Task, engine: Engine, folder: Path, vocabulary
 
 
 def embedded(task: Task, folder: Path, vocabulary: int) -> list[Round]:
-    from relax_rt.roles.engines.embedded import EmbeddedEngine
+    from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 
     engine = EmbeddedEngine(folder, dtype=task.dtype, max_sequences=task.concurrent, threads=1)
     return asyncio.run(through_interface(task, engine, folder, vocabulary))
@@ -244,10 +244,10 @@ def embedded(task: Task, folder: Path, vocabulary: int) -> list[Round]:
 
 def sglang(task: Task, folder: Path, vocabulary: int) -> list[Round]:
     """The real server on the CPU, behind the same interface; each token is streamed to us, as in a run."""
-    from relax_rt.roles.engines.sglang.engine import SglangEngine
-    from relax_rt.roles.engines.sglang.options import KEPT_BACK, server_environment, server_options
-    from relax_rt.roles.engines.sglang.server import Place
-    from relax_rt.roles.sections import RolloutSettings
+    from relax_rt.roles.job.sections import RolloutSettings
+    from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
+    from relax_rt.roles.rollout.engines.sglang.options import KEPT_BACK, server_environment, server_options
+    from relax_rt.roles.rollout.engines.sglang.server import Place
 
     settings = RolloutSettings.model_validate(
         {"engine": "sglang", "dtype": task.dtype, "max_sequences": task.concurrent, "threads": 1}

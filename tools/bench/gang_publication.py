@@ -50,7 +50,7 @@ def batch() -> list[Any]:
     """Samples of one step."""
     import numpy as np
 
-    from relax_rt.roles.sample import Sample, bare_meta
+    from relax_rt.roles.base.sample import Sample, bare_meta
 
     random, length = np.random.default_rng(0), PROMPT + NEW
     mask = np.zeros(length, np.uint8)
@@ -85,7 +85,7 @@ class Timed:
 
 def lead(backend: Any, rounds: int, timed: Timed) -> None:
     """Rank 0's side: a warm round, then those that count."""
-    from relax_rt.roles.trainers.gang import Leader
+    from relax_rt.roles.training.gang import Leader
 
     leader, samples = Leader(backend), batch()
     into = memoryview(bytearray(leader.layout("bfloat16").nbytes))
@@ -128,7 +128,7 @@ def lead(backend: Any, rounds: int, timed: Timed) -> None:
 
 def follow(backend: Any, timed: Timed) -> None:
     """Another rank's side: how long an order to publish keeps it from the next one, and its optimizer from its step."""
-    from relax_rt.roles.trainers.gang import Follower
+    from relax_rt.roles.training.gang import Follower
 
     began, order = 0.0, ""
 
@@ -152,10 +152,10 @@ def rank_main(rank: int, folder: Path, rounds: int) -> None:
     """One rank, in a process of its own."""
     import torch.distributed as dist
 
-    from relax_rt.roles.sections import AlgorithmTable, TrainerSettings
-    from relax_rt.roles.trainers.megatron.backend import MegatronBackend
-    from relax_rt.roles.trainers.megatron.model import sizes_of
-    from relax_rt.roles.trainers.megatron.ranks import Ranks
+    from relax_rt.roles.job.sections import AlgorithmTable, TrainerSettings
+    from relax_rt.roles.training.megatron.backend import MegatronBackend
+    from relax_rt.roles.training.megatron.model import sizes_of
+    from relax_rt.roles.training.megatron.ranks import Ranks
 
     table = TrainerSettings(backend="megatron", dtype="float32", count=WORLD, tensor_parallel=WORLD, threads=1)
     store = dist.FileStore(str(folder / "store"), WORLD)  # type: ignore[attr-defined]

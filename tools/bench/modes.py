@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toys"))
 from modes_times import PAPER, Pace, Pipeline, Shape, gaps, most_over_colocate, readings, stages
 from toy_run import ToyRun
 
-from relax_rt.metrics import read_metrics
+from relax_rt.observe.metrics import read_metrics
 
 HERE = Path(__file__).resolve().parent
 JOB = HERE / "modes_job"

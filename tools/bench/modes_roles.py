@@ -16,14 +16,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_rt.config.schema import RoleSettings
-from relax_rt.roles.engines.base import Chunk, EngineLoad, GroupRequest, KvPolicy, OnFailure, Sink, Swap, extend_spans
-from relax_rt.roles.rollout import RolloutRole
-from relax_rt.roles.sample import Sample
-from relax_rt.roles.sections import RolloutSettings, TrainerSettings
-from relax_rt.roles.trainer import TrainerRole
-from relax_rt.roles.trainers.base import Partial, StepResult
-from relax_rt.transport.errors import Refused
+from relax_rt.roles.base.sample import Sample
+from relax_rt.roles.job.sections import RolloutSettings, TrainerSettings
+from relax_rt.roles.rollout.engines.base import (
+    Chunk,
+    EngineLoad,
+    GroupRequest,
+    KvPolicy,
+    OnFailure,
+    Sink,
+    Swap,
+    extend_spans,
+)
+from relax_rt.roles.rollout.role import RolloutRole
+from relax_rt.roles.training.base import Partial, StepResult
+from relax_rt.roles.training.trainer import TrainerRole
 from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.versions import ROOT, VersionRecord
 from relax_rt.transport.weights.manifest import Layout, layout_of
 from relax_rt.transport.weights.source import WeightSource
@@ -71,7 +80,7 @@ class Member:
 
 
 class SleepingEngine:
-    """Engine of relax_rt.roles.engines.base, with so many slots that decode at a constant pace.
+    """Engine of relax_rt.roles.rollout.engines.base, with so many slots that decode at a constant pace.
 
     It keeps its own time, as a GPU does: a slot that fell free takes the next sequence at that moment, also if this
     process looks at it later.
@@ -252,7 +261,7 @@ class SleepingEngine:
 
 
 class SleepingBackend:
-    """TrainerBackend of relax_rt.roles.trainers.base. Its time is proportional to the tokens of the batch."""
+    """TrainerBackend of relax_rt.roles.training.base. Its time is proportional to the tokens of the batch."""
 
     def __init__(self, settings: SleepingTrainerSettings) -> None:
         self._settings = settings
@@ -312,7 +321,7 @@ class SleepingRollout(RolloutRole):
     def _load(self) -> None:
         from modes_times import draw
 
-        from relax_rt.roles import engines
+        from relax_rt.roles.rollout import engines
 
         settings: Any = self.settings
 

@@ -92,9 +92,9 @@ def figures(records: list[dict[str, Any]]) -> dict[str, float]:
 def steady_tokens_per_s(seconds: float) -> float:
     """The engine alone, every slot in use all the time."""
     sys.path.insert(0, str(HERE / "long_tail"))
-    from relax_rt.roles.engines.base import Chunk, GroupRequest
-    from relax_rt.roles.engines.embedded import EmbeddedEngine
     from relax_rt.roles.models.resolve import resolve_model
+    from relax_rt.roles.rollout.engines.base import Chunk, GroupRequest
+    from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 
     async def measure() -> float:
         engine = EmbeddedEngine(resolve_model("package:tiny", Path()), dtype="float32", max_sequences=SLOTS, threads=1)

@@ -21,19 +21,19 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from relax_rt.config.loader import load_config
-from relax_rt.roles.algorithms.advantages.group import group_advantages
-from relax_rt.roles.algorithms.losses.ppo import DecoupledOptions
-from relax_rt.roles.algorithms.objective import Objective
-from relax_rt.roles.checks import settings
 from relax_rt.roles.data.source import PromptSource
-from relax_rt.roles.evaluation import evaluate
+from relax_rt.roles.evaluation.scoring import evaluate
+from relax_rt.roles.job.checks import settings
+from relax_rt.roles.job.sections import RLConfig, RolloutSettings, TrainerSettings
 from relax_rt.roles.models.forward import cache_keyword
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.rewards.loader import load_reward
 from relax_rt.roles.rewards.scoring import Caller, Failed, Request, Scorer
-from relax_rt.roles.sections import RLConfig, RolloutSettings, TrainerSettings
-from relax_rt.roles.trainers.rates import learning_rate
+from relax_rt.roles.training.algorithms.advantages.group import group_advantages
+from relax_rt.roles.training.algorithms.losses.ppo import DecoupledOptions
+from relax_rt.roles.training.algorithms.objective import Objective
+from relax_rt.roles.training.rates import learning_rate
 
 MICRO_BATCH = 16
 

@@ -27,8 +27,8 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.rpc import Client, Server, idempotent, make_hello
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.rpc import Client, Server, idempotent, make_hello
 
 RUN_ID = "bench000"
 SIZES = {"64 B": 64, "64 KiB": 64 * 1024}

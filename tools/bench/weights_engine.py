@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
 from weights_pause import Compared, compare, mean_gap
 
-from relax_rt.roles.engines.base import Chunk, GroupRequest
-from relax_rt.roles.engines.embedded import EmbeddedEngine
-from relax_rt.roles.engines.weights import model_layout
 from relax_rt.roles.models.precision import cpu_dtype
+from relax_rt.roles.rollout.engines.base import Chunk, GroupRequest
+from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
+from relax_rt.roles.rollout.engines.weights import model_layout
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.manifest import Layout
 from relax_rt.transport.weights.source import StageSource

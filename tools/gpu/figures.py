@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-for folder in ("tests/gpu", "tests/unit/weights", "tests"):
+for folder in ("tests/gpu", "tests/unit/transport/weights", "tests"):
     sys.path.insert(0, str(ROOT / folder))
 
 ROUNDS = 9
@@ -231,8 +231,8 @@ def engine(_: int) -> None:
     import torch
     import transformers
 
-    from relax_rt.roles.engines.base import GroupRequest, generate
-    from relax_rt.roles.engines.embedded import EmbeddedEngine
+    from relax_rt.roles.rollout.engines.base import GroupRequest, generate
+    from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 
     with tempfile.TemporaryDirectory() as folder:
         config = transformers.Qwen3Config(
@@ -282,7 +282,7 @@ FIGURES = {
 
 def machine() -> str:
     """Why nothing can be measured here; empty where it can. Tells what the machine is."""
-    from relax_rt.transport.errors import Refused
+    from relax_rt.transport.rpc.errors import Refused
     from relax_rt.transport.weights import device
 
     try:

@@ -87,7 +87,8 @@ def figure(name: str) -> tuple[str, ...]:
 
 IMPORTS = """
 import importlib.metadata as metadata, json, platform
-import reasoning_gym, transformers, torch, zmq, relax_rt.roles.rollout, relax_rt.roles.trainer, relax_rt.roles.evaluator
+import reasoning_gym, transformers, torch, zmq
+import relax_rt.roles.rollout, relax_rt.roles.training.trainer, relax_rt.roles.evaluation.role
 names = ("torch", "transformers", "tokenizers", "numpy", "cupy-cuda13x", "nvidia-nccl-cu13", "megatron-core", "peft")
 def version(name):
     try:

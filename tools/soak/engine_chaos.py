@@ -36,17 +36,17 @@ import engine_chaos_sabotage as sabotage
 from engine_chaos_rollout import STEPS, WAYS
 from toy_run import ToyRun
 
-from relax_rt import discovery
 from relax_rt.chaos.checker import breaches, check
 from relax_rt.chaos.evidence import gather
 from relax_rt.chaos.injector import Injector
 from relax_rt.chaos.schedule import Strike
 from relax_rt.chaos.session import settled
-from relax_rt.events import read_events
-from relax_rt.metrics import read_metrics
+from relax_rt.cluster import discovery
+from relax_rt.observe.events import read_events
+from relax_rt.observe.metrics import read_metrics
 from relax_rt.roles.models.resolve import resolve_model
-from relax_rt.roles.router import Limits, NotGenerated, Outcome, Router, Wanted
-from relax_rt.transport.errors import RelaxError
+from relax_rt.roles.rollout.router import Limits, NotGenerated, Outcome, Router, Wanted
+from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.versions import VersionRecord
 
 HERE = Path(__file__).resolve().parent

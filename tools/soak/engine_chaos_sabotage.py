@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from relax_rt.roles import generation
-from relax_rt.roles.engines.weights import FlatWeights
-from relax_rt.roles.router.fleet import Fleet
+from relax_rt.roles.rollout import generation
+from relax_rt.roles.rollout.engines.weights import FlatWeights
+from relax_rt.roles.rollout.router.fleet import Fleet
 from relax_rt.transport.weights.source import WeightSource
 
 EXPECTED = {"fetch": {"weights"}, "swap": {"weights"}, "route": {"routed"}, "marks": {"marks"}}

@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from relax_rt.transport import block, values
-from relax_rt.transport.block import Block, Plan, Source
-from relax_rt.transport.errors import Corrupt, Refused
+from relax_rt.transport.memory import block, values
+from relax_rt.transport.memory.block import Block, Plan, Source
+from relax_rt.transport.rpc.errors import Corrupt, Refused
 
 MAX_ROWS_LOOKED_AT = 64
 MEMORY_LIMIT_BYTES = 4 << 30

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from relax_rt.transport.errors import RelaxError
-from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.journal import Recovered
-from relax_rt.transport.ledger import Entry, Ledger
-from relax_rt.transport.ledger import events as ev
-from relax_rt.transport.ledger.state import Group
 from relax_rt.transport.queue.api import Batch, SampleKey
+from relax_rt.transport.queue.ledger import Entry, Ledger
+from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.state import Group
+from relax_rt.transport.rpc.errors import RelaxError
+from relax_rt.transport.rpc.identity import Incarnation
 
 QUEUED, TRAINED, FREED, SKIPPED, LOST, NOWHERE = "in the queue", "trained", "freed", "skipped", "lost", "nowhere"
 

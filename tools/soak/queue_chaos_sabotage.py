@@ -6,9 +6,9 @@ import threading
 from typing import Any
 
 from relax_rt.transport.journal import Journal
-from relax_rt.transport.ledger.blocks import BlockTable
-from relax_rt.transport.ledger.callers import Callers
-from relax_rt.transport.ledger.core import Core
+from relax_rt.transport.queue.ledger.blocks import BlockTable
+from relax_rt.transport.queue.ledger.callers import Callers
+from relax_rt.transport.queue.ledger.core import Core
 
 EXPECTED = {"journal": {"lost"}, "fence": {"fence"}, "pins": {"digest"}}
 """By sabotage: the checks of which at least one must fire."""

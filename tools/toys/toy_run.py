@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from relax_rt.events import EventFollower
+from relax_rt.observe.events import EventFollower
 from relax_rt.supervision import control, procfs
 from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.rundir import RunPaths, read_run
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 HERE = Path(__file__).resolve().parent
 UP = """import sys; from pathlib import Path; from relax_rt.supervision.launch import up

@@ -8,9 +8,9 @@ import signal
 import sys
 from pathlib import Path
 
-from relax_rt.transport.errors import RelaxError
-from relax_rt.transport.ledger import LedgerPolicy, QueueLimits, SamplerSpec
 from relax_rt.transport.queue.hosting import Host
+from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits, SamplerSpec
+from relax_rt.transport.rpc.errors import RelaxError
 
 
 def _pair(text: str) -> tuple[str, str]:

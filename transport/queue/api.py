@@ -7,8 +7,8 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.interface import idempotent
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.interface import idempotent
 from relax_rt.transport.versions import VersionRecord
 
 WHY = 500
@@ -66,7 +66,7 @@ class Extent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class BlockRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a block lies (see transport/block.py): columns of `rows` samples, in an extent or, when tiny, inline."""
+    """Where a block lies: columns of `rows` samples, in an extent or, when tiny, inline."""
 
     extent: Extent | None
     rows: Count
@@ -421,7 +421,7 @@ class Membership(msgspec.Struct, frozen=True):
         shm_dir, spill_dir: where slabs and spilled blocks lie on the broker's node.
         node: the broker's node; a caller on it maps slabs, any other fetches payloads.
         lease_s: length of tickets and leases.
-        fields: declared columns (see transport/fields.py); empty: any column may be put.
+        fields: declared columns (see transport/memory/fields.py); empty: any column may be put.
         max_sample_bytes: a sample with more payload is refused.
     """
 

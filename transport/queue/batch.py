@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_rt.transport.arena import Block
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.memory.arena import Block
+from relax_rt.transport.memory.slab_names import owner_of
+from relax_rt.transport.memory.values import STORAGE
 from relax_rt.transport.queue.api import Batch, BlockRef, Extent, SampleInfo, SampleKey
-from relax_rt.transport.slab_names import owner_of
-from relax_rt.transport.values import STORAGE
+from relax_rt.transport.rpc.errors import Refused
 
 if TYPE_CHECKING:
     import torch

@@ -11,18 +11,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from relax_rt.transport import rpc
-from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, StaleEpoch, Unreachable
-from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.compat.store import state as sv
+from relax_rt.transport.compat.store.api import Found, Stored
+from relax_rt.transport.compat.store.desk import StoreDesk
 from relax_rt.transport.journal import SEGMENT_BYTES, Journal
-from relax_rt.transport.ledger import Entry, Ledger, LedgerPolicy, QueueLimits, admission, keyed, progress
-from relax_rt.transport.ledger import events as ev
-from relax_rt.transport.ledger.callers import Home
-from relax_rt.transport.ledger.core import ROOM
-from relax_rt.transport.ledger.machine import Answer, load_samplers
-from relax_rt.transport.ledger.marks import partials as held_partials
-from relax_rt.transport.pauses import Pauses
-from relax_rt.transport.process_stat import start_time
+from relax_rt.transport.memory.process_stat import start_time
+from relax_rt.transport.memory.slab_names import owner_key
 from relax_rt.transport.queue.api import (
     Admission,
     Advice,
@@ -41,13 +35,19 @@ from relax_rt.transport.queue.api import (
     Want,
 )
 from relax_rt.transport.queue.disk import Disk, dead_slabs
+from relax_rt.transport.queue.ledger import Entry, Ledger, LedgerPolicy, QueueLimits, admission, keyed, progress
+from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.callers import Home
+from relax_rt.transport.queue.ledger.core import ROOM
+from relax_rt.transport.queue.ledger.machine import Answer, load_samplers
+from relax_rt.transport.queue.ledger.marks import partials as held_partials
 from relax_rt.transport.queue.statistics import States, broker_statistics
 from relax_rt.transport.queue.waits import Waits
 from relax_rt.transport.queue.watch import Watch
-from relax_rt.transport.slab_names import owner_key
-from relax_rt.transport.store import state as sv
-from relax_rt.transport.store.api import Found, Stored
-from relax_rt.transport.store.desk import StoreDesk
+from relax_rt.transport.rpc import rpc
+from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused, StaleEpoch, Unreachable
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.pauses import Pauses
 from relax_rt.transport.versions import VersionRecord
 
 MAX_WAIT_S = 60.0

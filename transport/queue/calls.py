@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import msgspec
 
-from relax_rt.transport.backoff import Backoff, BackoffPolicy
-from relax_rt.transport.errors import DeadlineExceeded, Unreachable
+from relax_rt.transport.rpc.backoff import Backoff, BackoffPolicy
+from relax_rt.transport.rpc.errors import DeadlineExceeded, Unreachable
 
 WINDOW = 64
 """No call is sent whose number is this much higher than one without an answer: the broker keeps the answers of twice

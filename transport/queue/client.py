@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.transport.errors import DeadlineExceeded, Refused, RelaxError, StaleEpoch, Unreachable
-from relax_rt.transport.fields import check_row
+from relax_rt.transport.memory.fields import check_row
+from relax_rt.transport.memory.slab_names import owner_of
 from relax_rt.transport.queue.api import (
     Admission,
     Batch,
@@ -27,7 +27,7 @@ from relax_rt.transport.queue.offers import OFFER_WAIT_S
 from relax_rt.transport.queue.session import SLICE_S
 from relax_rt.transport.queue.space import Rows, puts_of
 from relax_rt.transport.queue.steps import StepCalls
-from relax_rt.transport.slab_names import owner_of
+from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError, StaleEpoch, Unreachable
 
 __all__ = ["LeasedBatch", "LeasedSample", "NewSample", "QueueClient"]
 

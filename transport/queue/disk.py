@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from relax_rt.transport.errors import OutOfSpace
-from relax_rt.transport.ledger.state import State
+from relax_rt.transport.memory.slab_names import SPILL_PREFIX, is_spilled, owner_of
 from relax_rt.transport.queue.api import Extent
-from relax_rt.transport.slab_names import SPILL_PREFIX, is_spilled, owner_of
+from relax_rt.transport.queue.ledger.state import State
+from relax_rt.transport.rpc.errors import OutOfSpace
 
 Moves = list[tuple[int, Extent]]
 

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from relax_rt.transport.errors import Refused, RelaxError
-from relax_rt.transport.ledger import LedgerPolicy, QueueLimits, SamplerSpec
-from relax_rt.transport.payload import Fetcher
+from relax_rt.transport.memory.payload import Fetcher
 from relax_rt.transport.queue.api import Failure, Membership, SampleKey, Want
 from relax_rt.transport.queue.batch import LeasedBatch
 from relax_rt.transport.queue.client import QueueClient
 from relax_rt.transport.queue.hosting import Host, Keys, tasks_of
 from relax_rt.transport.queue.joining import CALL_TIMEOUT_S, Address, bind, join, keys_for
+from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits, SamplerSpec
 from relax_rt.transport.queue.offers import OFFER_WAIT_S
+from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.transport.queue.blocking import BlockingQueue
@@ -95,7 +95,7 @@ class TransferQueue:
                 are durable; those in shared memory end with this context.
             tasks: the fields that each consumer task needs.
             fields: declared columns, as ``{"tokens": "int32[*]"}``; others are refused. Default: anything may be put.
-            samplers: who chooses for a task, by short name or import path (see transport/samplers).
+            samplers: who chooses for a task, by short name or import path (see transport/queue/samplers).
             capacity_bytes: payload in shared memory from which on producers wait.
             spill_bytes: payload that may move to disk when memory fills.
             durable: payloads lie in files of the folder and outlive the host's processes.

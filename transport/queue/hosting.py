@@ -19,19 +19,19 @@ from typing import NoReturn, TypeVar, cast
 
 import msgspec
 
-from relax_rt.transport import rpc
-from relax_rt.transport.address import UNIX_PATH_MAX_BYTES, AddressError, parse_address
-from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, RelaxError, Unreachable
-from relax_rt.transport.fields import parse_fields
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.interface import methods_of
+from relax_rt.transport.compat.store.api import StoreApi
 from relax_rt.transport.journal import SEGMENT_BYTES
-from relax_rt.transport.ledger import LedgerPolicy, QueueLimits
-from relax_rt.transport.payload import PayloadServer
+from relax_rt.transport.memory.fields import parse_fields
+from relax_rt.transport.memory.payload import PayloadServer
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.broker import Broker
+from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
 from relax_rt.transport.queue.watch import node_name
-from relax_rt.transport.store.api import StoreApi
+from relax_rt.transport.rpc import rpc
+from relax_rt.transport.rpc.address import UNIX_PATH_MAX_BYTES, AddressError, parse_address
+from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused, RelaxError, Unreachable
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.interface import methods_of
 
 RUN_ID = "queue"
 """What peers of a queue without a run greet with; the folder's permissions and keys say who is let in."""

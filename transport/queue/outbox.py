@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from relax_rt.transport.errors import OutOfSpace, Refused, RelaxError, StaleEpoch
 from relax_rt.transport.queue.api import SampleKey
 from relax_rt.transport.queue.space import Rows, Until
+from relax_rt.transport.rpc.errors import OutOfSpace, Refused, RelaxError, StaleEpoch
 
 MAX_ROWS = 2048
 """Samples of one message."""

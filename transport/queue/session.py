@@ -9,15 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from relax_rt.transport.arena import Reader, Writer
-from relax_rt.transport.errors import DeadlineExceeded, Refused, RelaxError, Unreachable
-from relax_rt.transport.fields import parse_fields
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger.blocks import extents_in
-from relax_rt.transport.payload import Fetcher
+from relax_rt.transport.memory.arena import Reader, Writer
+from relax_rt.transport.memory.fields import parse_fields
+from relax_rt.transport.memory.payload import Fetcher
 from relax_rt.transport.queue.api import Admission, Batch, Extent, Offered, Put, QueueApi
 from relax_rt.transport.queue.batch import LeasedBatch
 from relax_rt.transport.queue.calls import Calls
+from relax_rt.transport.queue.ledger.blocks import extents_in
 from relax_rt.transport.queue.marking import Marks
 from relax_rt.transport.queue.offers import Offers
 from relax_rt.transport.queue.pins import Pins
@@ -25,6 +23,8 @@ from relax_rt.transport.queue.reasons import Reasons
 from relax_rt.transport.queue.space import Space
 from relax_rt.transport.queue.statistics import ClientStatistics
 from relax_rt.transport.queue.threads import Threads
+from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError, Unreachable
+from relax_rt.transport.rpc.identity import Incarnation
 
 FIRST_SLICE_S, SLICE_S = 0.1, 1.0
 """Long waits are made of calls of this length, so that none holds the window of calls for long."""
@@ -53,7 +53,7 @@ class Session:
         slab_bytes, capacity_bytes: size of one slab, and of all slabs of this incarnation.
         patience_s: how long a broker that cannot be reached is asked again (it restarts within seconds).
         space_wait_s: how long a put waits for room in shared memory.
-        fields: declared columns (see transport/fields.py); values of another dtype or shape are refused here.
+        fields: declared columns (see transport/memory/fields.py); values of another dtype or shape are refused here.
         length_field: the column whose length counts as a sample's tokens.
         max_sample_bytes: a sample with more payload is refused here, by the name of its largest field; 0: the broker's
             own check is enough.

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from relax_rt.transport.arena import Placed, Writer
-from relax_rt.transport.errors import OutOfSpace, Refused
-from relax_rt.transport.fields import Sizes, check_sizes, column_sizes, row_sizes
+from relax_rt.transport.memory.arena import Placed, Writer
+from relax_rt.transport.memory.fields import Sizes, check_sizes, column_sizes, row_sizes
 from relax_rt.transport.queue.api import Extent, Put, RowPut, SampleKey, VersionSpan
 from relax_rt.transport.queue.reasons import Reasons
 from relax_rt.transport.queue.threads import Threads
+from relax_rt.transport.rpc.errors import OutOfSpace, Refused
 
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.1
 _STEPS = 8

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.transport.arena import ReaderStatistics, WriterStatistics
 from relax_rt.transport.journal import Journal
-from relax_rt.transport.ledger import Ledger, admission
-from relax_rt.transport.ledger import account as ledger_account
-from relax_rt.transport.ledger.core import Core
+from relax_rt.transport.memory.arena import ReaderStatistics, WriterStatistics
 from relax_rt.transport.queue.calls import CallStatistics
+from relax_rt.transport.queue.ledger import Ledger, admission
+from relax_rt.transport.queue.ledger import account as ledger_account
+from relax_rt.transport.queue.ledger.core import Core
 from relax_rt.transport.queue.waits import Waits
 
 CHEAP_S = 0.001

@@ -9,13 +9,13 @@ from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from relax_rt.transport.errors import DeadlineExceeded, Refused
 from relax_rt.transport.queue.api import Admission, Advice, Chosen, Failure, SampleKey, Want
 from relax_rt.transport.queue.client import LeasedBatch, NewSample, QueueClient
+from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused
 from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
-    from relax_rt.transport.loader.blocking import BlockingLoader
+    from relax_rt.transport.queue.loader.blocking import BlockingLoader
 
 T = TypeVar("T")
 
@@ -62,8 +62,8 @@ class SyncQueue:
 
     def loader(self, task: str, **options: Any) -> BlockingLoader:
         """Steps of a task for one rank of a trainer, as an iterator. options: see StreamingLoader."""
-        from relax_rt.transport.loader.blocking import BlockingLoader
-        from relax_rt.transport.loader.streaming import StreamingLoader
+        from relax_rt.transport.queue.loader.blocking import BlockingLoader
+        from relax_rt.transport.queue.loader.streaming import StreamingLoader
 
         return BlockingLoader(StreamingLoader(self._client, task, **options), self._loop, timeout_s=self._timeout_s)
 

@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from relax_rt.transport.errors import OutOfSpace
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger.callers import Home
-from relax_rt.transport.process_stat import start_time
+from relax_rt.transport.memory.process_stat import start_time
+from relax_rt.transport.queue.ledger.callers import Home
+from relax_rt.transport.rpc.errors import OutOfSpace
+from relax_rt.transport.rpc.identity import Incarnation
 
 NODE_ENV = "RELAX_NODE"
 """Environment variable that names the node instead, where processes are to be kept apart that need not be."""

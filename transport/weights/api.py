@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from relax_rt.transport.interface import idempotent
+from relax_rt.transport.rpc.interface import idempotent
 
 STAGE_DIR = "weights"
 """The stage's folder in the shared memory of a node."""

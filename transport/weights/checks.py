@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relax_rt.transport.errors import Corrupt
+from relax_rt.transport.rpc.errors import Corrupt
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.manifest import (
     MAX_DELTA,

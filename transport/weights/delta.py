@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_rt.transport.errors import Corrupt, DeadlineExceeded
+from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded
 from relax_rt.transport.weights.manifest import Layout, Manifest, bucket_digest, bucket_slices
 
 _HEADER = struct.Struct("<BBxxI")

@@ -6,7 +6,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from relax_rt.transport.errors import StaleEpoch
+from relax_rt.transport.rpc.errors import StaleEpoch
 
 
 def fence(folder: Path, epoch: int, what: str) -> None:

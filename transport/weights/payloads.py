@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from relax_rt.transport.errors import Corrupt, DeadlineExceeded, Refused
+from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Refused
 from relax_rt.transport.weights.manifest import Layout, TensorEntry
 from relax_rt.transport.weights.safetensors_header import (
     LENGTH,

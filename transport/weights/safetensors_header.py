@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from relax_rt.transport.errors import Corrupt, Refused
+from relax_rt.transport.rpc.errors import Corrupt, Refused
 
 MAX_HEADER_BYTES = 64 << 20
 """About half a million tensors."""

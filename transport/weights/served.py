@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from relax_rt.transport.errors import Corrupt, Gone
-from relax_rt.transport.payload.server import PayloadServer
+from relax_rt.transport.memory.payload.server import PayloadServer
+from relax_rt.transport.rpc.errors import Corrupt, Gone
+from relax_rt.transport.rpc.zmq_keys import CurveKeys
 from relax_rt.transport.weights.manifest import Manifest
 from relax_rt.transport.weights.stage import adapters_of, delta_of, narrow, pinned, read_manifest
-from relax_rt.transport.zmq_keys import CurveKeys
 
 MANIFEST_HEAD = struct.Struct("<8sQ")
 MANIFEST_MAGIC = b"RLXWMAN1"

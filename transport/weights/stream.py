@@ -22,7 +22,11 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
-from relax_rt.transport.errors import (
+from relax_rt.transport.memory.payload.cache import Entry
+from relax_rt.transport.memory.payload.memory import Region
+from relax_rt.transport.memory.payload.peer import Link, Peer, Settings
+from relax_rt.transport.queue.api import Extent
+from relax_rt.transport.rpc.errors import (
     Corrupt,
     DeadlineExceeded,
     Gone,
@@ -33,10 +37,7 @@ from relax_rt.transport.errors import (
     StaleEpoch,
     Unreachable,
 )
-from relax_rt.transport.payload.cache import Entry
-from relax_rt.transport.payload.memory import Region
-from relax_rt.transport.payload.peer import Link, Peer, Settings
-from relax_rt.transport.queue.api import Extent
+from relax_rt.transport.rpc.zmq_keys import CurveKeys
 from relax_rt.transport.versions import ROOT, VersionRecord
 from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.delta import apply
@@ -54,7 +55,6 @@ from relax_rt.transport.weights.served import (
 )
 from relax_rt.transport.weights.source import StageSource, base_of, bases_of, lora_for
 from relax_rt.transport.weights.stage import WeightStage, copy_verified, pinned, read_manifest
-from relax_rt.transport.zmq_keys import CurveKeys
 
 CHUNK_BYTES, WINDOW_BYTES = 1 << 20, 16 << 20
 CONNECT_TIMEOUT_S = 3.0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from relax_rt.cli.app import BAD_INPUT, BEFORE, DEFAULT_CONFIG, OK, Config, Json, Overrides, app
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.config.job import GoldReport

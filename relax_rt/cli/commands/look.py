@@ -85,7 +85,7 @@ def why(
     from relax_rt.cli.runs import split_run
     from relax_rt.cli.why import account, known_names
     from relax_rt.config.problems import BadInput, did_you_mean
-    from relax_rt.events import read_events
+    from relax_rt.observe.events import read_events
     from relax_rt.supervision import control
 
     run_dir, asked = split_run(slot or "", run, lambda path: known_names(control.status(path)))

@@ -68,7 +68,7 @@ def export(
     from relax_rt.cli.time_left import estimate_of
     from relax_rt.cli.why import account
     from relax_rt.config.problems import BadInput
-    from relax_rt.events import read_events
+    from relax_rt.observe.events import read_events
     from relax_rt.supervision import control
 
     if most_mib < 1:

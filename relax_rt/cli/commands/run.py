@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from relax_rt.cli.app import DEFAULT_CONFIG, OK, RUN, Config, Json, Overrides, Run, app, as_dict, duration_of
 from relax_rt.cli.join import ALONE, Joining, join
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.config.schema import RunConfig

@@ -121,7 +121,7 @@ def _interpreters(roles: Roles) -> Iterator[Finding]:
 
 def _cannot_import(python: str) -> str:
     try:
-        command = [python, "-c", "import relax_rt.host"]
+        command = [python, "-c", "import relax_rt.hosting.host"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)

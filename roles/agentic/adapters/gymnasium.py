@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from relax_rt.roles.agentic.interface import Message, Observation, Reply, Step, Task
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 ACTIONS = {
     "FrozenLake": ["left", "down", "right", "up"],

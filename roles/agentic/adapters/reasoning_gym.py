@@ -7,7 +7,7 @@ from typing import Any
 
 from relax_rt.roles.agentic.interface import Message, Observation, Reply, Step, Task
 from relax_rt.roles.data.gym import GymTask
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 OWN = {"system": None, "template": "{question}"}
 """Options of the adapter; all others are the task's."""

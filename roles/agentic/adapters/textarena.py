@@ -12,7 +12,7 @@ from typing import Any
 
 from relax_rt.roles.agentic.interface import Message, Observation, Reply, Step, Task
 from relax_rt.roles.agentic.loading import refuse_unknown
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 OWN = ("system", "brackets", "players")
 """Options of the adapter; all others are the game's."""

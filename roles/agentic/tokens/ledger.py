@@ -25,11 +25,11 @@ from relax_rt.roles.agentic.tokens.types import (
     Sampled,
     Tool,
 )
-from relax_rt.roles.media.pictures import Shown
-from relax_rt.transport.errors import Gone, Refused
+from relax_rt.roles.data.media.pictures import Shown
+from relax_rt.transport.rpc.errors import Gone, Refused
 
 if TYPE_CHECKING:
-    from relax_rt.roles.media.sight import Looked, Sight
+    from relax_rt.roles.data.media.sight import Looked, Sight
 
 
 class TokenLedger:

@@ -10,7 +10,7 @@ import xxhash
 
 from relax_rt.roles.agentic.tokens.types import Message, Tool
 from relax_rt.roles.models.chat_template import calls_of, parsed_arguments, words
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.rpc.errors import Refused
 
 Key = tuple[str, str]
 """Role and digest of a message, or of a set of tools."""

@@ -24,7 +24,7 @@ import msgspec
 from relax_rt.roles.agentic.tokens.messages import THINK, THOUGHT
 from relax_rt.roles.agentic.tokens.types import Tool
 from relax_rt.roles.models.chat_template import STRICT_JSON, parsed_arguments, written_arguments
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.rpc.errors import Refused
 
 
 class Call(msgspec.Struct, frozen=True):

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from relax_rt.roles.agentic.tokens.types import Message
-from relax_rt.roles.media.pictures import IMAGE, MOST_PICTURES, digest_in, is_picture
-from relax_rt.transport.errors import Refused
+from relax_rt.roles.data.media.pictures import IMAGE, MOST_PICTURES, digest_in, is_picture
+from relax_rt.transport.rpc.errors import Refused
 
 if TYPE_CHECKING:
-    from relax_rt.roles.media.sight import Looked
+    from relax_rt.roles.data.media.sight import Looked
 
 MOST_MEDIA_BYTES = 16 << 20
 """Of a session, where nobody says less: a message between roles holds them all."""

@@ -19,7 +19,7 @@ from relax_rt.roles.agentic.tokens.messages import (
 from relax_rt.roles.agentic.tokens.messages import tools_key as key_of_tools
 from relax_rt.roles.agentic.tokens.parsers import Parsed
 from relax_rt.roles.agentic.tokens.types import Message, Tool
-from relax_rt.roles.media.pictures import IMAGE, Shown
+from relax_rt.roles.data.media.pictures import IMAGE, Shown
 from relax_rt.roles.models.chat_template import (
     CALLS,
     RESULTS,
@@ -33,11 +33,11 @@ from relax_rt.roles.models.chat_template import (
     words,
 )
 from relax_rt.roles.models.tokenizer import PROBE, ChatTokenizer
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.rpc.errors import Refused
 
 if TYPE_CHECKING:
     from relax_rt.roles.agentic.tokens.pictures import Picture
-    from relax_rt.roles.media.sight import Sight
+    from relax_rt.roles.data.media.sight import Sight
 
 MARK, OTHER = "zqxj", "jqxz"
 """Words that no template has."""

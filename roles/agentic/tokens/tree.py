@@ -13,7 +13,7 @@ import msgspec
 
 from relax_rt.roles.agentic.tokens.messages import ASSISTANT, Key
 from relax_rt.roles.agentic.tokens.types import Kind, Message, Sampled, Tool
-from relax_rt.roles.media.pictures import Shown
+from relax_rt.roles.data.media.pictures import Shown
 
 
 @dataclass(slots=True, eq=False)

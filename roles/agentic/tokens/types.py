@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from relax_rt.roles.media.pictures import Placed, Shown
+from relax_rt.roles.data.media.pictures import Placed, Shown
 from relax_rt.transport.queue.api import VersionSpan
 
 Message = dict[str, Any]

@@ -20,7 +20,7 @@ import msgspec
 
 import relax_rt
 from relax_rt.roles.rewards.box import bubblewrap, layout
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 Level = Literal["namespaces", "limits"]
 Backend = Literal["bubblewrap", "built-in"]

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from relax_rt.config.schema import Table
 from relax_rt.roles.data.items import answer_text
-from relax_rt.roles.evaluation import squeeze
+from relax_rt.roles.evaluation.scoring import squeeze
 from relax_rt.roles.rewards.loader import UnreadGold
 from relax_rt.roles.rewards.registry import reward
 

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from relax_rt.config.schema import Seconds, Table
 from relax_rt.roles.rewards.registry import reward
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
     import httpx

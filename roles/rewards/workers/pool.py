@@ -26,7 +26,7 @@ from relax_rt.roles.rewards.workers.messages import (
     Setup,
     frame,
 )
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 SERVE = "relax_rt.roles.rewards.workers.serve"
 LOAD_S = 120.0

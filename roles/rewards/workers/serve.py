@@ -31,7 +31,7 @@ from relax_rt.roles.rewards.workers.messages import (
     TaskSpec,
     frame,
 )
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.roles.data.gym import GymTask

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from relax_rt.roles.trainer import TrainerRole
-from relax_rt.roles.trainers.channel import Channel
+from relax_rt.roles.training.channel import Channel
+from relax_rt.roles.training.trainer import TrainerRole
 
 STRIKES = ((1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL))
 """The rank that is struck, and how; one in each generation, in its fourth publication."""

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from relax_rt.roles.job.sections import TrainerSettings
 from relax_rt.roles.planning.shape import read_shape
-from relax_rt.roles.sections import TrainerSettings
-from relax_rt.roles.trainers.megatron.model import Layers, padded_vocabulary, sizes_of
-from relax_rt.roles.trainers.resharding import Division, naming_of, plan_buckets
+from relax_rt.roles.training.megatron.model import Layers, padded_vocabulary, sizes_of
+from relax_rt.roles.training.resharding import Division, naming_of, plan_buckets
 
 HERE = Path(__file__).parent
-UNIT = HERE.parents[1] / "unit" / "trainer"
+UNIT = HERE.parents[1] / "unit" / "roles" / "training"
 sys.path.append(str(UNIT))
 
 from golden_tables import read  # noqa: E402
@@ -35,7 +35,7 @@ PLACES = """
 import json, sys
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from relax_rt.roles.trainers.megatron.shims import prepare
+from relax_rt.roles.training.megatron.shims import prepare
 prepare()
 from megatron.core import parallel_state as state
 at = json.loads(sys.argv[1])

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from megatron_parts import Gang, samples
 
-from relax_rt.roles.algorithms.objective import Objective
-from relax_rt.roles.sample import Sample
-from relax_rt.roles.sections import AlgorithmTable
-from relax_rt.roles.trainers.torch_backend import TorchBackend
+from relax_rt.roles.base.sample import Sample
+from relax_rt.roles.job.sections import AlgorithmTable
+from relax_rt.roles.training.algorithms.objective import Objective
+from relax_rt.roles.training.torch_backend import TorchBackend
 
 TEMPERATURE = 0.8
 RATE = 1e-2

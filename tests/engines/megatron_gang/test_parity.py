@@ -11,10 +11,10 @@ import pytest
 import torch
 from megatron_parts import Gang, samples
 
-from relax_rt.roles.engines.weights import model_layout
-from relax_rt.roles.sample import Sample
-from relax_rt.roles.sections import AlgorithmTable
-from relax_rt.roles.trainers.torch_backend import TorchBackend
+from relax_rt.roles.base.sample import Sample
+from relax_rt.roles.job.sections import AlgorithmTable
+from relax_rt.roles.rollout.engines.weights import model_layout
+from relax_rt.roles.training.torch_backend import TorchBackend
 
 ALGORITHM = {
     "loss": "decoupled_ppo",

@@ -32,7 +32,7 @@ def digest_of(folder: Path) -> str:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from relax_rt.roles.engines.weights import FlatWeights
+    from relax_rt.roles.rollout.engines.weights import FlatWeights
     from relax_rt.transport.weights.manifest import bucket_digest, bucket_slices, total_digest
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

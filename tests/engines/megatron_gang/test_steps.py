@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from relax_rt.roles.sample import Sample
+from relax_rt.roles.base.sample import Sample
 
 ALGORITHM: dict[str, Any] = {"learning_rate": 1e-2}
 

@@ -30,19 +30,19 @@ from gang_work import (
     write,
 )
 
-from relax_rt.roles.sections import AlgorithmTable, TrainerSettings
-from relax_rt.roles.trainers.budget import Budget
-from relax_rt.roles.trainers.channel import Channel
-from relax_rt.roles.trainers.megatron import backend
-from relax_rt.roles.trainers.megatron import model as models
-from relax_rt.roles.trainers.megatron.backend import MegatronBackend
-from relax_rt.roles.trainers.megatron.model import sizes_of
-from relax_rt.roles.trainers.megatron.ranks import Ranks
-from relax_rt.roles.trainers.resharding import plan
-from relax_rt.roles.trainers.resharding.gather import gather
+from relax_rt.roles.job.sections import AlgorithmTable, TrainerSettings
+from relax_rt.roles.training.budget import Budget
+from relax_rt.roles.training.channel import Channel
+from relax_rt.roles.training.megatron import backend
+from relax_rt.roles.training.megatron import model as models
+from relax_rt.roles.training.megatron.backend import MegatronBackend
+from relax_rt.roles.training.megatron.model import sizes_of
+from relax_rt.roles.training.megatron.ranks import Ranks
+from relax_rt.roles.training.resharding import plan
+from relax_rt.roles.training.resharding.gather import gather
 from relax_rt.transport.weights.manifest import BUCKET_BYTES
 
-sys.path.append(str(Path(__file__).parents[2] / "unit" / "trainer"))
+sys.path.append(str(Path(__file__).parents[2] / "unit" / "roles" / "training"))
 from starved import failing_backward
 
 __all__ = [

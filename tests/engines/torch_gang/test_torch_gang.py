@@ -12,7 +12,7 @@ import torch
 from gang_harness import Gang, check_digests, samples
 from transformers import AutoModelForCausalLM
 
-from relax_rt.roles.engines.weights import model_layout
+from relax_rt.roles.rollout.engines.weights import model_layout
 
 ALGORITHM: dict[str, Any] = {"loss": "decoupled_ppo", "learning_rate": 1e-2}
 Gangs = Callable[[int], Gang]

@@ -30,15 +30,15 @@ from gang_work import (
     write,
 )
 
-from relax_rt.roles.sections import AlgorithmTable
-from relax_rt.roles.trainers import torch_backend
-from relax_rt.roles.trainers.budget import Budget
-from relax_rt.roles.trainers.layout import Costs
-from relax_rt.roles.trainers.torch.ranks import TorchRanks
-from relax_rt.roles.trainers.torch.settings import LoraTable
-from relax_rt.roles.trainers.torch_backend import TorchBackend
+from relax_rt.roles.job.sections import AlgorithmTable
+from relax_rt.roles.training import torch_backend
+from relax_rt.roles.training.budget import Budget
+from relax_rt.roles.training.layout import Costs
+from relax_rt.roles.training.torch.ranks import TorchRanks
+from relax_rt.roles.training.torch.settings import LoraTable
+from relax_rt.roles.training.torch_backend import TorchBackend
 
-sys.path.append(str(Path(__file__).parents[2] / "unit" / "trainer"))
+sys.path.append(str(Path(__file__).parents[2] / "unit" / "roles" / "training"))
 from packing_ways import load_exactly
 
 __all__ = [

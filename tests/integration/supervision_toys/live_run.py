@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from relax_rt.events import EventFollower
+from relax_rt.observe.events import EventFollower
 from relax_rt.supervision import control, procfs
 from relax_rt.supervision.rundir import RunPaths, read_run
 

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from supervision_toys import Toy, ToyJob
 
-from relax_rt import discovery
-from relax_rt.transport.errors import RelaxError
-from relax_rt.transport.ledger.policy import LedgerPolicy
+from relax_rt.cluster import discovery
 from relax_rt.transport.queue.client import QueueClient
-from relax_rt.transport.rpc import idempotent
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy
+from relax_rt.transport.rpc.errors import RelaxError
+from relax_rt.transport.rpc.rpc import idempotent
 
 
 class EchoApi(Protocol):

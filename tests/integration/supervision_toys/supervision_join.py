@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from relax_rt.nodes.join import join, wish_of
-from relax_rt.transport.errors import RelaxError
+from relax_rt.cluster.nodes.join import join, wish_of
+from relax_rt.transport.rpc.errors import RelaxError
 
 
 def say(line: str) -> None:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from relax_rt.supervision.launch import up
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 
 if __name__ == "__main__":
     try:

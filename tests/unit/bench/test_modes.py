@@ -31,9 +31,9 @@ from modes_times import (
     stages,
 )
 
-from relax_rt.roles.engines.base import Assembly, Chunk, Completion, GroupRequest, Partial
-from relax_rt.transport.errors import Refused
+from relax_rt.roles.rollout.engines.base import Assembly, Chunk, Completion, GroupRequest, Partial
 from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.manifest import Manifest, layout_of
 

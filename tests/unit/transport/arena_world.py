@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from relax_rt.transport.arena import Placed, Reader, Writer
-from relax_rt.transport.block import Block
-from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.memory.arena import Placed, Reader, Writer
+from relax_rt.transport.memory.block import Block
+from relax_rt.transport.rpc.identity import Incarnation
 
 WHO = Incarnation("rollout/0", 7)
 PAGE = 4096

@@ -11,11 +11,11 @@ from typing import Any
 
 from ledger_driver import policy
 
-from relax_rt.transport.errors import Unreachable
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import LedgerPolicy, QueueLimits
 from relax_rt.transport.queue.broker import Broker
 from relax_rt.transport.queue.client import QueueClient
+from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.rpc.errors import Unreachable
+from relax_rt.transport.rpc.identity import Incarnation
 
 AGENT = Incarnation("agent/0", 1)
 

@@ -7,10 +7,10 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from ledger_driver import INLINE, Driver
 from ledger_model import Model
 
-from relax_rt.transport.errors import Refused, StaleEpoch
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.queue.api import Batch, BlockRef, Extent, Put, RowPut, SampleKey
+from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.rpc.errors import Refused, StaleEpoch
+from relax_rt.transport.rpc.identity import Incarnation
 
 OUTCOMES = ("done", "done", "done", "done", "pinned", "failed", "abandoned")
 PICK = st.integers(0, 999)

@@ -10,13 +10,7 @@ from itertools import count
 
 import msgspec
 
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
-from relax_rt.transport.ledger import events as ev
-from relax_rt.transport.ledger.admission import crowded, obstacle
-from relax_rt.transport.ledger.batch import stragglers
-from relax_rt.transport.ledger.core import ROOM
-from relax_rt.transport.ledger.machine import Outcome
+from relax_rt.transport.memory.slab_names import owner_key
 from relax_rt.transport.queue.api import (
     Admission,
     Advice,
@@ -36,8 +30,14 @@ from relax_rt.transport.queue.api import (
     VersionSpan,
     Want,
 )
+from relax_rt.transport.queue.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.admission import crowded, obstacle
+from relax_rt.transport.queue.ledger.batch import stragglers
+from relax_rt.transport.queue.ledger.core import ROOM
+from relax_rt.transport.queue.ledger.machine import Outcome
 from relax_rt.transport.queue.marking import make_mark
-from relax_rt.transport.slab_names import owner_key
+from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.versions import VersionRecord
 
 TASKS = {"reward": ("tokens",), "train": ("tokens", "reward")}

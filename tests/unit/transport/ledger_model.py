@@ -12,8 +12,8 @@ from collections.abc import Callable
 from ledger_model_holdings import Holdings
 from ledger_model_parts import Group, Lease, Part, Sample
 
-from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.queue.api import Extent, Put, SampleKey, Ticket
+from relax_rt.transport.rpc.identity import Incarnation
 
 TRAIN = "train"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.queue.api import Extent, SampleKey
+from relax_rt.transport.rpc.identity import Incarnation
 
 
 @dataclass(eq=False)

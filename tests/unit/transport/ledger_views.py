@@ -11,8 +11,8 @@ from ledger_model import Model
 from ledger_model_parts import Group as ModelGroup
 from ledger_model_parts import Lease as ModelLease
 
-from relax_rt.transport.ledger.state import Group, Held, Lease, State
 from relax_rt.transport.queue.api import Extent
+from relax_rt.transport.queue.ledger.state import Group, Held, Lease, State
 
 
 def of_ledger(state: State) -> dict[str, Any]:

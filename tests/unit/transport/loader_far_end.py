@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import LedgerPolicy, QueueLimits
-from relax_rt.transport.loader.plan import Packing
-from relax_rt.transport.loader.streaming import Step, StreamingLoader
 from relax_rt.transport.queue.api import QueueApi, SampleKey
 from relax_rt.transport.queue.broker import Broker
 from relax_rt.transport.queue.client import QueueClient
-from relax_rt.transport.rpc import Client, Server, make_hello
+from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.loader.plan import Packing
+from relax_rt.transport.queue.loader.streaming import Step, StreamingLoader
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.rpc import Client, Server, make_hello
 
 RUN_ID = "0badcafe"
 TASK = "reference"

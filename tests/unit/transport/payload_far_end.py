@@ -18,10 +18,10 @@ import xxhash
 from numpy.typing import NDArray
 from rpc_far_end import eventually
 
-from relax_rt.transport.errors import RelaxError
-from relax_rt.transport.payload import Fetcher, PayloadServer
+from relax_rt.transport.memory.payload import Fetcher, PayloadServer
 from relax_rt.transport.queue.api import Extent
-from relax_rt.transport.zmq_keys import CurveKeys
+from relax_rt.transport.rpc.errors import RelaxError
+from relax_rt.transport.rpc.zmq_keys import CurveKeys
 
 SLAB = "rollout-0-7-1.slab"
 KEYS = CurveKeys.make()

@@ -11,9 +11,9 @@ from typing import Protocol
 
 import msgspec
 
-from relax_rt.transport.errors import OutOfSpace, RelaxError, StaleEpoch
-from relax_rt.transport.identity import Hello, Incarnation
-from relax_rt.transport.rpc import Client, CurveKeys, Server, caller, idempotent, make_hello, tell
+from relax_rt.transport.rpc.errors import OutOfSpace, RelaxError, StaleEpoch
+from relax_rt.transport.rpc.identity import Hello, Incarnation
+from relax_rt.transport.rpc.rpc import Client, CurveKeys, Server, caller, idempotent, make_hello, tell
 
 
 class Point(msgspec.Struct, frozen=True):

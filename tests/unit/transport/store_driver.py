@@ -6,13 +6,13 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
-from relax_rt.transport.ledger import events as ev
-from relax_rt.transport.ledger.machine import Outcome
+from relax_rt.transport.compat.store import state as sv
+from relax_rt.transport.compat.store.api import Fetched, Found, Rows, StoreConfig, Stored
 from relax_rt.transport.queue.api import BlockRef, Extent
-from relax_rt.transport.store import state as sv
-from relax_rt.transport.store.api import Fetched, Found, Rows, StoreConfig, Stored
+from relax_rt.transport.queue.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.machine import Outcome
+from relax_rt.transport.rpc.identity import Incarnation
 
 POLICY = LedgerPolicy(tasks={"none": ("x",)}, step_task="")
 WHO = {name: Incarnation(f"{name}/0", epoch) for epoch, name in enumerate("abc", 1)}

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from arena_world import PAGE, WHO, Clock, free, read, writer
 
-from relax_rt.transport.arena import Bf16, Placed, Reader, Shared, Writer, slab_name
-from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused
-from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.memory.arena import Bf16, Placed, Reader, Shared, Writer, slab_name
+from relax_rt.transport.memory.values import digest_of
 from relax_rt.transport.queue.api import BlockRef, Extent
-from relax_rt.transport.values import digest_of
+from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused
+from relax_rt.transport.rpc.identity import Incarnation
 
 
 def numbers(n: int, mark: int = 0) -> dict[str, Any]:
@@ -287,7 +287,7 @@ def test_a_failed_copy_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest
         raise MemoryError
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr("relax_rt.transport.block_layout.Source.write", fail)
+        patch.setattr("relax_rt.transport.memory.block_layout.Source.write", fail)
         arena.put_rows([numbers(5000)])
     assert arena.used_bytes == 0 and arena.statistics().extents == 0
 
@@ -457,7 +457,7 @@ def test_writing_through_a_tensor_ends_the_process(tmp_path: Path) -> None:
     (tmp_path / "ref").write_bytes(msgspec.msgpack.encode(placed.block))
     program = (
         "import sys, pathlib, msgspec\n"
-        "from relax_rt.transport.arena import Reader\n"
+        "from relax_rt.transport.memory.arena import Reader\n"
         "from relax_rt.transport.queue.api import BlockRef\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "ref = msgspec.msgpack.decode((folder / 'ref').read_bytes(), type=BlockRef)\n"

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from relax_rt.transport.block import Block, ColumnMeta, Plan, Source
-from relax_rt.transport.errors import Corrupt, Refused
-from relax_rt.transport.values import PLAIN, Bf16, Raw, encoded
+from relax_rt.transport.memory.block import Block, ColumnMeta, Plan, Source
+from relax_rt.transport.memory.values import PLAIN, Bf16, Raw, encoded
+from relax_rt.transport.rpc.errors import Corrupt, Refused
 
 HEADER = "<4sHHIIQ"
 
@@ -417,7 +417,9 @@ def test_ml_dtypes_are_known_by_name() -> None:
 
 
 def test_torch_is_not_needed() -> None:
-    program = "import sys, relax_rt.transport.block, relax_rt.transport.arena; sys.exit('torch' in sys.modules)"
+    program = (
+        "import sys, relax_rt.transport.memory.block, relax_rt.transport.memory.arena; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], timeout=120, check=False).returncode == 0
 
 

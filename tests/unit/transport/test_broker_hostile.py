@@ -16,10 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ledger_driver import free_policy, policy
 
-from relax_rt.transport.errors import RelaxError, Unreachable
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.interface import methods_of
-from relax_rt.transport.ledger import LedgerPolicy, QueueLimits
 from relax_rt.transport.queue import broker as queue_broker
 from relax_rt.transport.queue.api import (
     BlobRef,
@@ -33,6 +29,10 @@ from relax_rt.transport.queue.api import (
     VersionSpan,
     Want,
 )
+from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.rpc.errors import RelaxError, Unreachable
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.interface import methods_of
 from relax_rt.transport.versions import VersionRecord
 
 CALLERS = [Incarnation("rollout/0", 1), Incarnation("trainer/0", 2), Incarnation("rollout/0", 0)]

@@ -14,7 +14,7 @@ pytest.importorskip("tensordict", reason="the door needs tensordict: pip install
 import torch
 
 from relax_rt.transport.compat.transfer_queue import objects
-from relax_rt.transport.errors import Corrupt
+from relax_rt.transport.rpc.errors import Corrupt
 
 LEAVES = (
     st.none()

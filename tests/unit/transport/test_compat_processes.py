@@ -22,8 +22,8 @@ from tensordict import NonTensorStack, TensorDict
 
 import relax_rt.transport.compat.transfer_queue as tq
 from relax_rt.transport.compat.transfer_queue import connection
-from relax_rt.transport.errors import OutOfSpace, Refused
 from relax_rt.transport.queue.hosting import find
+from relax_rt.transport.rpc.errors import OutOfSpace, Refused
 
 FAR_END = Path(__file__).with_name("compat_far_end.py")
 ROWS, WIDTH = 64, 2048

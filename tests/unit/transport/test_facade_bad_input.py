@@ -18,14 +18,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from relax_rt.transport import TransferQueue, codec, rpc
-from relax_rt.transport.arena import Bf16, slab_name
-from relax_rt.transport.errors import Corrupt, ProtocolError, Refused, RelaxError, StaleEpoch, Unreachable
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport import TransferQueue
+from relax_rt.transport.memory.arena import Bf16, slab_name
 from relax_rt.transport.queue.api import BlockRef, Extent, Failure, Put, QueueApi, RowPut, SampleKey
 from relax_rt.transport.queue.hosting import RUN_ID, SHM_PREFIX, SHM_ROOT, Keys
-from relax_rt.transport.wire import Request, encode_frame
+from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.rpc import codec, rpc
+from relax_rt.transport.rpc.errors import Corrupt, ProtocolError, Refused, RelaxError, StaleEpoch, Unreachable
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.wire import Request, encode_frame
 
 FIELDS = {"tokens": "int32[*]", "image": "uint8[*,*,3]", "reward": "float32", "half": "bf16[2]", "text": "str"}
 TASKS = {"train": ["tokens"], "judge": ["tokens"]}
@@ -240,7 +241,7 @@ async def test_hostile_bytes_on_the_brokers_socket(tmp_path: Path) -> None:
         ]:
             heard = await talk(path, hello(max_message_bytes=1 << 20, max_inflight=8), data)
             fault = msgspec.msgpack.decode(heard[len(greeting) + 4 :])
-            assert fault[0] == 5 and fault[2][0].startswith("relax_rt.transport.errors:Refused"), fault
+            assert fault[0] == 5 and fault[2][0].startswith("relax_rt.transport.rpc.errors:Refused"), fault
         # One whose duration is no number is as one that is too late.
         await talk(path, hello(), request("take", 1, "train", [1], float("nan"), timeout_s=float("nan")))
         assert queue.host is not None and queue.host._server is not None

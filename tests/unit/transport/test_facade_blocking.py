@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from relax_rt.transport import TransferQueue
-from relax_rt.transport.errors import DeadlineExceeded, Refused
 from relax_rt.transport.queue import blocking
 from relax_rt.transport.queue.blocking import CLOSE_TIMEOUT_S, BlockingQueue
 from relax_rt.transport.queue.watch import NODE_ENV
+from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused
 
 
 def test_leaving_another_node_waits_for_readers_for_as_long_as_it_was_told(

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from relax_rt.transport import TransferQueue
-from relax_rt.transport.address import AddressError
-from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused
 from relax_rt.transport.queue import hosting
 from relax_rt.transport.queue.hosting import Host
+from relax_rt.transport.rpc.address import AddressError
+from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused
 
 SAMPLE = [{"x": np.arange(3)}]
 

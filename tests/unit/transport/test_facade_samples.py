@@ -14,11 +14,11 @@ import pytest
 from broker_world import until
 
 from relax_rt.transport import TransferQueue
-from relax_rt.transport.errors import OutOfSpace, Refused
-from relax_rt.transport.ledger import QueueLimits, SamplerSpec
 from relax_rt.transport.queue.api import Failure, SampleKey, Want
 from relax_rt.transport.queue.batch import LeasedBatch
-from relax_rt.transport.samplers.base import Choice, Unit
+from relax_rt.transport.queue.ledger import QueueLimits, SamplerSpec
+from relax_rt.transport.queue.samplers.base import Choice, Unit
+from relax_rt.transport.rpc.errors import OutOfSpace, Refused
 
 
 class LongestFirst:

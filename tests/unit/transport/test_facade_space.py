@@ -16,8 +16,8 @@ from broker_world import until
 from facade_world import World, settled
 
 from relax_rt.transport import TransferQueue
-from relax_rt.transport.errors import OutOfSpace, Refused
 from relax_rt.transport.queue import broker as queue_broker
+from relax_rt.transport.rpc.errors import OutOfSpace, Refused
 
 KIB = 1 << 10
 TOKENS = 25 * KIB  # 100 KiB

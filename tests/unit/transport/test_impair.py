@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from rpc_far_end import FarEnd, calling, eventually, serving
 
-from relax_rt.transport import impair
-from relax_rt.transport.errors import RelaxError, Unreachable
-from relax_rt.transport.rpc import Client
+from relax_rt.transport.rpc import impair
+from relax_rt.transport.rpc.errors import RelaxError, Unreachable
+from relax_rt.transport.rpc.rpc import Client
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_rt.transport.errors import Corrupt, OutOfSpace
 from relax_rt.transport.journal import MAGIC, SNAPSHOT_RECORDS, SNAPSHOT_SHARE, Journal
+from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace
 
 
 def fill(journal: Journal, payloads: list[bytes]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from ledger_driver import ENGINE, JUDGE, OTHER, TRAINER, Driver, make, started
 
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import events as ev
-from relax_rt.transport.ledger.admission import LOSSES
 from relax_rt.transport.queue.api import SampleKey, Ticket
+from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.admission import LOSSES
+from relax_rt.transport.rpc.identity import Incarnation
 
 
 def begun(d: Driver, version: int) -> Ticket:

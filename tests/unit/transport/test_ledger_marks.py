@@ -9,13 +9,13 @@ import pytest
 from broker_world import world
 from ledger_driver import AGENT, ENGINE, OTHER, TRAINER, Driver, a_mark, make, started, step
 
-from relax_rt.transport.errors import Refused
-from relax_rt.transport.ledger import QueueLimits
-from relax_rt.transport.ledger import events as ev
-from relax_rt.transport.ledger.admission import crowded
-from relax_rt.transport.ledger.marks import partials
 from relax_rt.transport.queue.api import Mark, SampleKey, Ticket, VersionSpan
+from relax_rt.transport.queue.ledger import QueueLimits
+from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.admission import crowded
+from relax_rt.transport.queue.ledger.marks import partials
 from relax_rt.transport.queue.marking import begun, make_mark
+from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.versions import VersionRecord
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from ledger_driver import CRITIC, ENGINE, JUDGE, OTHER, TRAINER, Driver, fields_of, make, policy, started, step
 
-from relax_rt.transport.errors import Refused
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import QueueLimits
-from relax_rt.transport.ledger import events as ev
-from relax_rt.transport.ledger.admission import outstanding
 from relax_rt.transport.queue.api import Batch, RowPut, SampleKey, VersionSpan
+from relax_rt.transport.queue.ledger import QueueLimits
+from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.admission import outstanding
+from relax_rt.transport.rpc.errors import Refused
+from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.versions import VersionRecord
 
 ADVANTAGE = {"reward": ("tokens",), "advantage": ("reward",), "train": ("tokens", "advantage")}

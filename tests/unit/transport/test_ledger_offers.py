@@ -22,13 +22,13 @@ from ledger_driver import (
     step,
 )
 
-from relax_rt.transport.errors import Refused
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import Entry, LedgerPolicy, QueueLimits, SamplerSpec
-from relax_rt.transport.ledger import events as ev
-from relax_rt.transport.ledger.machine import load_samplers
 from relax_rt.transport.queue.api import Batch, Offered, RowPut, SampleKey, Want
-from relax_rt.transport.samplers import Choice, Unit
+from relax_rt.transport.queue.ledger import Entry, LedgerPolicy, QueueLimits, SamplerSpec
+from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.machine import load_samplers
+from relax_rt.transport.queue.samplers import Choice, Unit
+from relax_rt.transport.rpc.errors import Refused
+from relax_rt.transport.rpc.identity import Incarnation
 
 READER = Incarnation("reader/0", 3)
 CRITIC_TASKS = {"reward": ("tokens",), "values": ("tokens",), "train": ("tokens", "reward", "values")}

@@ -5,11 +5,11 @@ import math
 import pytest
 from ledger_driver import ENGINE, INLINE, JUDGE, OTHER, TRAINER, Driver, fields_of, make, policy, started, step
 
-from relax_rt.transport.errors import Refused, StaleEpoch
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import Entry, QueueLimits
-from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.queue.api import Batch, BlobRef, BlockRef, Extent, Put, RowPut, SampleKey, Want
+from relax_rt.transport.queue.ledger import Entry, QueueLimits
+from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.rpc.errors import Refused, StaleEpoch
+from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.versions import VersionRecord
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_rt.transport.arena import Bf16, Reader, Writer
-from relax_rt.transport.errors import Refused
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.loader.micro import MicroBatch
-from relax_rt.transport.loader.plan import Packing
+from relax_rt.transport.memory.arena import Bf16, Reader, Writer
 from relax_rt.transport.queue.api import Batch, BlockRef, SampleInfo, SampleKey
 from relax_rt.transport.queue.batch import LeasedBatch
+from relax_rt.transport.queue.loader.micro import MicroBatch
+from relax_rt.transport.queue.loader.plan import Packing
+from relax_rt.transport.rpc.errors import Refused
+from relax_rt.transport.rpc.identity import Incarnation
 
 LENGTHS = [3, 5, 1, 4]
 ROWS: list[dict[str, Any]] = [

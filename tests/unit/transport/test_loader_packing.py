@@ -9,14 +9,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relax_rt.transport.errors import Refused
-from relax_rt.transport.loader.packing import (
+from relax_rt.transport.queue.loader.packing import (
     balanced_partition,
     pack_by_count,
     pack_by_tokens,
     pack_ranks,
     partition_groups,
 )
+from relax_rt.transport.rpc.errors import Refused
 
 COSTS = st.lists(st.integers(0, 5000), max_size=60)
 PARTS = st.integers(1, 9)

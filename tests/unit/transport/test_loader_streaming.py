@@ -17,16 +17,16 @@ import loader_far_end as far
 import pytest
 from loader_far_end import BATCH, MAX_TOKENS, TASK, connect, sample, serve
 
-from relax_rt.transport.errors import DeadlineExceeded, Refused
-from relax_rt.transport.ledger import LedgerPolicy
-from relax_rt.transport.loader.blocking import BlockingLoader
-from relax_rt.transport.loader.plan import Packing
-from relax_rt.transport.loader.streaming import Step, StreamingLoader
 from relax_rt.transport.queue import space
 from relax_rt.transport.queue.api import Failure
 from relax_rt.transport.queue.client import QueueClient
 from relax_rt.transport.queue.facade import TransferQueue
+from relax_rt.transport.queue.ledger import LedgerPolicy
+from relax_rt.transport.queue.loader.blocking import BlockingLoader
+from relax_rt.transport.queue.loader.plan import Packing
+from relax_rt.transport.queue.loader.streaming import Step, StreamingLoader
 from relax_rt.transport.queue.sync import SyncQueue
+from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused
 from relax_rt.transport.versions import VersionRecord
 
 

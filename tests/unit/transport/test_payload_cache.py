@@ -11,10 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from relax_rt.transport.errors import OutOfSpace, Refused, Unreachable
-from relax_rt.transport.payload.cache import Cache, Entry, Fetched, Job
-from relax_rt.transport.payload.memory import LocalMemory
+from relax_rt.transport.memory.payload.cache import Cache, Entry, Fetched, Job
+from relax_rt.transport.memory.payload.memory import LocalMemory
 from relax_rt.transport.queue.api import Extent
+from relax_rt.transport.rpc.errors import OutOfSpace, Refused, Unreachable
 
 KIB = 1024
 CAPACITY = 64 * KIB

@@ -19,9 +19,12 @@ from hypothesis import strategies as st
 from payload_far_end import KEYS, SLAB, extents_of, reading, serving, shm_dir, write_slab
 from rpc_far_end import eventually
 
-from relax_rt.transport.address import AddressError
-from relax_rt.transport.arena import Reader, Writer
-from relax_rt.transport.errors import (
+from relax_rt.transport.memory.arena import Reader, Writer
+from relax_rt.transport.memory.payload import PayloadServer, frames
+from relax_rt.transport.memory.payload.frames import Get, Part, Range
+from relax_rt.transport.queue.api import Extent
+from relax_rt.transport.rpc.address import AddressError
+from relax_rt.transport.rpc.errors import (
     Corrupt,
     DeadlineExceeded,
     Gone,
@@ -31,11 +34,8 @@ from relax_rt.transport.errors import (
     RelaxError,
     Unreachable,
 )
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.payload import PayloadServer, frames
-from relax_rt.transport.payload.frames import Get, Part, Range
-from relax_rt.transport.queue.api import Extent
-from relax_rt.transport.zmq_keys import CurveKeys
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.zmq_keys import CurveKeys
 
 MIB = 1 << 20
 

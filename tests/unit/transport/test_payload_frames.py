@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_rt.transport.errors import ProtocolError
-from relax_rt.transport.payload import frames
-from relax_rt.transport.payload.frames import Get, Part, Range
+from relax_rt.transport.memory.payload import frames
+from relax_rt.transport.memory.payload.frames import Get, Part, Range
+from relax_rt.transport.rpc.errors import ProtocolError
 
 COUNTS = st.integers(0, 2**63 - 1)
 RANGES = st.builds(Range, COUNTS, st.text(max_size=200), COUNTS, st.integers(1, frames.MAX_CHUNK_BYTES))

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from ledger_driver import policy
 
-from relax_rt import queue_role
 from relax_rt.config.schema import QueueTable
-from relax_rt.queue_role import QueueRole
-from relax_rt.transport.errors import OutOfSpace, Unreachable
-from relax_rt.transport.ledger.events import Open
-from relax_rt.transport.ledger.state import LossCause
+from relax_rt.hosting import queue_role
+from relax_rt.hosting.queue_role import QueueRole
 from relax_rt.transport.queue.api import Loss, QueueApi
+from relax_rt.transport.queue.ledger.events import Open
+from relax_rt.transport.queue.ledger.state import LossCause
+from relax_rt.transport.rpc.errors import OutOfSpace, Unreachable
 
 
 class Context:

@@ -12,9 +12,9 @@ import rpc_far_end
 import uvloop
 from rpc_far_end import FarEnd, FarEndImpl, Point, calling, eventually, hello, serving
 
-from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, Refused, RemoteError, StaleEpoch, Unreachable
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.rpc import Client, CurveKeys, Server, caller, tell
+from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, Refused, RemoteError, StaleEpoch, Unreachable
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.rpc import Client, CurveKeys, Server, caller, tell
 
 CARRIERS = ("unix", "tcp", "curve")
 

@@ -15,12 +15,12 @@ import msgspec
 import pytest
 from rpc_far_end import FarEnd, FarEndImpl, calling, eventually, hello, serving, spawn
 
-from relax_rt.transport.address import AddressError
-from relax_rt.transport.backoff import BackoffPolicy
-from relax_rt.transport.codec import encode_message
-from relax_rt.transport.errors import ActorDied, ProtocolError, Unreachable
-from relax_rt.transport.rpc import Client, CurveKeys, Server
-from relax_rt.transport.wire import PROTOCOL, HelloFrame, Reply, Request, encode_frame
+from relax_rt.transport.rpc.address import AddressError
+from relax_rt.transport.rpc.backoff import BackoffPolicy
+from relax_rt.transport.rpc.codec import encode_message
+from relax_rt.transport.rpc.errors import ActorDied, ProtocolError, Unreachable
+from relax_rt.transport.rpc.rpc import Client, CurveKeys, Server
+from relax_rt.transport.rpc.wire import PROTOCOL, HelloFrame, Reply, Request, encode_frame
 
 
 async def working(far: FarEnd, client: Client) -> None:

@@ -12,14 +12,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_rt.transport import codec
-from relax_rt.transport.address import AddressError, parse_address
-from relax_rt.transport.backoff import Backoff, BackoffPolicy
-from relax_rt.transport.errors import Corrupt, ProtocolError, Refused, RelaxError, RemoteError
-from relax_rt.transport.faults import error_of, fault_of
-from relax_rt.transport.identity import Hello, Incarnation
-from relax_rt.transport.interface import methods_of
-from relax_rt.transport.wire import Cancel, Fault, FrameDecoder, HelloFrame, Reply, Request, Retire, Tell, encode_frame
+from relax_rt.transport.rpc import codec
+from relax_rt.transport.rpc.address import AddressError, parse_address
+from relax_rt.transport.rpc.backoff import Backoff, BackoffPolicy
+from relax_rt.transport.rpc.errors import Corrupt, ProtocolError, Refused, RelaxError, RemoteError
+from relax_rt.transport.rpc.faults import error_of, fault_of
+from relax_rt.transport.rpc.identity import Hello, Incarnation
+from relax_rt.transport.rpc.interface import methods_of
+from relax_rt.transport.rpc.wire import (
+    Cancel,
+    Fault,
+    FrameDecoder,
+    HelloFrame,
+    Reply,
+    Request,
+    Retire,
+    Tell,
+    encode_frame,
+)
 
 numbers = st.integers(0, 2**63 - 1)
 raws = st.binary(max_size=300).map(lambda data: msgspec.Raw(msgspec.msgpack.encode(data)))

@@ -11,9 +11,9 @@ import zmq
 import zmq.asyncio
 from rpc_far_end import FarEnd, calling, eventually, hello, serving
 
-from relax_rt.transport.address import AddressError
-from relax_rt.transport.errors import Refused, Unreachable
-from relax_rt.transport.rpc import Client, CurveKeys, Server
+from relax_rt.transport.rpc.address import AddressError
+from relax_rt.transport.rpc.errors import Refused, Unreachable
+from relax_rt.transport.rpc.rpc import Client, CurveKeys, Server
 
 
 async def test_a_peer_without_the_key_gets_nothing() -> None:

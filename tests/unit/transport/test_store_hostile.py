@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_rt.transport.errors import RelaxError
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.interface import methods_of
-from relax_rt.transport.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
-from relax_rt.transport.ledger import events as ev
+from relax_rt.transport.compat.store import state as sv
+from relax_rt.transport.compat.store.api import Rows, Sampler, StoreApi, StoreConfig
 from relax_rt.transport.queue.api import BlobRef, BlockRef, Extent, Put
-from relax_rt.transport.store import state as sv
-from relax_rt.transport.store.api import Rows, Sampler, StoreApi, StoreConfig
+from relax_rt.transport.queue.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.rpc.errors import RelaxError
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.interface import methods_of
 
 WHO = [Incarnation("a/0", 1), Incarnation("b/0", 2)]
 POLICY = LedgerPolicy(tasks={"t": ("x",)}, step_task="")

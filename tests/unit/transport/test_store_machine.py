@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from store_driver import WHO, Driver
 
-from relax_rt.transport.errors import Refused
-from relax_rt.transport.ledger import Ledger
-from relax_rt.transport.ledger import events as ev
+from relax_rt.transport.compat.store import state as sv
+from relax_rt.transport.compat.store.api import Fetched, Found, Rows, Sampler, StoreConfig, Stored
 from relax_rt.transport.queue.api import BlockRef, Extent
-from relax_rt.transport.store import state as sv
-from relax_rt.transport.store.api import Fetched, Found, Rows, Sampler, StoreConfig, Stored
+from relax_rt.transport.queue.ledger import Ledger
+from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.rpc.errors import Refused
 
 
 def places(found: Fetched) -> list[dict[str, tuple[int, int]]]:

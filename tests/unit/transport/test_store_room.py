@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from store_driver import WHO, Driver
 
-from relax_rt.transport.errors import OutOfSpace, Refused
-from relax_rt.transport.ledger import LedgerPolicy, QueueLimits
-from relax_rt.transport.ledger import events as ev
+from relax_rt.transport.compat.store import state as sv
+from relax_rt.transport.compat.store.api import Rows, StoreConfig
+from relax_rt.transport.compat.store.client import StoreClient
+from relax_rt.transport.compat.store.desk import StoreDesk
 from relax_rt.transport.queue.api import BlobRef, BlockRef, Extent, Put
 from relax_rt.transport.queue.hosting import Host
-from relax_rt.transport.store import state as sv
-from relax_rt.transport.store.api import Rows, StoreConfig
-from relax_rt.transport.store.client import StoreClient
-from relax_rt.transport.store.desk import StoreDesk
+from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.rpc.errors import OutOfSpace, Refused
 
 POLICY = LedgerPolicy(tasks={"t": ("x",)}, step_task="", fields={"x": "int32[*]", "y": "int32[*]"})
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.roles import engines
-from relax_rt.roles.engines.base import Chunk, GroupRequest
+from relax_rt.roles.rollout import engines
+from relax_rt.roles.rollout.engines.base import Chunk, GroupRequest
 
 MEMBERS = 1 << 12
 """A member is a request of its own here; its number in ours is request * MEMBERS + member."""
@@ -25,7 +25,7 @@ def draw(seed: int, median: int, sigma: float, most: int) -> int:
 
 
 class LongTail:
-    """Engine of relax_rt.roles.engines.base. With `interruptible` false new weights wait until all sequences that were
+    """Engine of rollout.engines.base. With `interruptible` false new weights wait until all sequences that were
     begun have ended, and nothing is begun meanwhile."""
 
     def __init__(self, inner: Any, median: int, sigma: float, most: int, interruptible: bool) -> None:

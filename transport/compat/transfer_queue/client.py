@@ -11,6 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from tensordict import TensorDict
 
+from relax_rt.transport.compat.store.api import Found, Rows, Tags
 from relax_rt.transport.compat.transfer_queue import objects
 from relax_rt.transport.compat.transfer_queue.connection import Connection
 from relax_rt.transport.compat.transfer_queue.errors import (
@@ -21,8 +22,7 @@ from relax_rt.transport.compat.transfer_queue.errors import (
 )
 from relax_rt.transport.compat.transfer_queue.metadata import BatchMeta, Schema, schema_of
 from relax_rt.transport.compat.transfer_queue.tensors import batch_of, columns_of, parsed
-from relax_rt.transport.errors import Refused
-from relax_rt.transport.store.api import Found, Rows, Tags
+from relax_rt.transport.rpc.errors import Refused
 
 WAIT_S = float(os.environ.get("TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL", "5"))
 """How long `get_meta` waits for enough samples where polling_mode is off."""

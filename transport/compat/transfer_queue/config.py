@@ -10,10 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from relax_rt.transport.compat.store.api import StoreConfig
 from relax_rt.transport.compat.transfer_queue.errors import NotOffered
 from relax_rt.transport.compat.transfer_queue.sampler import spec_of
-from relax_rt.transport.errors import Refused
-from relax_rt.transport.store.api import StoreConfig
+from relax_rt.transport.rpc.errors import Refused
 
 FOLDER_VARIABLE = "RELAX_TRANSFER_QUEUE"
 """Folder of the queue that every process of a job uses; `init` sets it for processes started later."""

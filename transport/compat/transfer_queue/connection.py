@@ -18,13 +18,13 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+from relax_rt.transport.compat.store.api import StoreConfig
+from relax_rt.transport.compat.store.client import StoreClient
 from relax_rt.transport.compat.transfer_queue import config
 from relax_rt.transport.compat.transfer_queue.errors import NotInitialized
-from relax_rt.transport.errors import DeadlineExceeded, Refused, Unreachable
-from relax_rt.transport.process_stat import start_time
+from relax_rt.transport.memory.process_stat import start_time
 from relax_rt.transport.queue.hosting import find
-from relax_rt.transport.store.api import StoreConfig
-from relax_rt.transport.store.client import StoreClient
+from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, Unreachable
 
 START_S = 60.0
 STOP_S = 15.0
@@ -47,7 +47,7 @@ class BrokerProcess:
     """The broker, in a process that ends with this one, and is started again if it dies before."""
 
     def __init__(self, folder: Path, spill_bytes: int) -> None:
-        self._command = [sys.executable, "-m", "relax_rt.transport.store", str(folder)]
+        self._command = [sys.executable, "-m", "relax_rt.transport.compat.store", str(folder)]
         if spill_bytes:
             self._command += ["--capacity-bytes", str(config.capacity_bytes(None)), "--spill-bytes", str(spill_bytes)]
         self._stopping = threading.Event()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relax_rt.transport.errors import Refused, RelaxError
+from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 
 class NotOffered(RelaxError, NotImplementedError):

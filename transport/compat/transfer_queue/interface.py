@@ -7,6 +7,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from relax_rt.transport.compat.store.api import Rows
 from relax_rt.transport.compat.transfer_queue import config, connection
 from relax_rt.transport.compat.transfer_queue.client import (
     Parser,
@@ -18,7 +19,6 @@ from relax_rt.transport.compat.transfer_queue.client import (
 from relax_rt.transport.compat.transfer_queue.errors import NotOffered
 from relax_rt.transport.compat.transfer_queue.metadata import KVBatchMeta
 from relax_rt.transport.compat.transfer_queue.tensors import batch_of, columns_of, parsed, row_of
-from relax_rt.transport.store.api import Rows
 
 Fields = TensorDict | dict[str, Any]
 

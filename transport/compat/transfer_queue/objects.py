@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import torch
 
-from relax_rt.transport.errors import Corrupt
+from relax_rt.transport.rpc.errors import Corrupt
 
 _TUPLE, _SET, _FROZENSET, _ITEMS, _INT, _ARRAY, _SCALAR, _TENSOR, _BYTEARRAY, _COMPLEX = range(1, 11)
 _AS_THEY_ARE = frozenset((type(None), bool, float, str, bytes))

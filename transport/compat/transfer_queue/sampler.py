@@ -1,11 +1,11 @@
-"""The samplers, as users name them in the configuration. The broker runs them (see transport/store/samplers.py)."""
+"""The samplers, as users name them in the configuration. The broker runs them (`store.samplers`)."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from relax_rt.transport.compat.store.api import Sampler
 from relax_rt.transport.compat.transfer_queue.errors import NotOffered
-from relax_rt.transport.store.api import Sampler
 
 
 class BaseSampler:

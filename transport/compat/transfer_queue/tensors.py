@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from relax_rt.transport.compat.store.reading import Piece, Reading
 from relax_rt.transport.compat.transfer_queue import objects
 from relax_rt.transport.compat.transfer_queue.errors import NotOffered, ParserFailed
-from relax_rt.transport.store.reading import Piece, Reading
-from relax_rt.transport.values import BLOB, TEXT
+from relax_rt.transport.memory.values import BLOB, TEXT
 
 
 def row_of(fields: dict[str, Any]) -> TensorDict:

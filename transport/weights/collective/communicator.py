@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from relax_rt.transport.errors import Refused, RelaxError, Unreachable
+from relax_rt.transport.rpc.errors import Refused, RelaxError, Unreachable
 from relax_rt.transport.weights.collective.events import Outcome
 
 

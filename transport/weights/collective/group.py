@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.transport.errors import Corrupt, DeadlineExceeded, Refused, RelaxError
+from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Refused, RelaxError
 from relax_rt.transport.weights.collective import events as ev
 from relax_rt.transport.weights.collective.communicator import (
     CollectiveFailed,

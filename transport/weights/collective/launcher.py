@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn, cast
 
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.weights.collective.communicator import Communicator
 from relax_rt.transport.weights.collective.messages import (
     ERROR_CHARS,

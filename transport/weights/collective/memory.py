@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from relax_rt.transport.errors import OutOfSpace, Refused
+from relax_rt.transport.rpc.errors import OutOfSpace, Refused
 from relax_rt.transport.weights.collective.communicator import HostMemory, Memory
 from relax_rt.transport.weights.manifest import bucket_digest
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from relax_rt.transport.errors import DeadlineExceeded, Refused, RelaxError
+from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError
 from relax_rt.transport.weights import device
 from relax_rt.transport.weights.collective import meeting
 from relax_rt.transport.weights.collective.communicator import Memory, PeerLost, Rendezvous, View

@@ -12,7 +12,7 @@ import socket
 import threading
 from typing import NoReturn
 
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.weights.collective.communicator import Communicator, PeerLost, View, bucket_bounds
 from relax_rt.transport.weights.collective.messages import (
     ERROR_CHARS,

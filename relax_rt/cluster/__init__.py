@@ -1,0 +1,1 @@
+"""What spans the nodes of a run: registry, discovery, membership and placement."""

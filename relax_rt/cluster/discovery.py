@@ -1,0 +1,185 @@
+"""A run's members and actors, from any program::
+
+    async with relax_rt.cluster.discovery.connect("runs/my-run") as discovery:
+        reward = discovery.actor("reward", Reward)
+        print(await reward.score("…"))
+        async with discovery.watch("rollout") as members:
+            async for now in members.changes():
+                print([m.who.slot for m in now if m.state == "ready"])
+
+Nothing of it depends on being a role: an environment, a notebook or a service holds such a connection for as long as it
+likes. Members that restart are followed; a registry that is away costs nothing but news.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from relax_rt.actors.directory import CALL_TIMEOUT_S, Directory
+from relax_rt.cluster.nodes.keys import FILE, curve_keys, read_key
+from relax_rt.cluster.nodes.links import Finder
+from relax_rt.cluster.nodes.seat import SEAT, read_keys, read_seat
+from relax_rt.cluster.registry.api import Member, RegistryApi
+from relax_rt.cluster.registry.client import Discovery, Members
+from relax_rt.supervision.control import NoRun, find_run
+from relax_rt.supervision.rundir import RunPaths, slot_file
+from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, Unreachable
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.items import DEFAULT_WINDOW
+from relax_rt.transport.rpc.rpc import Client, CurveKeys, make_hello
+
+T = TypeVar("T")
+
+REGISTRY_SLOT = "registry/0"
+FIND_S = 5.0
+
+_Find = Callable[[str], Awaitable[str]]
+
+
+class RunDiscovery:
+    """A connection to a run; made by `connect`.
+
+    Args:
+        run_id: of the run; peers of another one turn us away.
+        name: how this program is called at the other ends.
+        find: the address of a slot, asked for before every connect.
+        curve: keys of a run over several nodes.
+    """
+
+    def __init__(self, run_id: str, name: str, find: _Find, curve: CurveKeys | None = None) -> None:
+        self.run_id = run_id
+        self._hello = make_hello(run_id, Incarnation(f"{name}/{os.getpid()}", 0))
+        self._find = find
+        self._curve = curve
+        self._clients: dict[str, Client] = {}
+        self.registry = self._client(REGISTRY_SLOT).bind(RegistryApi, timeout_s=CALL_TIMEOUT_S)
+        self._directory = Directory(self._client, self.registry)
+
+    def actor(self, name: str, api: type[T], *, timeout_s: float = CALL_TIMEOUT_S, window: int = DEFAULT_WINDOW) -> T:
+        """A reference to an actor; see Directory.actor."""
+        return self._directory.actor(name, api, timeout_s=timeout_s, window=window)
+
+    def watch(self, role: str = "") -> AbstractAsyncContextManager[Members]:
+        """Follow the members of a role, of all for the empty name, until the block ends."""
+        return Discovery(self.registry).watch(role)
+
+    def known(self) -> Members:
+        """All members, followed for as long as the connection lasts."""
+        return self._directory.members("the members")
+
+    async def close(self) -> None:
+        """End all connections."""
+        await self._directory.close()
+        for client in self._clients.values():
+            await client.close()
+
+    def _client(self, slot: str) -> Client:
+        if slot not in self._clients:
+
+            async def find() -> str:
+                return await self._find(slot)
+
+            self._clients[slot] = Client(find, self._hello, curve=self._curve)
+        return self._clients[slot]
+
+
+@asynccontextmanager
+async def connect(
+    where: str | Path,
+    *,
+    run_id: str = "",
+    key: str | Path = "",
+    name: str = "client",
+    timeout_s: float = 10.0,
+) -> AsyncIterator[RunDiscovery]:
+    """Connect to a run.
+
+    Args:
+        where: its run directory, on the head or on a joined node; or its registry's address, ``tcp://host:port``.
+        run_id: of the run, with an address.
+        key: file with the run's key, with an address (`join.key` of the run directory on the head).
+        name: how this program is called at the other ends: a word, no slash.
+        timeout_s: how long the registry may take to answer, seconds.
+
+    Raises:
+        NoRun: no run lives there. Unreachable: its registry does not answer.
+        Refused: the address goes with no run id, or the key cannot be read.
+    """
+    if not name or "/" in name:
+        raise Refused(f"connecting as {name!r}", why="a name is a word without a slash")
+    by_address = isinstance(where, str) and "://" in where
+    found, finder = _at_address(str(where), run_id, key, name) if by_address else _at_run_dir(Path(where), name)
+    try:
+        # Asks the registry now, so that a wrong directory or a missing key is said here and not at the first call.
+        try:
+            await found._client(REGISTRY_SLOT).bind(RegistryApi, timeout_s=timeout_s).watch(0, 0.0)
+        except Unreachable as error:
+            hint = "is the run up, and has it a registry? see `relax-rt ps`"
+            raise Unreachable(f"connecting to run {found.run_id} in {where}", why=str(error), hint=hint) from error
+        yield found
+    finally:
+        await found.close()
+        if finder is not None:
+            await finder.close()
+
+
+def _at_run_dir(run_dir: Path, name: str) -> tuple[RunDiscovery, Finder | None]:
+    run = find_run(run_dir)
+    if not run.alive:
+        status = run.record.get("status", "over")
+        raise NoRun(
+            f"no run lives in {run_dir}", why=f"run {run.paths.run_id}: {status}", hint="`relax-rt up` resumes it"
+        )
+    paths = run.paths
+    if not (paths.socket_dir / FILE).exists():
+
+        async def on_this_node(slot: str) -> str:
+            return f"unix://{paths.socket_dir / slot_file(slot, '.sock')}"
+
+        return RunDiscovery(paths.run_id, name, on_this_node), None
+    run_id = _real_id(paths)
+    finder = Finder(paths.socket_dir, make_hello(run_id, Incarnation(f"{name}/{os.getpid()}", 0)))
+    return RunDiscovery(run_id, name, finder.find, read_keys(paths)), finder
+
+
+def _real_id(paths: RunPaths) -> str:
+    """The run's own id: a joined node's directories have another one."""
+    return read_seat(paths).joined.seat.run_id if (paths.socket_dir / SEAT).exists() else paths.run_id
+
+
+def _at_address(address: str, run_id: str, key: str | Path, name: str) -> tuple[RunDiscovery, Finder | None]:
+    if not run_id:
+        raise Refused(f"connecting to {address}", why="run_id is missing", hint="`relax-rt ps` shows it")
+    curve = curve_keys(read_key(Path(key)), str(key)) if key else None
+
+    async def find(slot: str) -> str:
+        if slot == REGISTRY_SLOT:
+            return address
+        member = await _member(found.known(), slot)
+        return member.address if _is_here(member.address) else member.remote or member.address
+
+    found = RunDiscovery(run_id, name, find, curve)
+    return found, None
+
+
+async def _member(members: Members, slot: str) -> Member:
+    """The slot's member once it serves somewhere."""
+
+    def serves(known: Members) -> bool:
+        member = known.by_slot.get(slot)
+        return member is not None and bool(member.address) and member.state != "gone"
+
+    try:
+        await members.until(serves, f"{slot} to serve", timeout_s=FIND_S)
+    except DeadlineExceeded as error:
+        raise Unreachable(slot, why=f"it serves nowhere: {error.why}", hint="see `relax-rt ps`") from error
+    return members.by_slot[slot]
+
+
+def _is_here(address: str) -> bool:
+    scheme, _, path = address.partition("://")
+    return scheme == "unix" and Path(path).exists()

@@ -1,0 +1,60 @@
+"""What can be refused before a run starts: roles that ask for nodes or devices that there cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from relax_rt.cluster.nodes.api import HEAD
+from relax_rt.cluster.nodes.base import SYSTEM, kinds_of_one_node
+from relax_rt.cluster.nodes.gpus import count_gpus
+from relax_rt.cluster.nodes.listen import check_listen
+from relax_rt.config.problems import Problem
+from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.transport.rpc.errors import RelaxError
+
+if TYPE_CHECKING:
+    from relax_rt.supervision.plan import RolePlan
+
+
+def check_nodes(config: RunConfig, plans: Sequence[RolePlan]) -> None:
+    """Refuse what can never be placed.
+
+    Raises:
+        RelaxError: which setting asks for it.
+    """
+    if listen := config.supervision.nodes.listen:
+        check_listen(listen)
+    for problem in node_problems(config, {plan.kind: plan.settings for plan in plans}):
+        raise RelaxError(problem.message, hint=problem.hint)
+
+
+def node_problems(config: RunConfig, tables: Mapping[str, RoleSettings]) -> Iterator[Problem]:
+    """What can never be placed on this machine and those that may join, by role.
+
+    Args:
+        tables: the settings of the roles that are to run.
+    """
+    listen = config.supervision.nodes.listen
+    if listen and config.queue.durability == "disk" and "queue" in tables:
+        message = (
+            'queue.durability = "disk" with supervision.nodes.listen: payloads of other nodes lie in their memory, and '
+            "would not outlive them"
+        )
+        yield Problem(("queue", "durability"), message, "leave one of the two out")
+    for kind, table in tables.items():
+        path, key, node = ("roles", kind), f"roles.{kind}", table.node
+        if node and not listen:
+            message = f'{key}.node = "{node}": this run has one node only'
+            yield Problem((*path, "node"), message, 'supervision.nodes.listen = "HOST:PORT" lets others join')
+        elif node and node != HEAD and kind in SYSTEM:
+            message = f'{key}.node = "{node}": the {kind} runs on the head'
+            yield Problem((*path, "node"), message, "leave it out")
+        elif node and node != HEAD and kind in (together := kinds_of_one_node(config)):
+            message = (
+                f'{key}.node = "{node}": checkpoints do not go between nodes: {", ".join(together)} run on the head'
+            )
+            yield Problem((*path, "node"), message, f'leave it out, or write node = "{HEAD}"')
+        if not listen and table.count and table.gpus > (have := count_gpus()):
+            message = f"{key}.gpus = {table.gpus:g}: this machine has {have}, and no other node can join"
+            yield Problem((*path, "gpus"), message, "lower it, or see supervision.nodes.listen")

@@ -1,0 +1,390 @@
+"""The host's implementation of a role's context: registry membership, peers, server, events, metrics, progress."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import os
+import socket
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+
+import structlog
+
+from relax_rt.actors.directory import Directory
+from relax_rt.cluster.nodes.api import HEAD
+from relax_rt.cluster.nodes.links import Finder, Links
+from relax_rt.cluster.nodes.memory import FarMemory
+from relax_rt.cluster.registry.api import RegistryApi
+from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.hosting.role import Progress
+from relax_rt.observe.events import EventLog
+from relax_rt.observe.metrics import MetricsLog
+from relax_rt.supervision.channel import AddressMsg, ProgressMsg, ReadyMsg, send_now
+from relax_rt.supervision.rundir import slot_file
+from relax_rt.transport.queue.api import QueueApi
+from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.rpc import Client, Server, make_hello
+
+if TYPE_CHECKING:
+    from relax_rt.transport.memory.payload import Fetcher
+
+T = TypeVar("T")
+
+REGISTRY_SLOT = "registry/0"
+QUEUE_SLOT = "queue/0"
+CALL_TIMEOUT_S = 60.0
+PROGRESS_EVERY_S = 0.2
+BEAT_S = 1.0
+RETRY_S = 0.5
+FINISHED = "finished"
+
+
+class ProgressReporter:
+    """Counts work and tells the agent, at most every 0.2 s, from a thread of its own: a blocked loop or a busy
+    thread of the role does not hold a report back.
+
+    While the role waits it says so again and again, as a sign of life; but only if the role's event loop, once it is
+    known, has answered since the last time. So a role that waits with a blocked loop falls silent.
+    """
+
+    def __init__(self, control: socket.socket, beat_s: float = BEAT_S) -> None:
+        self._control = control
+        self._beat_s = beat_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._answered = True
+        self._changed = threading.Condition()
+        self._dirty = False
+        self._n = 0
+        self._detail = self._waiting = ""
+        self._extend_s = 0.0
+        threading.Thread(target=self._report, name="relax-progress", daemon=True).start()
+
+    @property
+    def state(self) -> tuple[int, str]:
+        """The counter, and what is done or waited for."""
+        with self._changed:
+            return self._n, f"waiting: {self._waiting}" if self._waiting else self._detail
+
+    def advance(self, n: int = 1, detail: str = "") -> None:
+        """See Progress.advance."""
+        with self._changed:
+            self._n += n
+            self._detail = detail or self._detail
+            self._mark()
+
+    def waiting(self, reason: str) -> None:
+        """See Progress.waiting."""
+        with self._changed:
+            self._waiting = reason
+            self._mark()
+
+    def extend(self, seconds: float, reason: str) -> None:
+        """See Progress.extend."""
+        with self._changed:
+            self._extend_s += seconds
+            self._detail = reason
+            self._mark()
+
+    def follow(self, loop: asyncio.AbstractEventLoop) -> None:
+        """From now on beats depend on this loop's answers."""
+        with self._changed:
+            self._loop = loop
+
+    def _mark(self) -> None:
+        self._dirty = True
+        self._changed.notify()
+
+    def _await_news(self) -> None:
+        """Return once there is something to report, or a beat is due of a role that waits. Holds the lock."""
+        while not self._dirty:
+            beat_due = not self._changed.wait_for(lambda: self._dirty, self._beat_s if self._waiting else None)
+            if beat_due and self._waiting and self._alive():
+                return
+
+    def _alive(self) -> bool:
+        """Whether the loop has answered the last question; asks the next one."""
+        if self._loop is None:
+            return True
+        if not self._answered:
+            return False
+        self._answered = False
+        try:
+            self._loop.call_soon_threadsafe(self._answer)
+        except RuntimeError:
+            return False
+        return True
+
+    def _answer(self) -> None:
+        self._answered = True
+
+    def _report(self) -> None:
+        pause = threading.Event()
+        while True:
+            with self._changed:
+                self._await_news()
+                self._dirty = False
+                message = ProgressMsg(self._n, self._detail[:500], self._waiting[:500], self._extend_s)
+                self._extend_s = 0.0
+            if not send_now(self._control, message, socket.MSG_DONTWAIT):
+                with self._changed:
+                    self._extend_s += message.extend_s
+                    self._dirty = True
+            pause.wait(PROGRESS_EVERY_S)
+
+
+class _NoRegistry:
+    """Stands where a role has no registry client; says why at the first use."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RelaxError(f"ctx.registry.{name} cannot be used here", why=self._why)
+
+
+class HostContext:
+    """What a role is given; see relax_rt.hosting.role.RoleContext for the meaning of its members."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        settings: RoleSettings,
+        who: Incarnation,
+        run_id: str,
+        run_dir: Path,
+        socket_dir: Path,
+        shm_dir: Path,
+        control: socket.socket,
+        has_registry: bool,
+    ) -> None:
+        self.config, self.settings, self.who = config, settings, who
+        self.run_id, self.run_dir, self.shm_dir = run_id, run_dir, shm_dir
+        self.spill_dir: Path | None = run_dir / "queue" / "spill"
+        durable = config.queue.durability == "disk"
+        self.payload_dir = run_dir / "queue" / "payloads" if durable else shm_dir
+        if durable:
+            self.payload_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._links = Links.from_environment()
+        self._far = FarMemory(shm_dir, who, self._links) if self._links and self._links.node != HEAD else None
+        if self._far is not None:
+            self.payload_dir, self.spill_dir = self._far.directory, None
+        self._fetcher: Fetcher | None = None
+        self.seed = derive_seed(config.run.seed, who)
+        self.log = structlog.get_logger().bind(slot=who.slot, epoch=who.epoch)
+        # Several fit into the time after which silence is a hang.
+        self.reporter = ProgressReporter(control, min(BEAT_S, settings.hang_after_s / 3))
+        self.progress: Progress = self.reporter
+        self.stopping = asyncio.Event()
+        self.policy_version = 0
+        self.is_ready = False
+        self.address = ""
+        self._socket_dir = socket_dir
+        self._control = control
+        self._hello = make_hello(run_id, who)
+        self._clients: dict[str, Client] = {}
+        self._server: Server | None = None
+        self._finder = Finder(socket_dir, self._hello) if self._links else None
+        self.remote = ""
+        self._events = EventLog(run_dir, str(who))
+        self._metrics = MetricsLog(run_dir, str(who))
+        self.membership: Membership | None = None
+        if who.slot == REGISTRY_SLOT or not has_registry:
+            why = "this is the registry" if has_registry else "the run has no registry"
+            self.registry = cast(RegistryApi, _NoRegistry(why))
+        else:
+            self.registry = self._client(REGISTRY_SLOT).bind(RegistryApi, timeout_s=CALL_TIMEOUT_S)
+            self.membership = Membership(self, self._client(REGISTRY_SLOT))
+        self._directory = Directory(self._client, self.registry if self.membership is not None else None)
+
+    async def queue(self) -> QueueApi:
+        """The TransferQueue's broker."""
+        queue = await self.peer(QUEUE_SLOT, QueueApi, timeout_s=CALL_TIMEOUT_S)
+        if self._far is not None:
+            await self._far.tell(queue)
+        return queue
+
+    @property
+    def fetcher(self) -> Fetcher | None:
+        """See RoleContext."""
+        if self._links is not None and self._fetcher is None:
+            from relax_rt.transport.memory.payload import Fetcher
+
+            self._fetcher = Fetcher(self._links.keys)
+        return self._fetcher
+
+    async def peer(self, slot: str, api: type[T], *, timeout_s: float) -> T:
+        """Another role's interface. The slot's socket keeps its path through restarts, so the client follows it."""
+        return self._client(slot).bind(api, timeout_s=timeout_s)
+
+    def actor(self, name: str, api: type[T], *, timeout_s: float = CALL_TIMEOUT_S) -> T:
+        """A reference to an actor; see RoleContext.actor."""
+        return self._directory.actor(name, api, timeout_s=timeout_s)
+
+    def serve(self, api: type[T], implementation: T, *, max_calls: int | None = None) -> None:
+        """Offer an interface at this role's address."""
+        if self.address:
+            raise RelaxError(f"{self.who} offers {api.__name__} too late", hint="call ctx.serve in setup")
+        if self._server is None:
+            self._server = Server(self._hello, curve=self._links.keys if self._links else None)
+        self._server.offer(api, implementation)
+        if max_calls is not None:
+            self._server.max_calls = min(self._server.max_calls, max_calls)
+        if api is RegistryApi and self.who.slot == REGISTRY_SLOT:
+            self.registry = cast(RegistryApi, implementation)
+
+    async def ready(self, policy_version: int = 0) -> None:
+        """Tell the agent, and the registry when it is there; a registry that is down does not hold the role up."""
+        self.policy_version = max(self.policy_version, policy_version)
+        first, self.is_ready = not self.is_ready, True
+        if first:
+            await asyncio.to_thread(send_now, self._control, ReadyMsg())
+        if self.membership is not None:
+            await self.membership.renew_now()
+
+    def event(self, kind: str, /, **fields: Any) -> None:
+        """Append to the run's event log."""
+        self._events.emit(kind, **fields)
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        """Append to the run's metrics."""
+        self._metrics.write(record)
+
+    async def listen(self) -> None:
+        """Serve what `setup` offered. Whoever had the address before is dead: the agent saw it exit."""
+        if self._server is None:
+            return
+        path = self._socket_dir / slot_file(self.who.slot, ".sock")
+        path.unlink(missing_ok=True)
+        self.address = await self._server.listen(f"unix://{path}")
+        if self._links is not None:
+            self.remote = await self._server.listen(self._links.listen)
+        send_now(self._control, AddressMsg(self.address, self.remote))
+
+    async def close(self, how: str = FINISHED) -> None:
+        """Leave the registry, with the word how this incarnation ends, and end all connections."""
+        try:
+            if self.membership is not None:
+                await self.membership.leave(how)
+            await self._directory.close()
+            if self._server is not None:
+                await self._server.close()
+            for client in self._clients.values():
+                await client.close()
+            if self._finder is not None:
+                await self._finder.close()
+            if self._fetcher is not None:
+                await self._fetcher.close()
+            if self._far is not None:
+                await self._far.close()
+        finally:
+            self._events.close()
+            self._metrics.close()
+
+    def _client(self, slot: str) -> Client:
+        if slot not in self._clients:
+            path = f"unix://{self._socket_dir / slot_file(slot, '.sock')}"
+            self._clients[slot] = self._far_client(slot) if self._links else Client(path, self._hello)
+        return self._clients[slot]
+
+    def _far_client(self, slot: str) -> Client:
+        """To a slot that may run on any node, now on this one and then on that: looked for before every connect."""
+        assert self._finder is not None and self._links is not None
+        return Client(functools.partial(self._finder.find, slot), self._hello, curve=self._links.keys, slot=slot)
+
+    @property
+    def node(self) -> str:
+        """This node's name; empty in a run of one node."""
+        return self._links.node if self._links else ""
+
+
+class Membership:
+    """A role's entry in the registry, renewed in the background.
+
+    A registry that is away costs nothing but freshness: renewals are tried again until it is back. `keep` returns
+    only by raising StaleEpoch: a newer incarnation holds the slot and this one must end.
+    """
+
+    def __init__(self, ctx: HostContext, client: Client) -> None:
+        self._ctx = ctx
+        self._ttl_s = ctx.config.supervision.lease_s
+        self._registry = client.bind(RegistryApi, timeout_s=min(self._ttl_s, CALL_TIMEOUT_S))
+        self._announced = False
+        self._away = False
+        self._refusal = ""
+        self._wake = asyncio.Event()
+        self._renewed = asyncio.Condition()
+        self.committed = 0
+
+    async def keep(self) -> NoReturn:
+        """Announce, then renew for ever.
+
+        Raises:
+            StaleEpoch: the slot has a newer incarnation.
+        """
+        while True:
+            self._wake.clear()
+            renewed = await self._renew()
+            if renewed:
+                async with self._renewed:
+                    self._renewed.notify_all()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._ttl_s / 3 if renewed else RETRY_S):
+                    await self._wake.wait()
+
+    async def _renew(self) -> bool:
+        ctx = self._ctx
+        try:
+            if not self._announced:
+                await self._registry.announce(os.getpid(), ctx.address, self._ttl_s, ctx.node, ctx.remote)
+                self._announced = True
+            n, detail = ctx.reporter.state
+            state = "draining" if ctx.stopping.is_set() else "ready" if ctx.is_ready else "starting"
+            answer = await self._registry.renew(state, n, detail, ctx.policy_version)
+        except StaleEpoch:
+            raise
+        except Refused as error:
+            # It forgot us, or our lease lapsed: enter again.
+            if str(error) != self._refusal:
+                ctx.log.warning("registry refused the renewal", error=str(error))
+            self._refusal = str(error)
+            self._announced = False
+            return False
+        except RelaxError as error:
+            if not self._away:
+                ctx.log.warning("registry is away; going on without it", error=str(error))
+            self._away = True
+            return False
+        if self._away:
+            ctx.log.info("registry is back")
+        self._away, self._refusal = False, ""
+        self.committed = max(self.committed, answer.committed)
+        return True
+
+    async def renew_now(self, wait_s: float = 2.0) -> None:
+        """Have the entry renewed at once; gives up waiting after wait_s, the renewal itself goes on."""
+        async with self._renewed:
+            self._wake.set()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._renewed.wait()
+
+    async def leave(self, how: str = FINISHED, wait_s: float = 1.0) -> None:
+        """Tell the registry that we go, and why; without an answer the agent's own word will do."""
+        if not self._announced or self._away:
+            return
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._registry.leave(how)
+        except (RelaxError, TimeoutError) as error:
+            self._ctx.log.info("could not take leave of the registry", error=str(error))
+
+
+def derive_seed(run_seed: int, who: Incarnation) -> int:
+    """A seed of 32 bits of (run seed, slot, epoch): no two incarnations draw the same numbers."""
+    return int.from_bytes(hashlib.sha256(f"{run_seed}/{who.slot}/{who.epoch}".encode()).digest()[:4], "little")

@@ -1,0 +1,130 @@
+"""Faults that a role's host carries out on its own process when `relax-rt chaos` asks for them."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import mmap
+import threading
+import time
+from collections.abc import Callable
+
+import structlog
+
+from relax_rt.supervision.channel import FaultMsg
+from relax_rt.transport.rpc.impair import impair
+
+MIB = 1 << 20
+
+
+class Faults:
+    """Does harm to this process. `carry_out` is called on the thread that listens to the agent.
+
+    Args:
+        tell: gets ``fault_begun`` or ``fault_failed`` with its fields: who asked for a fault cannot know that there
+            was one.
+    """
+
+    def __init__(self, tell: Callable[[str, dict[str, str]], None] = lambda kind, fields: None) -> None:
+        self._tell = tell
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._log = structlog.get_logger()
+
+    def follow(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The role's event loop, once there is one."""
+        self._loop = loop
+
+    def carry_out(self, order: FaultMsg) -> None:
+        """Do it; what it does lasts `order.seconds`."""
+        self._log.warning("fault injected", fault=order.kind, seconds=order.seconds, amount=order.amount)
+        try:
+            self._do(order)
+        except Exception as error:  # noqa: BLE001 the thread that listens to the agent must not end for such a thing
+            self._failed(order.kind, str(error) or type(error).__name__)
+
+    def _begun(self, kind: str) -> None:
+        self._tell("fault_begun", {"order": kind})
+
+    def _failed(self, kind: str, why: str) -> None:
+        self._log.warning("fault not carried out", fault=kind, why=why)
+        self._tell("fault_failed", {"order": kind, "why": why})
+
+    def _do(self, order: FaultMsg) -> None:
+        match order.kind:
+            case "hang_loop":
+                self._on_loop(order.kind, lambda: time.sleep(order.seconds))
+            case "hold_gil":
+                self._begun(order.kind)
+                _hold_interpreter(order.seconds)
+            case "eat_memory":
+                threading.Thread(
+                    target=self._eat, args=(int(order.amount * MIB), order.seconds), name="relax-fault", daemon=True
+                ).start()
+            case "clock_jump":
+                _shift_wall_clock(order.amount)
+                self._later(order.seconds, lambda: _shift_wall_clock(-order.amount))
+                self._begun(order.kind)
+            case "delay":
+                impair(delay_s=order.amount, for_s=order.seconds)
+                self._begun(order.kind)
+            case "partition":
+                impair(drop=1.0, for_s=order.seconds)
+                self._begun(order.kind)
+
+    def _on_loop(self, kind: str, work: Callable[[], None]) -> None:
+        if self._loop is None:
+            self._failed(kind, "the role has no event loop yet")
+            return
+
+        def begin() -> None:
+            self._begun(kind)
+            work()
+
+        self._loop.call_soon_threadsafe(begin)
+
+    def _later(self, seconds: float, work: Callable[[], None]) -> None:
+        timer = threading.Timer(seconds, work)
+        timer.daemon = True
+        timer.start()
+
+    def _eat(self, size: int, seconds: float) -> None:
+        """Take memory of our own, page by page, and give it back."""
+        try:
+            self._hoard(size, seconds)
+        except (OSError, ValueError, OverflowError) as error:
+            self._failed("eat_memory", str(error))
+
+    def _hoard(self, size: int, seconds: float) -> None:
+        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+            # Before the first page: it may be killed for what it takes.
+            self._begun("eat_memory")
+            for start in range(0, size, mmap.PAGESIZE):
+                memory[start] = 1
+            time.sleep(seconds)
+
+
+def _hold_interpreter(seconds: float) -> None:
+    """Sleep in native code without letting go of the interpreter, as a careless extension does."""
+    libc = ctypes.PyDLL(None)
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        # In one call: between two, another thread might get hold of it. usleep takes 32 bits.
+        libc.usleep(ctypes.c_uint(min(int(left * 1e6) + 1, 4_000_000_000)))
+
+
+_wall_clock = (time.time, time.time_ns)
+_shifted = 0.0
+
+
+def _shift_wall_clock(seconds: float) -> None:
+    """Have Python code of this process see another time of day, as after a step of the host's clock.
+
+    The monotonic clock cannot jump on a living machine; that a process misses time is what stopping it shows.
+    """
+    global _shifted
+    _shifted += seconds
+    shift = _shifted
+    time.time = lambda: _wall_clock[0]() + shift
+    time.time_ns = lambda: _wall_clock[1]() + int(shift * 1e9)
+    if abs(shift) < 1e-9:
+        time.time, time.time_ns = _wall_clock

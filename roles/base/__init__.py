@@ -1,0 +1,1 @@
+"""What all RL roles have in common: samples and their columns, leases of a task, reports of lost work."""

@@ -1,0 +1,26 @@
+"""Where a run's inputs lie, as the launcher resolved them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relax_rt.roles.models.resolve import resolve_model
+
+if TYPE_CHECKING:
+    from relax_rt.hosting.role import RoleContext
+    from relax_rt.roles.job.sections import RLConfig
+
+MODEL_CODE = ("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3")
+"""Code of the models that the examples train: transformers imports it only when such a model is made."""
+
+
+def config_dir(ctx: RoleContext) -> Path:
+    """The folder that relative paths of the config start from."""
+    return Path(ctx.config.config_dir)
+
+
+def model_folder(ctx: RoleContext) -> Path:
+    """The Hugging Face folder of the model; a package was converted at the launch."""
+    config: RLConfig = ctx.config  # type: ignore[assignment]
+    return resolve_model(config.model.path, config_dir(ctx))

@@ -1,0 +1,151 @@
+"""The columns of a sample: one trajectory, with the policy version of every generated token."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from relax_rt.roles.data.media.pictures import Shown
+from relax_rt.transport.queue.api import VersionSpan
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+class TurnSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [start, end) belong to one turn; role is system, user, assistant or tool."""
+
+    start: int
+    end: int
+    role: str
+
+
+class SampleMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sample carries besides tensors; the `meta` column.
+
+    Attributes:
+        prompt: index in the run's prompt order. item: stable id of the data item (hash of the canonical question).
+        split: train or held_out.
+        finish_reason: one of FINISH_REASONS; truncated is True when the length limit cut it.
+        sampling: temperature, max_new_tokens, seed and whatever else the engine was told.
+        tokenizer_digest, template_digest: what turned text into tokens.
+        media: what is among the tokens besides text: kind, digest, and the tokens [start, end) that stand for it.
+        engine: slot and epoch of the engine that finished it, or of who played it.
+        answer: of the data item, of any JSON type.
+        branches: tokens [start, end) of each branch of an episode, a causal sequence of its own; empty: there is one.
+        turn_order: with branches the numbers of the assistant's turns in `turns`, in the order of calls.
+    """
+
+    group: int
+    member: int
+    prompt: int
+    attempt: int
+    item: str
+    split: str
+    finish_reason: str
+    truncated: bool
+    sampling: dict[str, float | int | str]
+    tokenizer_digest: str
+    template_digest: str
+    turns: list[TurnSpan]
+    media: list[dict[str, Any]] = []
+    engine: str = ""
+    answer: Any = ""
+    info: dict[str, Any] = {}
+    branches: list[tuple[int, int]] = []
+    turn_order: list[int] = []
+
+
+def bare_meta(group: int, member: int) -> SampleMeta:
+    """Of a sample that no engine of a run made, as a supervised row: it has its place in a group and nothing else."""
+    return SampleMeta(
+        group=group,
+        member=member,
+        prompt=group,
+        attempt=0,
+        item="",
+        split="train",
+        finish_reason="stop",
+        truncated=False,
+        sampling={},
+        tokenizer_digest="",
+        template_digest="",
+        turns=[],
+    )
+
+
+class Sample(msgspec.Struct, kw_only=True):
+    """One trajectory. T tokens = prompt and completion; all per-token columns have length T.
+
+    Attributes:
+        tokens: int32 [T], prompt then completion, a sampled EOS included.
+        loss_mask: uint8 [T], 1 on tokens that were sampled by the policy.
+        behaviour_logprobs: float32 [T], log-softmax over the full vocabulary of logits / temperature at the sampled
+            token; 0 where loss_mask is 0.
+        versions: policy version of each generated token, run-length coded over positions in [0, T).
+        rewards: by component; `reward` is their total.
+        turn_rewards: float32, one for each turn of the assistant, where a reward function gives them.
+        advantages: float32 [T].
+        proximal_logprobs: float32 [T] of the weights of proximal_version. reference_logprobs, values: float32 [T]; the
+            reference never changes, and the critic is asked within the step.
+        routing: int16 [T-1, layers, k] experts chosen (MoE); -1 at a branch's last token, which was sent nowhere.
+        media: the pictures among the tokens, in order; None: the model reads text alone.
+    """
+
+    meta: SampleMeta
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    behaviour_logprobs: NDArray[np.float32]
+    versions: list[VersionSpan]
+    reward: float | None = None
+    rewards: dict[str, float] = {}
+    turn_rewards: NDArray[np.float32] | None = None
+    advantages: NDArray[np.float32] | None = None
+    proximal_logprobs: NDArray[np.float32] | None = None
+    proximal_version: int | None = None
+    reference_logprobs: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None
+    routing: NDArray[np.int16] | None = None
+    media: list[Shown] | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first sampled one."""
+        sampled = np.flatnonzero(self.loss_mask)
+        return int(sampled[0]) if len(sampled) else len(self.tokens)
+
+
+TASK_FIELDS: dict[str, tuple[str, ...]] = {
+    "reward": ("tokens", "loss_mask", "meta"),
+    "train": ("tokens", "loss_mask", "behaviour_logprobs", "meta", "reward", "rewards"),
+}
+"""The fields that each consumer task waits for. `train` is the task whose completion is a step."""
+REFERENCE_FIELDS = ("tokens", "loss_mask", "behaviour_logprobs", "meta")
+
+
+def task_fields(roles: Collection[str], *, rewarded: bool = False, sees: bool = False) -> dict[str, tuple[str, ...]]:
+    """TASK_FIELDS of a run with these kinds of role: with a reference, training waits for its log-probabilities.
+
+    rewarded: samples have their reward from the beginning. sees: the model does, and samples have pictures, or none.
+    """
+    tasks = {name: fields for name, fields in TASK_FIELDS.items() if name != "reward" or not rewarded}
+    if sees:
+        tasks["train"] = (*tasks["train"], "media")
+    if "reference" not in roles:
+        return tasks
+    train = (*tasks["train"], "reference_logprobs")
+    return {**tasks, "reference": REFERENCE_FIELDS, "train": train}
+
+
+def content_digest(sample: Sample) -> str:
+    """16 hex digits of what was sampled: tokens and their log-probabilities.
+
+    Recorded by who made a sample and by who trained on it, so that the two can be compared.
+    """
+    digest = xxhash.xxh3_64(np.ascontiguousarray(sample.tokens).tobytes())
+    digest.update(np.ascontiguousarray(sample.behaviour_logprobs).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,262 @@
+"""Pictures on their way: as parts of messages, as encoded bytes, among tokens. Nothing here knows a model.
+
+Whoever sends one is not trusted. Its bytes are counted before they are decoded, and it is looked at within bounds of
+pixels and of form: a picture of one line may be small, and would be blown up beyond all bounds where a processor brings
+its shorter side to a size.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import msgspec
+
+from relax_rt.transport.rpc.errors import Refused
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MOST_BYTES = 8 << 20
+"""Of an encoded picture."""
+MOST_PIXELS = 1 << 24
+MOST_ASPECT = 32
+"""Longer side over shorter."""
+MOST_PICTURES = 64
+"""Of one conversation."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+OTHER_FORMATS = {
+    b"II*\0": "TIFF",
+    b"MM\0*": "TIFF",
+    b"<svg": "SVG",
+    b"<?xml": "XML, as SVG is",
+    b"%PDF": "PDF",
+    b"8BPS": "PSD",
+    b"\0\0\1\0": "ICO",
+    b"v/1\1": "OpenEXR",
+    b"\0\0\0\x0cJXL ": "JPEG XL",
+    b"\xff\x0a": "JPEG XL",
+    b"\0\0\0\x0cjP  ": "JPEG 2000",
+}
+"""Formats that users send and that are refused by name: how their files begin."""
+PNG_DEPTH_AT = 24
+"""Where a PNG's header has its bits per channel."""
+DIGEST_BYTES = 16
+IMAGES = frozenset({"image_url", "input_image", "image"})
+"""Types of parts that are pictures, in the APIs that we speak."""
+IMAGE = "image"
+"""Type of a part once its picture was looked at; its `digest` names it."""
+
+
+class Shown(msgspec.Struct, frozen=True, array_like=True):
+    """A picture among tokens: those at [start, end) stand for it, as the model's processor gave them.
+
+    data: the encoded picture.
+    """
+
+    start: Annotated[int, msgspec.Meta(ge=0)]
+    end: Annotated[int, msgspec.Meta(ge=0)]
+    data: Annotated[bytes, msgspec.Meta(max_length=MOST_BYTES)]
+
+    def moved(self, by: int) -> Shown:
+        """The same in a sequence that has so many tokens more before it."""
+        return Shown(self.start + by, self.end + by, self.data)
+
+
+class Placed(msgspec.Struct, frozen=True, array_like=True):
+    """The same where the picture's bytes are elsewhere, by its digest."""
+
+    start: int
+    end: int
+    digest: str
+
+
+class Glance(NamedTuple):
+    """Where tokens of a picture lie in a batch: token t of its sequence, first <= t < last, in column t + offset of a
+    row."""
+
+    row: int
+    shown: Shown
+    first: int
+    last: int
+    offset: int
+
+
+def digest_of(data: bytes) -> str:
+    """Names an encoded picture: 32 hex digits."""
+    return blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def identity(tokens: tuple[int, ...], media: Sequence[Shown]) -> tuple[int, ...]:
+    """Tokens to be compared: alike only where pictures are, too. A picture's are a number of its own, below 0."""
+    if not media:
+        return tokens
+    found = list(tokens)
+    for one in media:
+        number = -1 - int(digest_of(one.data)[:15], 16)
+        found[one.start : one.end] = [number] * (one.end - one.start)
+    return tuple(found)
+
+
+def is_picture(part: Any) -> bool:
+    """Whether a part of a message is a picture, looked at or not."""
+    return isinstance(part, Mapping) and part.get("type") in IMAGES
+
+
+def digest_in(part: Mapping[str, Any]) -> str:
+    """Of a picture that was looked at; empty for others."""
+    found = part.get("digest")
+    return found if part.get("type") == IMAGE and isinstance(found, str) else ""
+
+
+def data_of(part: Mapping[str, Any]) -> bytes:
+    """The encoded picture in a part of a message, as OpenAI's APIs and Anthropic's have it.
+
+    Raises:
+        Refused: it has none, too large a one, or names one that would have to be fetched.
+    """
+    source = part.get("source")
+    if isinstance(source, Mapping):
+        given = source.get("data") if source.get("type") == "base64" else source.get("url")
+        if source.get("type") == "base64" and isinstance(given, str):
+            return _decoded(given)
+    else:
+        given = part.get("image_url", part.get("url"))
+        given = given.get("url") if isinstance(given, Mapping) else given
+    if not isinstance(given, str):
+        why = f"it has no data; it has {', '.join(sorted(map(str, part)))[:80]}"
+        raise Refused("a picture", why=why, hint="send it as data:image/png;base64,…")
+    head, comma, data = given[:64].partition(",")
+    if not head.startswith("data:"):
+        scheme = head.partition(":")[0][:16]
+        why = f"it is at a URL ({scheme}:), and nothing is fetched for a caller"
+        raise Refused("a picture", why=why, hint="send it as data:image/png;base64,…")
+    if not comma or not head.endswith(";base64"):
+        raise Refused("a picture in a data: URL", why="it is not in base64", hint="send data:image/png;base64,…")
+    return _decoded(given[len(given[:64]) - len(data) :])
+
+
+def _decoded(text: str) -> bytes:
+    if (nbytes := len(text) * 3 // 4) > MOST_BYTES:
+        why = f"it has {nbytes} bytes, at most {MOST_BYTES} are taken"
+        raise Refused("a picture", why=why, hint="scale it down: the model sees it small anyway")
+    try:
+        found = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise Refused("a picture", why=f"its base64 cannot be read: {error}") from error
+    if not found:
+        raise Refused("a picture", why="it is empty")
+    return found
+
+
+def opened(data: bytes) -> Image:
+    """Decode a picture to 8-bit RGB, as a viewer on a white page would show it. Blocks.
+
+    The camera's orientation is applied, transparent parts show white, 16-bit values are scaled to 8 bits, and colours
+    with an ICC profile are converted to sRGB. Of an animation, the first frame is taken.
+
+    Raises:
+        Refused: the bytes are no picture of FORMATS, or beyond a bound.
+    """
+    from PIL import Image as pillow
+    from PIL import ImageOps
+
+    hint = f"send {', '.join(FORMATS)}"
+    if name := _other_format(data):
+        raise Refused("a picture", why=f"it is {name}, which is not decoded", hint=hint)
+    try:
+        with pillow.open(io.BytesIO(data), formats=FORMATS) as found:
+            # The head alone was read: nothing is decoded yet.
+            _check_size(*found.size)
+            found.seek(0)
+            if found.format == "PNG":
+                _scale_colour_key(found, depth=data[PNG_DEPTH_AT])
+            return _to_srgb(ImageOps.exif_transpose(found))
+    except Refused:
+        raise
+    except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
+        why = f"it has far too many pixels, at most {MOST_PIXELS} are decoded"
+        raise Refused("a picture", why=why, hint="scale it down") from error
+    except MemoryError:
+        raise
+    except Exception as error:
+        # Decoders raise what they like on bytes that are no picture.
+        why = f"it cannot be read: {type(error).__name__}: {error}"[:200]
+        raise Refused("a picture", why=why, hint=hint) from error
+
+
+def _other_format(data: bytes) -> str:
+    """Name a common format that is not in FORMATS; empty for all else."""
+    head = data[:64].lstrip()
+    if data[4:8] == b"ftyp":
+        return {b"avif": "AVIF", b"avis": "AVIF"}.get(data[8:12], "HEIC or a video")
+    return next((name for magic, name in OTHER_FORMATS.items() if head.startswith(magic)), "")
+
+
+def _scale_colour_key(found: Image, *, depth: int) -> None:
+    """Bring a PNG's transparent colour to the scale of the decoded pixels: Pillow leaves it at that of the file."""
+    key = found.info.get("transparency")
+    if found.mode == "L" and isinstance(key, int) and depth < 8:
+        found.info["transparency"] = key * 255 // ((1 << depth) - 1)
+    elif found.mode == "RGB" and isinstance(key, tuple) and depth == 16:
+        # Pillow decodes such pixels to their high bytes.
+        found.info["transparency"] = tuple(value >> 8 for value in key)
+
+
+def _to_srgb(found: Image) -> Image:
+    """Return a decoded picture as sRGB on white."""
+    from PIL import Image as pillow
+
+    profile, size = found.info.get("icc_profile"), found.size
+    if found.mode.startswith("I"):
+        found = _eight_bits(found)
+    if found.mode in ("RGBA", "LA", "PA") or "transparency" in found.info:
+        drawn = found.convert("RGBA")
+        found = pillow.new("RGB", size, "white")
+        found.paste(drawn, mask=drawn.getchannel("A"))
+    elif found.mode == "P":
+        found = found.convert("RGB")
+    if profile and (managed := _colour_managed(found, profile)) is not None:
+        return managed
+    return found.convert("RGB")
+
+
+def _eight_bits(found: Image) -> Image:
+    """Scale 16-bit grey values to 8 bits; values of the transparent colour become white."""
+    import numpy as np
+    from PIL import Image as pillow
+
+    values = np.asarray(found).astype(np.uint32)
+    scaled = (values.clip(0, 65535) * 255 + 32767) // 65535
+    if (key := found.info.get("transparency")) is not None:
+        scaled[values == key] = 255
+    return pillow.fromarray(scaled.astype(np.uint8))
+
+
+def _colour_managed(found: Image, profile: bytes) -> Image | None:
+    """Convert colours from the picture's ICC profile to sRGB; None where the profile is sRGB or cannot be used."""
+    from PIL import ImageCms
+
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        if "sRGB" in ImageCms.getProfileDescription(source):
+            return None
+        return ImageCms.profileToProfile(found, source, ImageCms.createProfile("sRGB"), outputMode="RGB")
+    except (ImageCms.PyCMSError, OSError, ValueError, TypeError, ImportError):
+        # Damaged, for other channels than the picture's, or Pillow was built without littlecms: viewers ignore it, too.
+        return None
+
+
+def _check_size(width: int, height: int) -> None:
+    """Raises: Refused: too many pixels, or too long for its width."""
+    what = f"a picture of {width} x {height}"
+    if width * height > MOST_PIXELS:
+        why = f"it has {width * height} pixels, at most {MOST_PIXELS} are decoded"
+        raise Refused(what, why=why, hint="scale it down: the model sees it small anyway")
+    if max(width, height) > MOST_ASPECT * min(width, height):
+        why = f"its longer side is more than {MOST_ASPECT} times the shorter"
+        raise Refused(what, why=why, hint="cut it: brought to the model's size it would not fit into memory")

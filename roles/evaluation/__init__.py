@@ -1,0 +1,1 @@
+"""Held-out evaluation: the evaluator role, its sets, sampling and scores."""

@@ -1,0 +1,115 @@
+"""A reward function's word on held-out completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from relax_rt.roles.rewards.compose import Rewards
+from relax_rt.roles.rewards.dry_run import offered
+from relax_rt.roles.rewards.scoring import Failed, Request, Score
+from relax_rt.roles.rewards.tables import RewardTable
+
+if TYPE_CHECKING:
+    from relax_rt.roles.data.items import PromptItem
+    from relax_rt.roles.job.sections import EvaluationSet
+    from relax_rt.roles.rewards.workers.messages import TaskSpec
+
+MOST_STUCK = 2
+"""Batches in which a call may hang: each costs its deadline."""
+
+
+class Text(msgspec.Struct, frozen=True):
+    """A completion to judge: its text without special tokens, its length in tokens, and how it ended."""
+
+    text: str
+    tokens: int
+    finish_reason: str
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it ended by itself."""
+        return self.finish_reason == "stop"
+
+
+class Verdict(msgspec.Struct):
+    """Which completions are right, and the mean reward of those that have one.
+
+    Attributes:
+        right: one a completion; one that could not be judged is not right.
+        reward: None if none could be judged.
+        failed: completions that could not be judged, for reasons like `reason`.
+    """
+
+    right: list[bool]
+    reward: float | None = None
+    failed: int = 0
+    reason: str = ""
+
+
+class Judge:
+    """Judges completions of one set with its reward function.
+
+    Args:
+        timeout_s: for one call.
+        task: of the prompts, where they are of one.
+    """
+
+    def __init__(self, table: EvaluationSet, config_dir: Path, timeout_s: float, task: TaskSpec | None) -> None:
+        assert table.reward is not None
+        self._success, self._name = table.success, table.reward
+        self._rewards = Rewards(RewardTable(function=table.reward, timeout_s=timeout_s), config_dir, task)
+        self._started = False
+        self._stuck = 0
+
+    async def judge(
+        self, items: Sequence[PromptItem], texts: Sequence[Text], after_each: Callable[[], None]
+    ) -> Verdict:
+        """Judge the completions, as many of each item, item by item. Once calls hang, the rest goes unjudged.
+
+        Raises:
+            RelaxError: the function cannot be loaded.
+        """
+        if not self._started:
+            await self._rewards.start()
+            self._started = True
+        samples = len(texts) // len(items)
+        requests = [self._request(items[i // samples], text) for i, text in enumerate(texts)]
+        verdict = Verdict([])
+        rewards: list[float] = []
+        size = self._rewards.at_a_time
+        for first in range(0, len(requests), size):
+            for result in await self._score(requests[first : first + size], after_each):
+                verdict.right.append(not isinstance(result, Failed) and result.total > self._success)
+                if isinstance(result, Failed):
+                    verdict.failed += 1
+                    verdict.reason = verdict.reason or result.reason[:500]
+                else:
+                    rewards.append(result.total)
+        verdict.reward = sum(rewards) / len(rewards) if rewards else None
+        return verdict
+
+    async def _score(self, requests: Sequence[Request], after_each: Callable[[], None]) -> list[Score | Failed]:
+        if self._stuck >= MOST_STUCK:
+            reason = f"{self._name} hung before and is not called any more"
+            return [Failed(reason) for _ in requests]
+        results = await self._rewards.score(requests, after_each)
+        self._stuck += any(isinstance(result, Failed) and result.excess for result in results)
+        return results
+
+    def _request(self, item: PromptItem, text: Text) -> Request:
+        about = {
+            "item": item.item,
+            "split": item.split,
+            "finish_reason": text.finish_reason,
+            "truncated": text.finish_reason == "length",
+            "tokens": text.tokens,
+        }
+        return Request(text.text, item.answer, offered(item.question, item.metadata, None, **about))
+
+    async def close(self) -> None:
+        """End its processes."""
+        await self._rewards.close()

@@ -1,0 +1,247 @@
+"""The evaluator role: held-out accuracy before, during and after, at committed versions, beside the training."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from relax_rt.config.schema import RoleSettings
+from relax_rt.hosting.role import Role, RoleContext
+from relax_rt.roles.base.locations import MODEL_CODE
+from relax_rt.roles.job.sections import EvaluatorSettings, RLConfig
+from relax_rt.transport.versions import ROOT, VersionRecord
+
+if TYPE_CHECKING:
+    from relax_rt.roles.data.items import PromptItem
+    from relax_rt.roles.data.source import PromptSource
+    from relax_rt.roles.evaluation.judge import Judge, Text
+    from relax_rt.roles.evaluation.sampling import Asker
+    from relax_rt.roles.evaluation.sets import Course, Recipe
+    from relax_rt.roles.models.tokenizer import ChatTokenizer
+    from relax_rt.roles.rollout.engines.base import Engine
+    from relax_rt.roles.training.publication import EngineFailure, WeightFollower
+
+LOAD_ALLOWANCE_S = 120.0
+
+
+class EvaluatorRole(Role):
+    """Evaluates on items that training never sees: those that [data] holds out, by hash of the canonical question, and
+    the sets of [evaluation], one after the other.
+
+    It finishes after the evaluation of the last step's weights; with the trainer it is what the run waits for. What it
+    has evaluated is read back from metrics.jsonl, so that a restart repeats at most the evaluation in hand.
+    """
+
+    kind: ClassVar[str] = "evaluator"
+    tier: ClassVar[int] = 40
+    restart: ClassVar[str] = "transient"
+    significant: ClassVar[bool] = True
+    preload: ClassVar[tuple[str, ...]] = (
+        "torch",
+        "transformers",
+        "relax_rt.roles.rollout.engines.embedded",
+        "relax_rt.roles.models.tokenizer",
+        "relax_rt.roles.training.publication",
+        "relax_rt.roles.data.kept",
+        "reasoning_gym",
+        "relax_rt.roles.evaluation.scoring",
+        "relax_rt.roles.evaluation.judge",
+        "relax_rt.roles.evaluation.sampling",
+        *MODEL_CODE,
+    )
+    Settings: ClassVar[type[RoleSettings]] = EvaluatorSettings
+
+    def __init__(self, ctx: RoleContext) -> None:
+        super().__init__(ctx)
+        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, EvaluatorSettings)
+        self.config, self.settings = ctx.config, ctx.settings
+        self._worked = False
+        self._judges: dict[str, Judge] = {}
+        self.items: dict[str, Sequence[PromptItem]] = {}
+        self.courses: dict[str, Course]
+        self.engine: Engine
+        self.asker: Asker
+        self.tokenizer: ChatTokenizer
+        self.source: PromptSource
+        self.failure: EngineFailure
+        self.follower: WeightFollower
+
+    async def setup(self) -> None:
+        from relax_rt.roles.evaluation.sampling import Asker
+        from relax_rt.roles.training.publication import EngineFailure, WeightFollower
+
+        self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
+        await asyncio.to_thread(self._load)
+        self.failure = EngineFailure()
+        self.follower = WeightFollower(self.ctx, self.engine)
+        self.asker = Asker(self.engine, self._told)
+        await self.engine.start(self.asker.arrive, self.failure)
+
+    def _load(self) -> None:
+        from relax_rt.roles.base.locations import config_dir, model_folder
+        from relax_rt.roles.data.source import PromptSource
+        from relax_rt.roles.models.tokenizer import load_tokenizer
+        from relax_rt.roles.rollout.engines import make_engine
+
+        folder = model_folder(self.ctx)
+        self.tokenizer = load_tokenizer(folder)
+        self.source = PromptSource.load(
+            self.config.data,
+            self.tokenizer,
+            seed=self.config.run.seed,
+            config_dir=config_dir(self.ctx),
+            run_dir=self.ctx.run_dir,
+        )
+        self.engine = make_engine(self.ctx, folder, self.settings)
+        self._load_sets()
+
+    def _load_sets(self) -> None:
+        """The sets' items and judges, and what an earlier incarnation has evaluated."""
+        from relax_rt.observe.metrics import read_metrics
+        from relax_rt.roles.base.locations import config_dir
+        from relax_rt.roles.evaluation.judge import Judge
+        from relax_rt.roles.evaluation.sets import MAIN, courses, load_set
+        from relax_rt.roles.rewards.dry_run import task_of
+
+        folder = config_dir(self.ctx)
+        self.items[MAIN] = self.source.held_out
+        for table in self.config.evaluation.sets:
+            items, left_out = load_set(table, self.config, self.source, self.tokenizer, folder)
+            self.items[table.name] = items
+            self.ctx.event("evaluation_set_loaded", set=table.name, items=len(items), trained_on=left_out)
+            if table.reward is not None:
+                self._judges[table.name] = Judge(table, folder, self.config.reward.timeout_s, task_of(table))
+        kinds = ("evaluation", "evaluation_set")
+        self.courses = courses(self.config, (r for r in read_metrics(self.ctx.run_dir) if r.get("kind") in kinds))
+
+    async def run(self) -> None:
+        work = asyncio.create_task(self._work())
+        broken = asyncio.create_task(self.failure.wait())
+        stop = asyncio.create_task(self.ctx.stopping.wait())
+        tasks = (work, broken, stop)
+        try:
+            finished, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            self.failure.check()
+            for task in finished:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def teardown(self) -> None:
+        for judge in self._judges.values():
+            await judge.close()
+        if hasattr(self, "engine"):
+            await self.engine.close(5.0)
+
+    async def _work(self) -> None:
+        from relax_rt.roles.base.final import is_final
+        from relax_rt.roles.evaluation.branch import Branch
+        from relax_rt.roles.training.publication import committed_versions
+
+        branch = Branch(self.ctx)
+        await self.ctx.ready()
+        # The engine was loaded with the initial weights: no publication is needed, and none can overtake.
+        await self._evaluate_all(VersionRecord(ROOT, ROOT, 0))
+        async for record in committed_versions(self.ctx):
+            path = await branch.to(record)
+            for course in self.courses.values():
+                course.along(path)
+            if any(
+                course.when(record.step, record.version) for course in self.courses.values()
+            ) and await self.follower.follow(record):
+                await self._evaluate_all(record)
+            if record.step >= self.config.algorithm.steps and await is_final(self.ctx, record):
+                return
+
+    async def _evaluate_all(self, record: VersionRecord) -> None:
+        """Evaluate the sets that are due at these weights, which the engine has."""
+        for course in self.courses.values():
+            if when := course.when(record.step, record.version):
+                self.ctx.progress.waiting("")
+                await self._evaluate(course, record, when)
+        self.ctx.progress.waiting("the next version to evaluate")
+
+    async def _evaluate(self, course: Course, record: VersionRecord, when: str) -> None:
+        from relax_rt.roles.evaluation.sets import MAIN
+
+        recipe, began = course.recipe, time.monotonic()
+        items = self.items[recipe.name][: recipe.count(when)]
+        about = {"set": recipe.name, "when": when, "step": record.step, "version": record.version}
+        about |= {"for_steps": course.asked(record.step)}
+        self.ctx.event("evaluation_started", **about, items=len(items))
+        scores = await self._scores(recipe, items, recipe.samples, recipe.temperature, course.before)
+        if recipe.greedy:
+            before = course.before.get("greedy") if course.before else None
+            scores["greedy"] = await self._scores(recipe, items, 1, 0.0, before)
+        seconds = round(time.monotonic() - began, 3)
+        kind = "evaluation" if recipe.name == MAIN else "evaluation_set"
+        result = {"kind": kind, **about, **scores, "seconds": seconds}
+        self.ctx.metrics(result)
+        told = {key: scores[key] for key in ("items", "exact", "lenient", "pass_at")}
+        self.ctx.event("evaluation_done", **about, **told, seconds=seconds)
+        if not self._worked:
+            self._worked = True
+            self.ctx.event("first_work", what=f"evaluation {when}")
+        name = "held out" if recipe.name == MAIN else recipe.name
+        self.ctx.log.info(f"{name}, {when}", step=record.step, version=record.version, **told)
+        course.take(result)
+
+    async def _scores(
+        self,
+        recipe: Recipe,
+        items: Sequence[PromptItem],
+        samples: int,
+        temperature: float,
+        before: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        """Complete the items and judge the completions."""
+        from relax_rt.roles.data.items import answer_text
+        from relax_rt.roles.evaluation.scoring import evaluate
+
+        texts = await self._generate(recipe, items, samples, temperature)
+        judge, verdict = self._judges.get(recipe.name), None
+        if judge is not None:
+            verdict = await judge.judge(items, texts, lambda: self.ctx.progress.advance(1, f"judging {recipe.name}"))
+        scores = await asyncio.to_thread(
+            evaluate,
+            [text.text for text in texts],
+            [answer_text(item.answer) for item in items],
+            [text.stopped for text in texts],
+            before,
+            samples=samples,
+            right=verdict.right if verdict is not None else None,
+            ks=tuple(k for k in recipe.ks if k <= samples),
+        )
+        if verdict is not None:
+            scores |= {"reward": verdict.reward, "failed": verdict.failed}
+            if verdict.failed:
+                why = {"set": recipe.name, "samples": verdict.failed, "reason": verdict.reason}
+                self.ctx.event("evaluation_reward_failed", **why)
+                self.ctx.log.warning("held-out completions could not be judged", **why)
+        return scores
+
+    async def _generate(
+        self, recipe: Recipe, items: Sequence[PromptItem], samples: int, temperature: float
+    ) -> list[Text]:
+        """The completions, item by item."""
+        from relax_rt.roles.evaluation.judge import Text
+        from relax_rt.roles.evaluation.sampling import requests_of
+
+        requests = requests_of(
+            items,
+            samples=samples,
+            together=self.settings.max_sequences,
+            seed=self.source.sample_seed,
+            temperature=temperature,
+            max_new_tokens=recipe.max_new_tokens,
+            stop_ids=self.tokenizer.stop_ids,
+        )
+        done = await self.asker.complete(requests)
+        return [Text(self.tokenizer.decode(c.tokens), len(c.tokens), c.finish_reason) for c in done]
+
+    def _told(self, tokens: int) -> None:
+        self.ctx.progress.advance(tokens, f"evaluating version {self.follower.record.version}")

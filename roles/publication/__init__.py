@@ -1,6 +1,0 @@
-"""Weights from the trainer to the engines: who stages, who commits, who fetches when, and who is out."""
-
-from relax_rt.roles.publication.follower import EngineFailure, EngineOut, WeightFollower, committed_versions
-from relax_rt.roles.publication.place import stage_folder
-
-__all__ = ["EngineFailure", "EngineOut", "WeightFollower", "committed_versions", "stage_folder"]

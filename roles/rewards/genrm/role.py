@@ -1,0 +1,135 @@
+"""The genrm role: an engine that generates for whoever asks, and nothing of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, ClassVar
+
+from relax_rt.config.loader import role_settings
+from relax_rt.config.schema import RoleSettings
+from relax_rt.hosting.role import Role, RoleContext
+from relax_rt.roles.base.locations import MODEL_CODE
+from relax_rt.roles.job.sections import GenrmSettings, RLConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from relax_rt.roles.rollout.engines.base import Chunk, Engine
+    from relax_rt.roles.rollout.generation import GenerationService
+    from relax_rt.roles.training.publication import EngineFailure, WeightFollower
+
+LOAD_ALLOWANCE_S = 120.0
+REPORT_EVERY_S = 2.0
+IDLE = "questions of reward workers"
+
+
+def genrm_settings(config: RLConfig) -> GenrmSettings:
+    """The table of [roles.genrm], which lies there plainly in the processes of a run."""
+    return role_settings(config, "genrm", GenrmSettings)
+
+
+def judge_folder(config: RLConfig, config_dir: Path) -> Path:
+    """The folder of the judge's model; a package is converted here.
+
+    Raises:
+        RelaxError: there is none.
+    """
+    from relax_rt.roles.models.resolve import resolve_model
+
+    return resolve_model(genrm_settings(config).model or config.model.path, config_dir)
+
+
+class GenrmRole(Role):
+    """Its slots are a pool behind the reward workers' routers: when one dies, what it had begun goes on in another,
+    with its tokens, or waits for its successor. Its weights are its own unless `follow` is set."""
+
+    kind: ClassVar[str] = "genrm"
+    tier: ClassVar[int] = 40
+    preload: ClassVar[tuple[str, ...]] = (
+        "torch",
+        "transformers",
+        "relax_rt.roles.rollout.engines.embedded",
+        "relax_rt.roles.rollout.generation",
+        "relax_rt.roles.training.publication",
+        *MODEL_CODE,
+    )
+    Settings: ClassVar[type[RoleSettings]] = GenrmSettings
+
+    def __init__(self, ctx: RoleContext) -> None:
+        super().__init__(ctx)
+        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, GenrmSettings)
+        self.config, self.settings = ctx.config, ctx.settings
+        self._measured = (0, time.monotonic())
+        self._worked = False
+        self.engine: Engine
+        self.failure: EngineFailure
+        self.follower: WeightFollower
+        self.generation: GenerationService
+
+    async def setup(self) -> None:
+        from relax_rt.roles.rollout.generation import serve_generation
+        from relax_rt.roles.training.publication import EngineFailure, WeightFollower
+
+        self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
+        await asyncio.to_thread(self._load)
+        self.failure = EngineFailure()
+        self.follower = WeightFollower(self.ctx, self.engine)
+        self.generation = serve_generation(self.ctx, self.engine)
+        await self.engine.start(self._arrive, self.failure)
+
+    def _load(self) -> None:
+        from relax_rt.roles.base.locations import config_dir
+        from relax_rt.roles.rollout.engines import make_engine
+
+        self.engine = make_engine(self.ctx, judge_folder(self.config, config_dir(self.ctx)), self.settings)
+
+    async def run(self) -> None:
+        if not self.settings.follow:
+            await self.ctx.ready()
+        jobs = [asyncio.create_task(job) for job in (self._follow(), self._report(), self.failure.wait())]
+        stop = asyncio.create_task(self.ctx.stopping.wait())
+        try:
+            finished, _ = await asyncio.wait([stop, *jobs], return_when=asyncio.FIRST_COMPLETED)
+            self.failure.check()
+            for task in finished:
+                task.result()
+        finally:
+            for task in (stop, *jobs):
+                task.cancel()
+            await asyncio.gather(stop, *jobs, return_exceptions=True)
+
+    async def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            await self.engine.close(5.0)
+
+    def _arrive(self, chunks: list[Chunk]) -> None:
+        self.generation.sift(chunks)
+
+    async def _follow(self) -> None:
+        if self.settings.follow:
+            from relax_rt.roles.training.publication import committed_versions
+
+            self.ctx.progress.waiting("the first committed weights")
+            async for record in committed_versions(self.ctx):
+                await self.follower.follow(record)
+        await self.ctx.stopping.wait()
+
+    async def _report(self) -> None:
+        while True:
+            load, now = self.engine.load(), time.monotonic()
+            tokens, then = self._measured
+            # Idle without a question; else tokens are its progress.
+            self.ctx.progress.waiting("" if load.running or load.waiting else IDLE)
+            self.ctx.progress.advance(load.tokens_generated - tokens, f"{load.running} verdicts")
+            if load.tokens_generated > tokens:
+                self._tell(load.tokens_generated, (load.tokens_generated - tokens) / (now - then))
+            self._measured = (load.tokens_generated, now)
+            await asyncio.sleep(REPORT_EVERY_S)
+
+    def _tell(self, tokens: int, tokens_per_s: float) -> None:
+        if not self._worked:
+            self._worked = True
+            self.ctx.event("first_work", what=f"{tokens} tokens of verdicts")
+        record = {"slot": self.ctx.who.slot, "tokens": tokens, "tokens_per_s": tokens_per_s}
+        self.ctx.metrics({"kind": "genrm", **record, **self.generation.statistics()})

@@ -1,0 +1,348 @@
+"""The reward role: scores completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from relax_rt.config.schema import RoleSettings
+from relax_rt.hosting.role import Role, RoleContext
+from relax_rt.roles.job.sections import RewardSettings, RLConfig
+from relax_rt.transport.rpc.errors import ProtocolError, RelaxError
+
+if TYPE_CHECKING:
+    from relax_rt.roles.base.sample import SampleMeta
+    from relax_rt.roles.models.tokenizer import ChatTokenizer
+    from relax_rt.roles.rewards.compose import Rewards
+    from relax_rt.roles.rewards.judge import Judge, Judging
+    from relax_rt.roles.rewards.scoring import Failed, Request, Score
+    from relax_rt.transport.queue.api import Failure
+    from relax_rt.transport.queue.client import LeasedBatch, LeasedSample, QueueClient
+
+TASK = "reward"
+FETCH_S = 10.0
+"""Wait for payload of another node before the samples are given back: its owner may be dead."""
+LOAD_ALLOWANCE_S = 60.0
+FAILURES_IN_A_ROW = 64
+"""Restart the role after this many consecutive failed samples, if it has scored samples before: its process may be
+broken. A restart does not help a function that never worked; the queue counts its failed groups and ends the run."""
+REPORT_EVERY_S = 5.0
+MOST_UNREADABLE = 10_000
+"""At most this many unreadable answers are reported, each once."""
+SLAB_BYTES, CAPACITY_BYTES = 1 << 20, 8 << 20
+"""A reward and its components nearly always travel inside the message."""
+
+
+class RewardRole(Role):
+    """Takes completions from the queue and puts `reward` (float32, total) and `rewards` (components) on them.
+
+    A call that raises fails its sample, not the run; its group is made again. Functions of users run in worker
+    processes: one that hangs past `reward.timeout_s` fails its sample, and its process is killed and replaced. (With
+    `reward.workers = 0` it ends this process, because a stuck thread cannot be ended otherwise.) The role does not
+    wait for weights and holds none.
+    """
+
+    kind: ClassVar[str] = "reward"
+    tier: ClassVar[int] = 40
+    preload: ClassVar[tuple[str, ...]] = (
+        "transformers",
+        "relax_rt.roles.models.tokenizer",
+        "relax_rt.roles.rewards.compose",
+        "relax_rt.roles.rewards.registry",
+        "relax_rt.roles.rewards.judge",
+        "relax_rt.roles.rollout.router",
+        "relax_rt.transport.queue.client",
+    )
+    Settings: ClassVar[type[RoleSettings]] = RewardSettings
+
+    def __init__(self, ctx: RoleContext) -> None:
+        super().__init__(ctx)
+        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, RewardSettings)
+        self.config, self.settings = ctx.config, ctx.settings
+        self.tokenizer: ChatTokenizer
+        self.rewards: Rewards
+        self.queue: QueueClient
+        self.judging: Judging | None = None
+        self.judge: Judge | None = None
+        self._failures_in_a_row = 0
+        self._has_scored = False
+        self._worked = False
+        self._tally = Tally(time.monotonic())
+        self._unreadable: set[str] = set()
+
+    async def setup(self) -> None:
+        from relax_rt.transport.queue.client import QueueClient
+
+        self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading tokenizer and reward function")
+        self.rewards = self._composed()
+        starting = asyncio.create_task(self.rewards.start())
+        try:
+            await asyncio.to_thread(self._load)
+        except BaseException:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            raise
+        await starting
+        if (boxes := self.rewards.boxes) is not None:
+            self.ctx.event("sandbox", level=boxes.level, backend=boxes.backend, what=str(boxes))
+        self.queue = QueueClient(
+            await self.ctx.queue(),
+            self.ctx.who,
+            self.ctx.payload_dir,
+            spill_dir=self.ctx.spill_dir,
+            slab_bytes=SLAB_BYTES,
+            capacity_bytes=CAPACITY_BYTES,
+            fetcher=self.ctx.fetcher,
+            fetch_s=FETCH_S,
+            on_wait=self.ctx.progress.waiting,
+        )
+
+    def _load(self) -> None:
+        from relax_rt.roles.base.locations import config_dir, model_folder
+        from relax_rt.roles.models.tokenizer import load_tokenizer
+
+        self.tokenizer = load_tokenizer(model_folder(self.ctx))
+        if self.config.reward.judge is not None:
+            from relax_rt.roles.rewards.genrm.checks import judging_of
+
+            self.judging = judging_of(self.config, config_dir(self.ctx))
+
+    def _composed(self) -> Rewards:
+        from relax_rt.roles.base.locations import config_dir
+        from relax_rt.roles.rewards.compose import Rewards
+        from relax_rt.roles.rewards.dry_run import task_of
+
+        def lost(why: str) -> None:
+            self.ctx.event("reward_worker_lost", reason=why[:500])
+
+        return Rewards(self.config.reward, config_dir(self.ctx), task_of(self.config.data), lost)
+
+    async def run(self) -> None:
+        from relax_rt.roles.base.consume import consume
+
+        # Who asks for several whole groups waits for all of them.
+        groups = 1 if self.rewards.groups else 0
+        try:
+            async with self._with_judge():
+                await consume(
+                    self.ctx,
+                    self.queue,
+                    TASK,
+                    self.settings.batch,
+                    self._score,
+                    "completions to score",
+                    groups=groups,
+                )
+        finally:
+            self._report(last=True)
+
+    @asynccontextmanager
+    async def _with_judge(self) -> AsyncIterator[None]:
+        """With a way to the judge's engines, where there is a judge."""
+        if self.judging is None:
+            yield
+            return
+        from relax_rt.roles.rewards.genrm.role import genrm_settings
+        from relax_rt.roles.rewards.judge import Judge
+        from relax_rt.roles.rollout.router import Router
+
+        async with Router(self.ctx, "genrm", frozen=not genrm_settings(self.config).follow) as router:
+            self.judge = Judge(self.judging, router.generate)
+            yield
+
+    async def teardown(self) -> None:
+        if hasattr(self, "rewards"):
+            await self.rewards.close()
+
+    async def _score(self, batch: LeasedBatch) -> None:
+        from relax_rt.roles.rewards.scoring import Failed
+
+        began = time.monotonic()
+        requests = [self._request(sample) for sample in batch.samples]
+        results = await self._results(requests)
+        columns, failures = {}, []
+        for sample, result in zip(batch.samples, results, strict=True):
+            if isinstance(result, Failed):
+                failures.append(_failure(sample, result))
+            else:
+                columns[sample.key] = _columns(result)
+        await self.queue.complete(TASK, batch, columns, failures)
+        if not self._worked:
+            self._worked = True
+            self.ctx.event("first_work", what=f"{len(results)} samples scored")
+        self._tally.add(results, time.monotonic() - began)
+        self._report_unreadable(requests, results)
+        self._report()
+        self._judge(results)
+
+    async def _results(self, requests: list[Request]) -> list[Score | Failed]:
+        """Scores in order; a sample without a verdict fails before the function is called."""
+        from relax_rt.roles.rewards.judge import Verdict, with_verdict
+
+        def advance() -> None:
+            self.ctx.progress.advance(1, "scoring")
+
+        if self.judge is None:
+            return await self.rewards.score(requests, advance)
+        self.ctx.progress.waiting("verdicts of the judge")
+        verdicts = await self.judge.verdicts(requests, advance)
+        self.ctx.progress.waiting("")
+        found = [with_verdict(r, v) for r, v in zip(requests, verdicts, strict=True) if isinstance(v, Verdict)]
+        scores = iter(await self.rewards.score(found, advance))
+        return [next(scores) if isinstance(verdict, Verdict) else verdict for verdict in verdicts]
+
+    def _request(self, sample: LeasedSample) -> Request:
+        from relax_rt.roles.base.sample import SampleMeta
+        from relax_rt.roles.rewards.dry_run import offered
+        from relax_rt.roles.rewards.scoring import Request
+
+        meta = sample.decode("meta", SampleMeta)
+        if meta.tokenizer_digest != self.tokenizer.tokenizer_digest:
+            raise ProtocolError(
+                f"sample {sample.key}",
+                why=f"its tokens are of tokenizer {meta.tokenizer_digest}, not {self.tokenizer.tokenizer_digest}",
+                hint="all roles must load the same model folder",
+            )
+        tokens = sample["tokens"][sample["loss_mask"] != 0]
+        info = offered(
+            str(meta.info.get("question", "")),
+            dict(meta.info.get("metadata", {})),
+            None,
+            item=meta.item,
+            split=meta.split,
+            finish_reason=meta.finish_reason,
+            truncated=meta.truncated,
+            tokens=len(tokens),
+            turns=self._turns(sample, meta),
+        )
+        return Request(self.tokenizer.decode(tokens), meta.answer, info, meta.group)
+
+    def _turns(self, sample: LeasedSample, meta: SampleMeta) -> list[dict[str, str]]:
+        """The conversation as text, a turn each, where it has more than one of the assistant."""
+        if sum(span.role == "assistant" for span in meta.turns) < 2:
+            return []
+        tokens = sample["tokens"]
+        return [{"role": s.role, "text": self.tokenizer.decode(tokens[s.start : s.end])} for s in meta.turns]
+
+    def _report_unreadable(self, requests: list[Request], results: list[Score | Failed]) -> None:
+        """Emit an event for each item whose right answer cannot be read, once per item."""
+        from relax_rt.roles.rewards.scoring import Score
+
+        for request, result in zip(requests, results, strict=True):
+            item = str(request.info.get("item", ""))
+            if (
+                isinstance(result, Score)
+                and result.unreadable
+                and item not in self._unreadable
+                and len(self._unreadable) < MOST_UNREADABLE
+            ):
+                self._unreadable.add(item)
+                self.ctx.event(
+                    "gold_unreadable", item=item, items=len(self._unreadable), reason=result.unreadable[:500]
+                )
+
+    def _judge(self, results: list[Score | Failed]) -> None:
+        """Raise if the process, not a sample, is at fault; the role then restarts."""
+        from relax_rt.roles.rewards.judge import Late
+        from relax_rt.roles.rewards.scoring import Failed
+
+        for result in results:
+            if isinstance(result, Late):
+                continue
+            self._failures_in_a_row = self._failures_in_a_row + 1 if isinstance(result, Failed) else 0
+            self._has_scored = self._has_scored or not isinstance(result, Failed)
+        failed = [result for result in results if isinstance(result, Failed) and not isinstance(result, Late)]
+        for result in failed:
+            if result.stuck:
+                raise RelaxError(
+                    "the reward function hangs",
+                    why=result.reason,
+                    hint="give its own waits (network, subprocess) deadlines, or raise reward.timeout_s",
+                )
+        if failed and self._has_scored and self._failures_in_a_row >= FAILURES_IN_A_ROW:
+            raise RelaxError(
+                f"the reward function failed {self._failures_in_a_row} times in a row",
+                why=failed[-1].reason,
+                hint="mend reward.function; the samples that failed are made again",
+            )
+
+    def _report(self, *, last: bool = False) -> None:
+        """Metrics and failures, at most one record each every few seconds."""
+        tally = self._tally
+        if not (tally.scored or tally.failed) or not (last or tally.first_report or tally.due()):
+            return
+        for kind, samples in (("reward_failed", tally.failed), ("reward_forgiven", tally.forgiven)):
+            if samples:
+                self.ctx.event(kind, samples=samples, reason=tally.reason)
+                self.ctx.log.warning(kind.replace("_", " "), samples=samples, reason=tally.reason)
+        self.ctx.metrics({"kind": "reward", "slot": self.ctx.who.slot, **tally.record()})
+        self._tally = Tally(time.monotonic(), first_report=False)
+
+
+class Tally:
+    """What was scored since the last report."""
+
+    def __init__(self, since: float, *, first_report: bool = True) -> None:
+        self.since, self.first_report = since, first_report
+        self.scored = self.failed = self.forgiven = self.unreadable = 0
+        self.seconds = 0.0
+        self.reason = ""
+        self.totals: dict[str, float] = {}
+
+    def due(self) -> bool:
+        """Whether it is time for a report."""
+        return time.monotonic() - self.since >= REPORT_EVERY_S
+
+    def add(self, results: list[Score | Failed], seconds: float) -> None:
+        """Count a batch."""
+        from relax_rt.roles.rewards.scoring import Failed
+
+        self.seconds += seconds
+        for result in results:
+            if isinstance(result, Failed):
+                self.failed += 1
+                self.reason = self.reason or result.reason[:500]
+                continue
+            self.scored += 1
+            self.unreadable += bool(result.unreadable)
+            # Unreadable answers have a count and an event of their own.
+            self.forgiven += bool(result.forgiven) and not result.unreadable
+            self.reason = self.reason or ("" if result.unreadable else "; ".join(result.forgiven)[:500])
+            for name, value in {**result.components, "total": result.total}.items():
+                self.totals[name] = self.totals.get(name, 0.0) + value
+
+    def record(self) -> dict[str, Any]:
+        """Counts, seconds of scoring, mean reward and mean of each component."""
+        means = {name: total / self.scored for name, total in self.totals.items()} if self.scored else {}
+        total = means.pop("total", None)
+        return {
+            "scored": self.scored,
+            "failed": self.failed,
+            "forgiven": self.forgiven,
+            "unreadable": self.unreadable,
+            "seconds": self.seconds,
+            "mean": total,
+            "components": means,
+        }
+
+
+def _failure(sample: LeasedSample, failed: Failed) -> Failure:
+    from relax_rt.roles.base.sample import SampleMeta
+    from relax_rt.roles.rewards.judge import Late
+    from relax_rt.transport.queue.api import ABOUT, Failure
+
+    meta = sample.decode("meta", SampleMeta)
+    late, about = failed.excess or isinstance(failed, Late), str(meta.info.get("question", ""))[:ABOUT]
+    return Failure(sample.key, failed.reason[:500], late, meta.item, about)
+
+
+def _columns(score: Score) -> dict[str, Any]:
+    import numpy as np
+
+    columns: dict[str, Any] = {"reward": np.float32(score.total), "rewards": score.components}
+    if score.turns:
+        columns["turn_rewards"] = np.array(score.turns, np.float32)
+    return columns

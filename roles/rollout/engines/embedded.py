@@ -1,0 +1,333 @@
+"""An engine inside the role's process: continuous batching over a transformers causal language model."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from relax_rt.roles.models.numerics import denormals_flushed
+from relax_rt.roles.rollout.engines.base import (
+    Chunk,
+    EngineEnded,
+    EngineLoad,
+    GroupRequest,
+    KvPolicy,
+    OnFailure,
+    Sink,
+    Swap,
+    check_request,
+)
+from relax_rt.roles.rollout.engines.decoder import Decoder
+from relax_rt.roles.rollout.engines.sequences import Sequence as Member
+from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused
+from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.weights.source import WeightSource
+
+MAX_MEMBERS = 1 << 16
+"""Sequences that may be in the engine, waiting ones included; callers bound themselves far below."""
+PREFIX_POSITIONS = 4096
+"""Positions of prompts whose keys and values are kept for prompts that begin alike."""
+IDLE_WAIT_S = 0.5
+BOUNDARY_TIMEOUT_S = 120.0
+"""A token boundary comes after one forward pass; a recomputation of the whole cache takes a few of them."""
+
+T = TypeVar("T")
+
+
+class EmbeddedEngine:
+    """Samples from a model held in this process, on its own thread. See `Engine` for what its methods promise.
+
+    Weights are swapped between two forward passes. The thread takes calls from an inbox at each token boundary; what it
+    reports goes to the event loop in order, so that a call's answer comes after the chunks of before it.
+
+    Args:
+        model_dir: Hugging Face folder.
+        prefix_positions: positions of prompts that are kept for others.
+        routing: tell routing rows; every pass then brings what its gates chose to this process.
+
+    Raises:
+        Refused: the model is not computed whole here, or has no routing rows.
+    """
+
+    name = "embedded"
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        dtype: str,
+        max_sequences: int,
+        threads: int,
+        device: str = "cpu",
+        prefix_positions: int = PREFIX_POSITIONS,
+        routing: bool = False,
+    ) -> None:
+        torch.set_num_threads(threads)
+        self._decoder = Decoder(
+            model_dir,
+            dtype=dtype,
+            max_sequences=max_sequences,
+            prefix_positions=prefix_positions,
+            device=device,
+            routing=routing,
+        )
+        self.context, self.vocabulary = self._decoder.context, self._decoder.vocabulary
+        self.routing = self._decoder.routing
+        self.sight = self._decoder.eyes.sight if self._decoder.eyes is not None else None
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._sink: Sink
+        self._on_failure: OnFailure
+        self._failure: BaseException | None = None
+        self._members: dict[int, int] = {}
+        """Unfinished members of the requests in the engine; kept on the event loop."""
+        self._asked = 0
+        self._calls: set[Future[Any]] = set()
+        self._prepared: VersionRecord | None = None
+        self._preparing = asyncio.Lock()
+        self._paused = ""
+        self._released = self._weightless = False
+
+    async def start(self, sink: Sink, on_failure: OnFailure) -> None:
+        self._sink, self._on_failure = sink, on_failure
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._work, name="relax-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        count = sum(len(r.seeds) for r in requests)
+        ids = [r.id for r in requests]
+        self._check_running(f"{count} sequences")
+        if sum(self._members.values()) + count > MAX_MEMBERS:
+            raise Refused(f"{count} sequences", why=f"the engine holds at most {MAX_MEMBERS}", hint="submit fewer")
+        if self._released:
+            raise Refused(f"{count} sequences", why="the engine's memory is released", hint="resume_memory() first")
+        if self._weightless:
+            raise Refused(
+                f"{count} sequences", why="the engine has let go of its weights", hint="commit a version first"
+            )
+        if len(set(ids)) < len(ids) or any(i in self._members for i in ids):
+            raise Refused(f"requests {ids[:8]}", why="one of these numbers is in the engine already")
+        for request in requests:
+            check_request(
+                request, context=self.context, vocabulary=self.vocabulary, routing=self.routing, sight=self.sight
+            )
+        members = [Member(request, m, self.routing) for request in requests for m in range(len(request.seeds))]
+        self._members.update((r.id, len(r.seeds)) for r in requests)
+        self._asked += sum(one.request.max_new_tokens - len(one.tokens) for one in members)
+        self._inbox.put(lambda: self._decoder.add(members))
+
+    def abort(self, request: int) -> None:
+        self._inbox.put(lambda: self._decoder.abort(request))
+
+    async def pause(self, why: str) -> None:
+        def stop() -> None:
+            self._paused = why or "paused"
+            self._tell(self._decoder.report(everything=True))
+
+        await self._at_boundary("pause", stop)
+
+    async def resume(self) -> None:
+        def go_on() -> None:
+            self._paused = ""
+
+        await self._at_boundary("resume", go_on)
+
+    async def prepare(self, source: WeightSource) -> None:
+        await self._preparing.acquire()
+        work = asyncio.get_running_loop().create_task(self._fill_standby(source))
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            # A thread cannot be cancelled: the lock stays with it as long as it writes.
+            work.add_done_callback(lambda done: done.cancelled() or done.exception())
+            raise
+
+    async def _fill_standby(self, source: WeightSource) -> None:
+        """Lets go of the lock that its caller has taken."""
+        try:
+            self._prepared = None
+            if self._released:
+                raise Refused(f"policy version {source.record.version}", why="the engine's memory is released")
+            await asyncio.to_thread(self._fetch, source)
+            self._prepared = source.record
+        finally:
+            self._preparing.release()
+
+    async def commit(self, record: VersionRecord, kv: KvPolicy) -> Swap:
+        async with self._preparing:
+            if self._prepared != record:
+                raise Refused(f"policy version {record.version}", why=f"what was prepared last is {self._prepared}")
+            self._prepared = None
+
+            def swap() -> Swap:
+                began = time.monotonic()
+                recomputed = self._decoder.swap(record.version, kv)
+                return Swap(record.version, time.monotonic() - began, recomputed)
+
+            swapped = await self._at_boundary(f"swap to policy version {record.version}", swap, fatal=True)
+            self._weightless = False
+            return swapped
+
+    def load(self) -> EngineLoad:
+        decoder = self._decoder
+        running = len(decoder.active)
+        return EngineLoad(
+            version=decoder.version,
+            running=running,
+            waiting=max(0, sum(self._members.values()) - running),
+            tokens_generated=decoder.tokens,
+            swaps=decoder.swaps,
+            outstanding_tokens=self._asked - decoder.settled,
+            # A sequence has a row of its own until it ends, and one that waits has nothing in the cache: more of them
+            # take no room from others, however many rows are in use.
+            kv_used=0.0,
+            paused=self._paused,
+        )
+
+    async def release_memory(self, *, keep_weights: bool = True) -> None:
+        async with self._preparing:
+            if self._members:
+                raise Refused(
+                    "release of the engine's memory",
+                    why=f"{sum(self._members.values())} sequences are in flight",
+                    hint="pause() does not end them: wait for them, or abort them",
+                )
+            self._released, self._prepared = True, None
+            self._weightless = self._weightless or not keep_weights
+            await self._at_boundary("release of memory", lambda: self._decoder.release(keep_weights=keep_weights))
+
+    async def resume_memory(self) -> None:
+        if self._released:
+            await self._at_boundary("resumption of memory", self._decoder.weights.resume)
+            self._released = False
+
+    async def close(self, timeout_s: float) -> None:
+        self._closing.set()
+        self._inbox.put(lambda: None)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, timeout_s)
+        self._let_go("closed")
+
+    def _fetch(self, source: WeightSource) -> None:
+        """Blocking; only the standby buffer is touched, which the thread does not use."""
+        weights, manifest = self._decoder.weights, source.manifest
+        weights.check(manifest.layout)
+        delta = manifest.payload != "full"
+        if delta and manifest.base != self._decoder.version:
+            raise Refused(
+                f"policy version {manifest.version}",
+                why=f"its {manifest.payload} applies to version {manifest.base}, here is {self._decoder.version}",
+                hint="fetch it in full",
+            )
+        source.copy_into(weights.standby(base=delta))
+        weights.load()
+
+    def _check_running(self, what: str) -> None:
+        if self._failure is not None or self._thread is None or self._closing.is_set():
+            why = f"the engine does not run ({self._failure or 'not started, or closed'})"
+            raise EngineEnded(what, why=why, hint="its role starts a new one")
+
+    async def _at_boundary(self, what: str, action: Callable[[], T], *, fatal: bool = False) -> T:
+        """Have the thread do something between two forward passes.
+
+        Args:
+            fatal: what `action` raises ends the engine before another forward pass, too.
+
+        Raises:
+            DeadlineExceeded: no token boundary came. Refused: the engine does not run. Whatever `action` raises.
+        """
+        self._check_running(what)
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(action())
+            except BaseException as error:
+                answer.set_exception(error)
+                if fatal:
+                    raise
+
+        self._calls.add(answer)
+        self._inbox.put(run)
+        try:
+            # Not wait_for, which forgets a cancellation that comes together with the answer.
+            async with asyncio.timeout(BOUNDARY_TIMEOUT_S):
+                return await asyncio.wrap_future(answer)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{what}: no token boundary in {BOUNDARY_TIMEOUT_S:.0f} s",
+                why="the engine's thread is in one forward pass, or has ended",
+                hint="stacks are in the role's log after `relax-rt restart`",
+            ) from None
+        finally:
+            self._calls.discard(answer)
+
+    def _let_go(self, why: str) -> None:
+        """Nobody will answer the calls that are under way."""
+        for call in self._calls:
+            if not call.done():
+                call.set_exception(Refused("a call to the engine", why=f"it ended meanwhile: {why}"))
+
+    def _fail(self, error: BaseException) -> None:
+        """On the event loop."""
+        self._failure = error
+        self._closing.set()
+        self._let_go(f"{type(error).__name__}: {error}")
+        self._on_failure(error)
+
+    def _work(self) -> None:
+        """The engine's thread."""
+        try:
+            with torch.inference_mode(), denormals_flushed():
+                while not self._closing.is_set():
+                    self._take_calls(block=bool(self._paused) or self._decoder.idle)
+                    if self._paused:
+                        self._tell(self._decoder.report())  # what was aborted meanwhile
+                    elif not self._decoder.idle:
+                        self._tell(self._decoder.turn())
+        except BaseException as error:  # noqa: BLE001 - the thread's only way to tell its owner
+            self._on_loop(self._fail, error)
+
+    def _take_calls(self, *, block: bool) -> None:
+        try:
+            self._inbox.get(block=block, timeout=IDLE_WAIT_S)()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _tell(self, chunks: list[Chunk]) -> None:
+        if chunks:
+            self._on_loop(self._deliver, chunks)
+
+    def _on_loop(self, function: Callable[..., Any], *args: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop is closed: nobody is left to tell
+            self._closing.set()
+
+    def _deliver(self, chunks: list[Chunk]) -> None:
+        """On the event loop."""
+        for chunk in chunks:
+            if chunk.finish_reason:
+                self._members[chunk.request] -= 1
+                if not self._members[chunk.request]:
+                    del self._members[chunk.request]
+        try:
+            self._sink(chunks)
+        except Exception as error:  # noqa: BLE001 - a chunk that nobody took is lost: its owner must know
+            if not self._closing.is_set():
+                self._fail(error)

@@ -1,0 +1,274 @@
+"""A version's private copy for the server, and the checksums that prove that the server holds it. Blocking calls.
+
+SGLang answers 200 also when it skipped tensors that it did not know. So what it holds after a load is compared, by its
+own checksums, with what was published, tensor by tensor: SGLang joins some tensors (queries, keys and values; gate and
+up; experts) along their first dimension, so that the bytes of a joined one are those of its parts in a row.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import shutil
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from relax_rt.roles.models.experts import Stack
+from relax_rt.roles.rollout.engines.sglang.hashing import content_hash
+from relax_rt.roles.rollout.engines.sglang.options import Device
+from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused
+from relax_rt.transport.weights.manifest import ALIGNMENT, Layout, TensorEntry
+from relax_rt.transport.weights.source import WeightSource
+
+SAFETENSORS_DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+VOCABULARY_MULTIPLE = 64
+"""SGLang pads embeddings and the head to this many rows, with zeros."""
+JOINED = (
+    (re.compile(r"(.*\.)qkv_proj\.(weight|bias)"), ("q_proj", "k_proj", "v_proj")),
+    (re.compile(r"(.*\.)gate_up_proj\.(weight|bias)"), ("gate_proj", "up_proj")),
+)
+EXPERTS = re.compile(r"(.*\.experts\.)(w13|w2)_weight")
+
+
+class Recipe(msgspec.Struct, frozen=True):
+    """What one tensor of the server is made of: published tensors in a row, then zeros.
+
+    Attributes:
+        padding: rows of zeros, as long as those of the parts.
+    """
+
+    parts: tuple[str, ...]
+    padding: int = 0
+
+
+def by_expert(layout: Layout) -> Layout:
+    """The same bytes, with each expert's tensors under names of their own, as SGLang reads them. A trainer that has a
+    layer's experts in one tensor, as transformers does, publishes them so: [experts, rows, columns], the rows of
+    `gate_proj` before those of `up_proj`."""
+    entries: list[TensorEntry] = []
+    for entry in layout.entries:
+        stack = Stack.of(entry.name, entry.shape)
+        if stack is None:
+            entries.append(entry)
+            continue
+        each, shape = entry.nbytes // (stack.experts * len(stack.pieces)), (stack.rows, stack.columns)
+        for number, name in enumerate(stack.names()):
+            entries.append(TensorEntry(name, entry.dtype, shape, entry.offset + number * each, each))
+    return Layout(tuple(entries), layout.nbytes)
+
+
+def recipes(server_names: Iterable[str], layout: Layout) -> dict[str, Recipe]:
+    """How each tensor of the server follows from published ones.
+
+    Raises:
+        Refused: one of them follows from none that we know, or a published one is in none of them.
+    """
+    published = {entry.name: entry for entry in layout.entries}
+    made = {name: _recipe(name, published) for name in server_names}
+    if unknown := sorted(name for name, recipe in made.items() if recipe is None):
+        raise Refused(
+            f"the server's tensor {unknown[0]}" + (f" and {len(unknown) - 1} more" if unknown[1:] else ""),
+            why="no published tensors are known to make it up, so that a load of it could not be verified",
+            hint="tensor-parallel and quantised servers, and models with other layers, are not supported yet",
+        )
+    found = {name: recipe for name, recipe in made.items() if recipe is not None}
+    used = {part for recipe in found.values() for part in recipe.parts}
+    # A head that is tied to the embedding is published, where it is, under its own name as well.
+    if left := sorted(published.keys() - used - {"lm_head.weight"}):
+        raise Refused(f"the published tensor {left[0]}", why="the server has none that it is part of")
+    return found
+
+
+def _recipe(name: str, published: Mapping[str, TensorEntry]) -> Recipe | None:
+    if name in published:
+        return Recipe((name,), _padding(name, published[name]))
+    parts: Sequence[str] = ()
+    for pattern, pieces in JOINED:
+        if match := pattern.fullmatch(name):
+            parts = [f"{match[1]}{piece}.{match[2]}" for piece in pieces]
+    if match := EXPERTS.fullmatch(name):
+        one = ("gate_proj", "up_proj") if match[2] == "w13" else ("down_proj",)
+        count = sum(1 for other in published if re.fullmatch(re.escape(match[1]) + r"\d+\.down_proj\.weight", other))
+        parts = [f"{match[1]}{expert}.{piece}.weight" for expert in range(count) for piece in one]
+    return Recipe(tuple(parts)) if parts and all(part in published for part in parts) else None
+
+
+def _padding(name: str, entry: TensorEntry) -> int:
+    if not name.endswith(("embed_tokens.weight", "lm_head.weight")) or not entry.shape:
+        return 0
+    return -entry.shape[0] % VOCABULARY_MULTIPLE
+
+
+def checksums(made: Mapping[str, Recipe], layout: Layout, data: memoryview, device: Device = "cpu") -> dict[str, str]:
+    """What a server on this device must report of each of its tensors if it holds `data`."""
+    entries = {entry.name: entry for entry in layout.entries}
+
+    def bytes_of(part: str) -> memoryview:
+        return data[entries[part].offset : entries[part].offset + entries[part].nbytes]
+
+    def hash_of(recipe: Recipe) -> str:
+        first = entries[recipe.parts[0]]
+        padding = recipe.padding * first.nbytes // first.shape[0] if recipe.padding else 0
+        return content_hash([bytes_of(part) for part in recipe.parts], padding, device)
+
+    return {name: hash_of(recipe) for name, recipe in made.items()}
+
+
+def compare(expected: Mapping[str, str], reported: Mapping[str, str], version: int) -> None:
+    """Hold what the server reports against what it must hold.
+
+    Raises:
+        Corrupt: they differ; says where.
+    """
+    wrong = sorted(name for name in expected.keys() | reported.keys() if expected.get(name) != reported.get(name))
+    if wrong:
+        raise Corrupt(
+            f"policy version {version} on the SGLang server",
+            why=f"{len(wrong)} of {len(expected)} tensors are not what was published, {wrong[0]} the first of them",
+            hint="the server said that it had loaded them; it is given up",
+        )
+
+
+def published_tensors(folder: Path, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of each tensor of a Hugging Face folder, floating ones in the engine's dtype: what a publication
+    of this model looks like, without loading it."""
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            floating = entry["dtype"] in ("F64", "F32", "F16", "BF16")
+            found[name] = (dtype if floating else entry["dtype"].lower(), tuple(entry["shape"]))
+    return found
+
+
+def check_layout(layout: Layout, model: Mapping[str, tuple[str, tuple[int, ...]]], needed: Iterable[str] = ()) -> None:
+    """Refuse a publication of another model before a byte of it is used.
+
+    Args:
+        needed: tensors that the server has parts of: a head is among them unless it is tied to the embedding.
+
+    Raises:
+        Refused: a tensor is missing, or of another name, dtype or shape.
+    """
+    ours = {entry.name: (entry.dtype, tuple(entry.shape)) for entry in layout.entries}
+    odd = sorted(name for name, what in ours.items() if model.get(name) != what)
+    missing = sorted(model.keys() - ours.keys() - ({"lm_head.weight"} - set(needed)))
+    if odd or missing:
+        what = f"{odd[0]} {ours[odd[0]]}" if odd else f"{missing[0]} is missing"
+        raise Refused(
+            f"published weights do not fit this engine: {what}",
+            why=f"the model has {model.get(odd[0]) if odd else model[missing[0]]}",
+            hint="trainer and engines must load the same model and dtype",
+        )
+
+
+class PrivateCopy:
+    """One version's bytes in a file that the server can load: a safetensors file whose data are our flat layout.
+
+    The file is mapped, so that a fetch writes where the server reads, and lies there for the next delta. Gaps that
+    alignment leaves between tensors become tensors of their own, which no model knows and SGLang skips.
+
+    Attributes:
+        version: which is whole in it; 0: none.
+        path: of the file. start: where the layout begins in it, a multiple of its alignment.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / "model.safetensors"
+        self.version = self.start = 0
+        self.layout: Layout | None = None
+        self._map: mmap.mmap | None = None
+        self._view: memoryview | None = None
+
+    def fill(self, source: WeightSource) -> memoryview:
+        """Fetch a version; its verified bytes.
+
+        Raises:
+            Gone, Corrupt, Refused: as of the source. OutOfSpace: there is no room for the file.
+        """
+        manifest = source.manifest
+        if manifest.payload == "delta" and (self.version != manifest.base or self.layout != manifest.layout):
+            raise Refused(
+                f"delta to policy version {manifest.version}",
+                why=f"it is of version {manifest.base}, and version {self.version} lies here",
+                hint="fetch the version in full",
+            )
+        if self.layout != manifest.layout:
+            self._create(manifest.layout)
+        assert self._view is not None
+        # Whatever comes of the fetch, what was there is no more.
+        self.version = 0
+        source.copy_into(self._view)
+        self.version = manifest.version
+        return self.view
+
+    @property
+    def view(self) -> memoryview:
+        """What is in it, read-only; release it after use."""
+        assert self._view is not None, "nothing was fetched yet"
+        return self._view.toreadonly()
+
+    def _create(self, layout: Layout) -> None:
+        self._unmap()
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        header = safetensors_header(by_expert(layout))
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, len(header) + layout.nbytes)
+            os.pwrite(descriptor, header, 0)
+            self._map = mmap.mmap(descriptor, len(header) + layout.nbytes)
+        except OSError as error:
+            self.path.unlink(missing_ok=True)
+            raise OutOfSpace(
+                f"{layout.nbytes >> 20} MiB for an engine's weights in {self.folder}",
+                why=str(error),
+                hint="enlarge /dev/shm",
+            ) from error
+        finally:
+            os.close(descriptor)
+        self._view = memoryview(self._map)[len(header) :]
+        self.layout, self.version, self.start = layout, 0, len(header)
+
+    def close(self) -> None:
+        """Unmap, and remove the folder."""
+        self._unmap()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _unmap(self) -> None:
+        # Where a thread that was given up still holds views, the memory goes with the last of them.
+        with suppress(BufferError):
+            if self._view is not None:
+                self._view.release()
+            if self._map is not None:
+                self._map.close()
+        self._view = self._map = self.layout = None
+        self.version = 0
+
+
+def safetensors_header(layout: Layout) -> bytes:
+    """Length and header of a safetensors file of this layout; a multiple of the alignment long."""
+    entries: dict[str, object] = {}
+    end = 0
+    for entry in (*layout.entries, TensorEntry("", "uint8", (0,), layout.nbytes, 0)):
+        if entry.offset > end:
+            gap = entry.offset - end
+            entries[f"_gap_{end}"] = {"dtype": "U8", "shape": [gap], "data_offsets": [end, entry.offset]}
+        end = entry.offset + entry.nbytes
+        if entry.name:
+            dtype, span = SAFETENSORS_DTYPES[entry.dtype], [entry.offset, end]
+            entries[entry.name] = {"dtype": dtype, "shape": list(entry.shape), "data_offsets": span}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text

@@ -1,0 +1,175 @@
+"""What [algorithm] may not ask for together: refused with the reason before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from relax_rt.config.problems import Problem
+from relax_rt.roles.job.sections import RLConfig
+from relax_rt.roles.training.algorithms.idle_checks import check_idle
+from relax_rt.roles.training.algorithms.objective import Parts, read_parts
+from relax_rt.roles.training.algorithms.registry import bind
+
+BESIDE = {"reference": "log-probabilities of a reference policy or teacher", "values": "the values of a critic"}
+ROLE = {"reference": "reference", "values": "critic"}
+
+
+def check_algorithm(config: RLConfig) -> Iterator[Problem]:
+    """Unknown parts and options, and parts that do not go together."""
+    table, base = config.algorithm, Path(config.config_dir)
+    yield from _filters(config, base)
+    if table.sampler is not None:
+        found = bind("sampler", table.sampler, ("algorithm", "sampler"), base=base, defaults={})
+        yield from found if isinstance(found, list) else ()
+    parts = read_parts(table, base=base, longest=config.sampling.max_new_tokens)
+    if isinstance(parts, list):
+        yield from parts
+        return
+    yield from _streaming(config, parts)
+    yield from _updates(config, parts)
+    if table.group_size < 2 and "groups" in parts.advantage.part.traits:
+        message = f"group_size = 1, and advantage '{parts.advantage.part.name}' compares the samples of a group"
+        hint = "at least 2; gae, reinforce_pp and distillation do with one"
+        yield Problem(("algorithm", "group_size"), message, hint)
+    yield from _columns(config, parts)
+    yield from _returns(parts)
+    yield from _weights(parts)
+    yield from _kl(parts)
+    yield from _pairs(parts)
+    yield from _judgement(parts)
+    yield from check_idle(config, parts)
+
+
+def _filters(config: RLConfig, base: Path) -> Iterator[Problem]:
+    table = config.algorithm
+    for index, given in enumerate(table.filters):
+        place = ("algorithm", "filters", index)
+        found = bind("filter", given, place, base=base, defaults={})
+        if isinstance(found, list):
+            yield from found
+        elif table.group_size < 2 and "groups" in found.part.traits:
+            message = f"group_size = 1, and filter '{found.part.name}' compares the samples of a group"
+            yield Problem(place, message, "leave the filter out, or set group_size to 2 or more")
+    if table.filters and config.data.epochs is not None:
+        message = "filters leave prompts out, so that data.epochs would end before algorithm.steps are full"
+        yield Problem(("data", "epochs"), message, "leave data.epochs out", at="key")
+    if not table.filters and "refill" in table.model_fields_set:
+        yield Problem(("algorithm", "refill"), "refill has no effect without filters", "leave it out", at="key")
+
+
+def _streaming(config: RLConfig, parts: Parts) -> Iterator[Problem]:
+    """Gradients before the batch is whole, asked for where there can be none."""
+    if not config.algorithm.streaming:
+        return
+    whole = next((part for part in parts.all() if part.needs & {"batch", "values"}), None)
+    if whole is not None:
+        what = "needs the whole step's samples at once" if "batch" in whole.needs else "needs a critic's values"
+        message = f"streaming = true, and {whole.part.kind} '{whole.part.name}' {what}"
+        message += ": no gradient can be computed before the last group is there"
+        yield Problem(("algorithm", "streaming"), message, "leave it out")
+
+
+def _updates(config: RLConfig, parts: Parts) -> Iterator[Problem]:
+    """Several updates of one step, where there cannot be as many."""
+    table, place = config.algorithm, ("algorithm", "updates_per_step")
+    if table.updates_per_step == 1:
+        return
+    asked = f"updates_per_step = {table.updates_per_step}"
+    if "updates_per_step" not in table.model_fields_set:
+        asked += f" (preset '{table.name}')"
+    if table.updates_per_step > table.prompts_per_step:
+        message = f"{asked} is more than prompts_per_step = {table.prompts_per_step}: a mini-batch is of whole groups"
+        yield Problem(place, message, f"at most {table.prompts_per_step}")
+    if table.streaming:
+        message = f"streaming = true, and {asked}: the groups of a step are dealt out when all of them are there"
+        yield Problem(("algorithm", "streaming"), message, "leave it out, or set updates_per_step = 1")
+    loss = parts.loss
+    if "prepare" in loss.part.extras and "proximal" in loss.needs:
+        message = (
+            f"{asked}, and loss '{loss.part.name}' decides by the weights before the first update what it leaves out: "
+            "later updates would be without its bound"
+        )
+        yield Problem(place, message, "set updates_per_step = 1")
+
+
+def _columns(config: RLConfig, parts: Parts) -> Iterator[Problem]:
+    """Columns that a role of its own has to compute."""
+    for part in parts.all():
+        for need in sorted(part.needs & ROLE.keys()):
+            if (role := ROLE[need]) not in config.roles:
+                message = f"{part.part.kind} '{part.part.name}' needs {BESIDE[need]}, and the run has no {role} role"
+                yield Problem(part.place, message, f"add [roles.{role}], or use another {part.part.kind}")
+
+
+def _returns(parts: Parts) -> Iterator[Problem]:
+    """A critic that nobody tells what to learn."""
+    asks = next((part for part in parts.all() if "values" in part.needs), None)
+    advantage = parts.advantage
+    if asks is not None and "returns" not in advantage.part.extras:
+        message = (
+            f"{asks.part.kind} '{asks.part.name}' needs a critic, and advantage '{advantage.part.name}' does not say "
+            "which returns it is to learn"
+        )
+        hint = 'declare them: @part("advantage", options=GaeOptions, needs={"values"}, returns=gae_returns)'
+        yield Problem(advantage.place, message, hint)
+
+
+def _weights(parts: Parts) -> Iterator[Problem]:
+    """Importance weights that would count twice."""
+    weighting = [c for c in parts.corrections if "weights" in c.part.traits]
+    for second in weighting[1:]:
+        message = f"corrections '{weighting[0].part.name}' and '{second.part.name}' both weight by the same ratio"
+        yield Problem(second.place, f"{message}: it would count twice", "keep one; rejection may stand beside it")
+    loss = parts.loss
+    for correction in weighting[:1]:
+        name = f"loss '{loss.part.name}'"
+        if "weights" in loss.part.traits:
+            message = f"{name} weights by pi / pi_behaviour itself, and correction '{correction.part.name}' does again"
+            yield Problem(correction.place, message, "leave it out; rejection may stand beside it")
+        elif "ratio" in loss.part.traits and getattr(loss.options, "ratio_to", "") == "behaviour":
+            message = (
+                f"{name} takes its ratio to the behaviour policy, which corrects for it already; correction "
+                f"'{correction.part.name}' would count it twice"
+            )
+            hint = f'loss = {{ name = "{loss.part.name}", ratio_to = "proximal" }}, or use rejection'
+            yield Problem(correction.place, message, hint)
+
+
+def _kl(parts: Parts) -> Iterator[Problem]:
+    kl = parts.kl
+    if kl is None:
+        return
+    place = getattr(kl.options, "place", "loss")
+    if place == "loss" and "no_gradient" in kl.part.traits:
+        message = f"'{kl.part.name}' as a term of the loss has a gradient of zero in expectation: it holds nothing back"
+        yield Problem(kl.place, message, 'set place = "reward", or use "k2", "k3" or "unbiased"')
+    if place == "reward" and "cost" not in kl.part.extras:
+        message = f"'{kl.part.name}' has no function 'cost', and it is to be placed in the reward"
+        yield Problem(kl.place, message, 'declare it with @part("kl", cost=…), or set place = "loss"')
+    if place == "reward" and "no_cost" in parts.advantage.part.traits:
+        message = f"advantage '{parts.advantage.part.name}' does not look at the reward that the KL is placed in"
+        yield Problem(kl.place, message, 'set place = "loss"')
+
+
+def _pairs(parts: Parts) -> Iterator[Problem]:
+    paired, counted = "pairs" in parts.loss.needs, "pairs" in parts.aggregation.part.traits
+    if paired and not counted:
+        message = f"loss '{parts.loss.part.name}' is of pairs, and '{parts.aggregation.part.name}' counts none"
+        yield Problem(parts.aggregation.place, message, 'set aggregation = "pair_mean"')
+    if counted and not paired:
+        message = (
+            f"aggregation '{parts.aggregation.part.name}' counts pairs, and loss '{parts.loss.part.name}' has none"
+        )
+        yield Problem(parts.aggregation.place, message, 'use "token_mean", "sequence_mean" or "fixed_length"')
+
+
+def _judgement(parts: Parts) -> Iterator[Problem]:
+    """A loss that looks at no advantage with a part that computes one, and the other way round."""
+    blind, unjudged = "unjudged" in parts.loss.part.traits, "unjudged" in parts.advantage.part.traits
+    if blind and not unjudged:
+        message = f"loss '{parts.loss.part.name}' looks at no advantage, and advantage is '{parts.advantage.part.name}'"
+        yield Problem(parts.advantage.place, message, 'set advantage = "none"')
+    if unjudged and not blind:
+        message = f"advantage '{parts.advantage.part.name}' judges no token, and loss '{parts.loss.part.name}' needs it"
+        yield Problem(parts.advantage.place, message, 'as "grpo", "rloo" or "gae"')

@@ -1,0 +1,216 @@
+"""How parts of the weights come from the ranks of a gang to rank 0.
+
+For a publication every rank copies its part aside; from then on the weights may change. The copies then cross over a
+process group that nothing else uses, on a thread of its own, so that they meet no collective of the next step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from relax_rt.roles.models.device import CPU
+from relax_rt.transport.rpc.errors import RelaxError, Unreachable
+
+T = TypeVar("T")
+
+GATHER_S = 300.0
+"""Of rank 0, for another rank's copy aside and for each of its messages: after that the rank is taken for hung."""
+ORDER_S = 1800.0
+"""Of rank 0, until a rank takes the order: it may be busy with the step, whose collectives wait as long."""
+TURN_S = 86_400.0
+"""Of the other ranks, for their turn: gloo sends when rank 0 receives. A rank 0 that is gone ends the wait, one that
+hangs is ended by its supervisor."""
+WORD_BYTES = 512
+ORDER, COPIED = "word of the order to copy its weights aside", "word of its copy aside"
+
+
+def gathered(value: T, group: dist.ProcessGroup) -> list[T]:
+    """A small plain value of each rank of a group, by rank, on all of them."""
+    data = msgspec.msgpack.encode(value)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+    longest = max(int(size) for size in sizes)
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    found = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(found, mine, group=group)
+    return [
+        msgspec.msgpack.decode(bytes(part[: int(size)].numpy()), type=type(value))
+        for part, size in zip(found, sizes, strict=True)
+    ]
+
+
+class Channel:
+    """From every rank of a group to rank 0, whose calls match theirs one by one. One thread of a rank uses it at a
+    time.
+
+    Args:
+        group: gloo, over ordinary memory. Its timeout bounds the wait of a rank for its turn.
+        device: where this rank's weights are.
+        gather_s: deadline of what rank 0 receives; unless given, that of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device = CPU, gather_s: float | None = None) -> None:
+        self.group, self.rank, self.world, self._device = group, group.rank(), group.size(), device
+        self._gather_s = gather_s
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @classmethod
+    def beside_training(cls, device: torch.device, gather_s: float = GATHER_S) -> Channel:
+        """One over a group of all ranks that is made for it; all make it at the same time."""
+        return cls(dist.new_group(backend="gloo", timeout=timedelta(seconds=TURN_S)), device, gather_s)
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Where this rank's part is kept, uint8 [nbytes]; the same each time: fresh pages cost more than the copy."""
+        if self._memory.numel() != nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        return self._memory
+
+    @contextmanager
+    def copying(self, copied: Callable[[], None]) -> Iterator[None]:
+        """Around a rank's copy of its part. All ranks leave it together.
+
+        Args:
+            copied: called when this rank's copy is made, or has failed.
+
+        Raises:
+            Exception: what this rank's copy raised. RelaxError: another rank's failed. Unreachable: one is gone.
+        """
+        arrived = self._begin_send(_word(""), 0, ORDER) if self.rank != 0 else None
+        failed: Exception | None = None
+        try:
+            with _own_stream(self._device):
+                yield
+        except Exception as error:  # noqa: BLE001 - the others are told before it is raised
+            failed = error
+        copied()
+        told = self._agreed(arrived, f"{type(failed).__name__}: {failed}" if failed is not None else "")
+        if failed is not None:
+            raise failed
+        if told:
+            who, _, why = told.partition(" ")
+            raise RelaxError(f"rank {who} could not copy its weights aside", why=why)
+
+    def _agreed(self, arrived: dist.Work | None, why: str) -> str:
+        """The first rank whose copy failed, and why; empty if none did. All ranks get the same."""
+        word = _word(why)
+        if arrived is not None:
+            self._end(arrived, f"sending {ORDER} to rank 0")
+            self._send(word, 0, COPIED)
+            self._receive(word, 0, "whether all ranks have copied their weights aside")
+            return _text(word)
+        told = f"0 {why}" if why else ""
+        for rank in range(1, self.world):
+            self._receive(word, rank, ORDER, self._order_s)
+            self._receive(word, rank, COPIED, self._gather_s)
+            told = told or (f"{rank} {_text(word)}" if _text(word) else "")
+        for rank in range(1, self.world):
+            self._send(_word(told), rank, "whether all ranks have copied their weights aside")
+        return told
+
+    def send(self, part: torch.Tensor, what: str) -> None:
+        """To rank 0; uint8, contiguous, in ordinary memory. Returns when rank 0 has received it.
+
+        Raises:
+            Unreachable: rank 0 is gone.
+        """
+        self._send(part, 0, what)
+
+    def receive(self, into: torch.Tensor, rank: int, what: str) -> None:
+        """On rank 0, what a rank sends.
+
+        Raises:
+            Unreachable: the rank is gone, or does not send it in time.
+        """
+        self._receive(into, rank, what, self._gather_s)
+
+    def whole(self, rows: torch.Tensor, each: int) -> torch.Tensor:
+        """The rows of all ranks, one after the other, on each of them, in ordinary memory; all call it, as the first
+        part of an order.
+
+        Args:
+            rows: this rank's, [at most each, ...].
+        """
+        found = torch.zeros((self.world, each, *rows.shape[1:]), dtype=rows.dtype)
+        found[self.rank, : len(rows)] = rows.detach()
+        what = "rows of an adapter"
+        if self.rank == 0:
+            for rank in range(1, self.world):
+                self._receive(found[rank], rank, what, self._order_s)
+            for rank in range(1, self.world):
+                self._send(found, rank, what)
+        else:
+            self._send(found[self.rank], 0, what)
+            self._receive(found, 0, what)
+        return found.flatten(0, 1)
+
+    @property
+    def _order_s(self) -> float | None:
+        return None if self._gather_s is None else max(ORDER_S, self._gather_s)
+
+    def _receive(self, into: torch.Tensor, rank: int, what: str, timeout_s: float | None = None) -> None:
+        what = f"{what} from rank {rank}"
+        with _talk(what):
+            work = self.group.recv([into], rank, 0)
+        self._end(work, what, timeout_s)
+
+    def _send(self, part: torch.Tensor, rank: int, what: str) -> None:
+        self._end(self._begin_send(part, rank, what), f"sending {what} to rank {rank}")
+
+    def _begin_send(self, part: torch.Tensor, rank: int, what: str) -> dist.Work:
+        with _talk(f"sending {what} to rank {rank}"):
+            return self.group.send([part], rank, 0)
+
+    @staticmethod
+    def _end(work: dist.Work, what: str, timeout_s: float | None = None) -> None:
+        with _talk(what):
+            if timeout_s is None:
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=timeout_s))
+
+
+@contextmanager
+def _talk(what: str) -> Iterator[None]:
+    """Around calls of gloo alone: whatever else raises a RuntimeError, as memory that does not suffice, is no lost
+    rank."""
+    try:
+        yield
+    except RuntimeError as error:  # gloo has one kind for a peer that is gone and for one that is late
+        hint = "the trainer's gang begins again at its last checkpoint; was a rank killed, or did it hang?"
+        raise Unreachable(f"the weights of the gang: {what}", why=_said(error), hint=hint) from error
+
+
+def _word(text: str) -> torch.Tensor:
+    """A message of fixed size."""
+    return torch.frombuffer(bytearray(text.encode()[:WORD_BYTES].ljust(WORD_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _text(word: torch.Tensor) -> str:
+    return word.numpy().tobytes().rstrip(b"\0").decode(errors="ignore")
+
+
+def _said(error: RuntimeError) -> str:
+    """What gloo says, without the place in its source before it and the advice on reading logs behind it."""
+    return re.sub(r"^\[/\S+\] ", "", str(error)).partition(". ")[0]
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """On a GPU, copies within this wait for what was begun before them and hold up nothing that is begun after."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.default_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()

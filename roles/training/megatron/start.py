@@ -1,0 +1,81 @@
+"""A rank of the trainer's gang, from the run's config to a backend that is ready for orders."""
+
+from __future__ import annotations
+
+import os
+
+from relax_rt.hosting.gang import Gang
+from relax_rt.hosting.role import RoleContext
+from relax_rt.roles.base.locations import model_folder
+from relax_rt.roles.job.sections import EngineSettings, RLConfig, TrainerSettings
+from relax_rt.roles.models.opening import refused_for_good
+from relax_rt.roles.training.algorithms.objective import Objective
+from relax_rt.roles.training.budget import Budget
+from relax_rt.roles.training.gang import Follower, Leader
+from relax_rt.roles.training.megatron.backend import MegatronBackend
+from relax_rt.roles.training.megatron.model import LayerChoice, choose_layers, sizes_of
+from relax_rt.roles.training.megatron.ranks import Ranks
+
+REMEDY = (
+    "cut the model over more ranks (roles.trainer.tensor_parallel, pipeline_parallel), or compute more of it again "
+    '(roles.trainer.recompute = "full")'
+)
+LOCAL_COSTS = (
+    "attention goes through a pack sequence by sequence, experts are computed one after another, rotary embeddings and "
+    "activations are not fused"
+)
+LOCAL_REMEDY = 'install transformer-engine; roles.trainer.layers = "local" says that these are wanted'
+
+
+def open_rank(ctx: RoleContext, objective: Objective) -> Leader | Follower:
+    """Join the gang that the supervisor has started, and load this rank's part of the model.
+
+    Raises:
+        BadInput: the model or the settings ask for what this backend cannot do.
+    """
+    assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, TrainerSettings)
+    gang = Gang.here()
+    if gang.local_world_size == gang.world_size:
+        # Nobody outside this machine has to reach the ranks.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    ranks = Ranks(sizes_of(ctx.settings), gang.store(), gang.rank, local_rank=gang.local_rank, seed=ctx.config.run.seed)
+    folder, budget = model_folder(ctx), Budget.of(ctx, ctx.settings.tokens_per_micro_batch, REMEDY)
+    with refused_for_good():
+        choice = choose_layers(ctx.settings.layers)
+        if gang.local_rank == 0:
+            tell_layers(ctx, choice)
+        backend = MegatronBackend(
+            folder,
+            ctx.config.algorithm,
+            ctx.settings,
+            ranks,
+            temperature=ctx.config.sampling.temperature,
+            objective=objective,
+            stacked_experts=not serves_single_experts(ctx.config),
+            layers=choice.layers,
+            on_progress=ctx.progress.advance,
+            budget=budget,
+        )
+    if gang.rank == 0:
+        return Leader(backend)
+
+    def doing(order: str) -> None:
+        ctx.progress.waiting("" if order else "orders of rank 0")
+
+    return Follower(backend, doing, ctx.progress.waiting)
+
+
+def tell_layers(ctx: RoleContext, choice: LayerChoice) -> None:
+    """Say whose layers compute the model; loudly where they are not the device's default and nobody asked for them."""
+    if not choice.fallback:
+        ctx.log.info("layers of the model", layers=choice.layers)
+        return
+    facts = {"layers": choice.layers, "why": choice.fallback, "costs": LOCAL_COSTS, "hint": LOCAL_REMEDY}
+    ctx.event("layers_fallback", **facts)
+    ctx.log.warning("Megatron-Core's own layers stand in for TransformerEngine's", **facts)
+
+
+def serves_single_experts(config: RLConfig) -> bool:
+    """Whether an engine of the run takes each expert's weights on their own, as SGLang does."""
+    engines = [table for table in config.roles.values() if isinstance(table, EngineSettings) and table.count]
+    return any(table.engine == "sglang" for table in engines)

@@ -1,0 +1,197 @@
+"""The reference role: log-probabilities of a model that is not trained, for KL terms, DPO and distillation."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from relax_rt.config.schema import RoleSettings
+from relax_rt.hosting.role import Role, RoleContext
+from relax_rt.roles.base.locations import MODEL_CODE
+from relax_rt.roles.job.sections import ReferenceSettings, RLConfig
+from relax_rt.transport.rpc.errors import RelaxError
+
+if TYPE_CHECKING:
+    from relax_rt.roles.training.reference.model import FrozenModel
+    from relax_rt.transport.queue.api import SampleKey
+    from relax_rt.transport.queue.client import LeasedBatch, QueueClient
+
+TASK, COLUMN = "reference", "reference_logprobs"
+FETCH_S = 10.0
+"""Wait for payload of another node before the samples are given back: its owner may be dead."""
+LOAD_ALLOWANCE_S = 180.0
+FAILURES_IN_A_ROW = 64
+"""Failed samples without a good one between them: then it is the model, not the samples."""
+REPORT_EVERY_S = 5.0
+
+
+class ReferenceRole(Role):
+    """Takes completions from the queue and puts `reference_logprobs` on them, float32 [T].
+
+    The model is the policy before its first step, after a cold start, or the teacher that [roles.reference] names. It
+    never changes, so that the column does not lapse, and a slot that dies costs the samples in hand, which another one
+    gets. A sample that the model cannot judge (a token outside its vocabulary, a log-probability that is not finite)
+    fails, and is made again as `on_failed_member` says.
+    """
+
+    kind: ClassVar[str] = "reference"
+    tier: ClassVar[int] = 40
+    preload: ClassVar[tuple[str, ...]] = (
+        "torch",
+        "transformers",
+        "relax_rt.roles.training.reference.model",
+        "relax_rt.roles.base.columns",
+        "relax_rt.transport.queue.client",
+        *MODEL_CODE,
+    )
+    Settings: ClassVar[type[RoleSettings]] = ReferenceSettings
+
+    def __init__(self, ctx: RoleContext) -> None:
+        super().__init__(ctx)
+        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, ReferenceSettings)
+        self.config, self.settings = ctx.config, ctx.settings
+        self.model: FrozenModel
+        self.queue: QueueClient
+        self._failures_in_a_row = 0
+        self._worked = False
+        self._tally = Tally(0.0)
+
+    async def setup(self) -> None:
+        from relax_rt.transport.queue.client import QueueClient
+
+        if (folder := await asyncio.to_thread(self._folder)) is not None:
+            await self._open(folder)
+        self.queue = QueueClient(
+            await self.ctx.queue(),
+            self.ctx.who,
+            self.ctx.payload_dir,
+            spill_dir=self.ctx.spill_dir,
+            slab_bytes=self.config.queue.slab_mib << 20,
+            capacity_bytes=self.config.queue.capacity_mib << 20,
+            fetcher=self.ctx.fetcher,
+            fetch_s=FETCH_S,
+            on_wait=self.ctx.progress.waiting,
+        )
+
+    def _folder(self) -> Path | None:
+        """The model's; None while it is to come: the policy after a cold start."""
+        from relax_rt.roles.base.locations import config_dir
+        from relax_rt.roles.models.resolve import resolve_model
+        from relax_rt.roles.training.sft.kept import finished
+
+        if self.settings.model is None and self.config.cold_start.wanted:
+            return finished(self.ctx.run_dir)
+        return resolve_model(self.settings.model or self.config.model.path, config_dir(self.ctx))
+
+    async def _open(self, folder: Path) -> None:
+        self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
+        await asyncio.to_thread(self._load, folder)
+
+    def _load(self, folder: Path) -> None:
+        from relax_rt.roles.models.device import open_device
+        from relax_rt.roles.models.opening import refused_for_good
+        from relax_rt.roles.training.budget import Budget
+        from relax_rt.roles.training.reference.model import FrozenModel
+
+        device, budget = open_device(self.ctx, self.settings), Budget.of(self.ctx, self.settings.tokens_per_micro_batch)
+        with refused_for_good():
+            self.model = FrozenModel(
+                folder,
+                dtype=self.settings.dtype,
+                threads=self.settings.threads,
+                budget=budget,
+                temperature=self.config.sampling.temperature,
+                device=device,
+            )
+
+    async def run(self) -> None:
+        from relax_rt.roles.base.consume import consume
+        from relax_rt.roles.training.sft.waiting import weights_after
+
+        if not hasattr(self, "model"):
+            # It comes after the time for a start.
+            await self.ctx.ready()
+            folder = await weights_after(self.ctx)
+            if folder is None:
+                return
+            await self._open(folder)
+        try:
+            await consume(self.ctx, self.queue, TASK, self.settings.batch, self._judge, "completions to judge")
+        finally:
+            self._report(last=True)
+
+    async def _judge(self, batch: LeasedBatch) -> None:
+        from relax_rt.transport.queue.api import Failure
+
+        began = time.monotonic()
+        columns, failed = await asyncio.to_thread(self._compute, batch)
+        await self.queue.complete(TASK, batch, columns, [Failure(key, why) for key, why in failed.items()])
+        if not self._worked:
+            self._worked = True
+            self.ctx.event("first_work", what=f"{len(columns)} samples judged")
+        self._tally.samples += len(columns)
+        self._tally.failed += len(failed)
+        self._tally.seconds += time.monotonic() - began
+        self._report()
+        self._failures_in_a_row = 0 if columns else self._failures_in_a_row + len(failed)
+        if self._failures_in_a_row >= FAILURES_IN_A_ROW:
+            raise RelaxError(
+                f"the reference model could not judge {self._failures_in_a_row} samples in a row",
+                why=next(iter(failed.values())),
+                hint="see roles.reference.model; the samples that failed are made again",
+            )
+
+    def _compute(self, batch: LeasedBatch) -> tuple[dict[SampleKey, dict[str, Any]], dict[SampleKey, str]]:
+        """Columns of the samples that can be judged, and why the others cannot."""
+        import numpy as np
+
+        from relax_rt.roles.base.columns import read_sample
+
+        samples = {leased.key: read_sample(leased) for leased in batch.samples}
+        failed: dict[SampleKey, str] = {}
+        for key, sample in samples.items():
+            if (highest := int(sample.tokens.max(initial=0))) >= self.model.vocabulary:
+                failed[key] = f"token {highest} is not in the reference's vocabulary of {self.model.vocabulary}"
+        good = {key: sample for key, sample in samples.items() if key not in failed}
+        found = self.model.log_probabilities(list(good.values()), self.ctx.progress.advance)
+        columns: dict[SampleKey, dict[str, Any]] = {}
+        for (key, sample), values in zip(good.items(), found, strict=True):
+            if np.isfinite(values).all():
+                columns[key] = {COLUMN: values}
+                self._tally.tokens += int(sample.loss_mask.sum())
+                self._tally.logprobs += float(values.sum())
+            else:
+                failed[key] = "a log-probability of the reference is not finite"
+        return columns, failed
+
+    def _report(self, *, last: bool = False) -> None:
+        """Metrics and failures, at most one record each every few seconds."""
+        tally, now = self._tally, time.monotonic()
+        if not (tally.samples or tally.failed) or not (last or now - tally.since >= REPORT_EVERY_S):
+            return
+        if tally.failed:
+            self.ctx.log.warning("the reference could not judge samples", samples=tally.failed)
+        self.ctx.metrics({"kind": "reference", "slot": self.ctx.who.slot, **tally.record()})
+        self._tally = Tally(now)
+
+
+class Tally:
+    """What was judged since the last report."""
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self.samples = self.failed = self.tokens = 0
+        self.seconds = self.logprobs = 0.0
+
+    def record(self) -> dict[str, Any]:
+        """Counts, seconds of work, and the mean log-probability of the sampled tokens, nats."""
+        mean = self.logprobs / self.tokens if self.tokens else None
+        return {
+            "samples": self.samples,
+            "failed": self.failed,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "mean_logprob": mean,
+        }

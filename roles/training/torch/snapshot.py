@@ -1,0 +1,226 @@
+"""Checkpoints of the torch backend: a Hugging Face folder, the adapters, and each rank's part of the optimizer's state.
+
+The moments are blocks of Hugging Face tensors (`relax_rt.roles.training.blocks`), so that any number of ranks, and the
+Megatron backend, can go on from them. Beside them each rank keeps the states of its random generators: nothing here
+draws from them, a loss of the user's may.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import save_file
+
+from relax_rt.roles.models.device import CPU, generator_states, on_host, set_generator_states
+from relax_rt.roles.training.blocks import (
+    MASTER,
+    MOMENTS,
+    Block,
+    OptimizerFiles,
+    Read,
+    TensorFiles,
+    await_files,
+    file_of,
+    key_of,
+    whole,
+    write,
+)
+from relax_rt.roles.training.checkpoint import TOKENIZER_FILES
+from relax_rt.roles.training.memory import give_back
+from relax_rt.roles.training.torch import adapters
+from relax_rt.roles.training.torch.experts import Experts
+from relax_rt.roles.training.torch.pieces import Piece
+from relax_rt.roles.training.torch.settings import LoraTable
+from relax_rt.roles.training.torch.weights import Weights
+from relax_rt.transport.rpc.errors import Refused, RelaxError
+
+K = TypeVar("K")
+
+GENERATOR = "generator_"
+"""Before the kind of a device, in the name of a random generator's state."""
+DTYPE = "float32"
+"""Of the weights in a checkpoint: what the optimizer goes on from."""
+
+
+class Snapshots:
+    """Copies of a backend's state, and what is made of them.
+
+    Args:
+        source: the folder that the model was loaded from; its tokenizer goes along.
+        lora: of the adapters, if only those are trained.
+    """
+
+    def __init__(self, model: Any, weights: Weights, source: Path, lora: LoraTable | None) -> None:
+        self._model, self._weights, self._source, self._lora = model, weights, source, lora
+        self._rank, self._world = (0, 1) if weights.ranks is None else (weights.ranks.rank, weights.ranks.world)
+        self._device = weights.published[0].parameter.device
+        self._experts = Experts(model.config, weights.published)
+        self.forget()
+
+    def forget(self) -> None:
+        """There is no snapshot, and no memory is kept for one."""
+        self._moments: dict[tuple[str, Block], torch.Tensor] = {}
+        self._generators: dict[str, torch.Tensor] = {}
+        self._adapters: dict[str, torch.Tensor] = {}
+        self._merged = bytearray()
+        self._steps = -1
+
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy the state aside: on rank 0 the whole model, on each rank its own moments. All ranks at the same time."""
+        steps = 0
+        for piece in self._weights.trained:
+            state = optimizer.state.get(piece.values, {})
+            steps = max(steps, int(state.get("step", 0)))
+            for kind in MOMENTS:
+                if kind in state:
+                    block = piece.block
+                    _keep(self._moments, (kind, block), state[kind].view(block.rows, block.columns))
+        for adapter in self._weights.adapters.values():
+            for piece in (adapter.a, adapter.b):
+                _keep(self._adapters, adapters.PREFIX + piece.name, self._weights.whole(piece))
+        if self._rank == 0 and not self._merged:
+            self._merged = bytearray(self._weights.layout(DTYPE).nbytes)
+        self._weights.export(memoryview(self._merged) if self._rank == 0 else None, DTYPE)
+        states = generator_states(self._device)
+        self._generators = {f"{self._name}|{GENERATOR}{kind}": state for kind, state in states.items()}
+        self._steps = steps
+        give_back()
+
+    def write(self, folder: Path) -> None:
+        """Write the last snapshot: each rank its moments, rank 0 the rest; it returns when all files are there. No
+        collectives: training may go on.
+
+        Raises:
+            Refused: no snapshot was taken. DeadlineExceeded: another rank's file does not come.
+        """
+        if self._steps < 0:
+            raise Refused(f"write checkpoint {folder}", why="no snapshot was taken")
+        moments = {
+            key_of(kind, part): values
+            for (kind, block), found in self._moments.items()
+            for part, values in self._experts.apart(block, found)
+        }
+        write(file_of(folder, self._rank, self._world), {**moments, **self._generators}, self._steps)
+        if self._rank != 0:
+            return
+        save_file(self._tensors(), folder / "model.safetensors", metadata={"format": "pt"})
+        self._model.config.save_pretrained(folder)
+        if self._model.generation_config is not None:
+            self._model.generation_config.save_pretrained(folder)
+        for pattern in TOKENIZER_FILES:
+            for path in self._source.glob(pattern):
+                shutil.copyfile(path, folder / path.name)
+        if self._lora is not None:
+            inner = folder / adapters.FOLDER
+            inner.mkdir()
+            save_file(self._adapters, inner / adapters.WEIGHTS_FILE, metadata={"format": "pt"})
+            adapters.write_config(inner, self._lora, self._source)
+        await_files(folder, self._world)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """The model of the last snapshot, under a checkpoint's names; views."""
+        flat, found = torch.frombuffer(self._merged, dtype=torch.uint8), {}
+        for entry, piece in zip(self._weights.layout(DTYPE).entries, self._weights.published, strict=True):
+            values = flat[entry.offset : entry.offset + entry.nbytes].view(torch.float32)
+            shapes = self._experts.shapes(piece)
+            for part, own in self._experts.apart(whole(piece.name, piece.shape), values):
+                found[part.name] = own.view(shapes[part.name])
+        return found
+
+    def restore(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
+        """Take weights and moments from a checkpoint, however many ranks wrote it. Nothing is changed before all of it
+        was found good.
+
+        Raises:
+            Refused: it is of another model, or lacks something. SafetensorError, OSError: a file cannot be read.
+            RelaxError: it is good, and of a training with other adapters; to pass over it would lose that.
+        """
+        weights, state = self._weights, OptimizerFiles(folder)
+        files, experts = TensorFiles(folder), self._experts
+        _check(files, [_there(files, experts, piece) for piece in weights.published])
+        read: Read = experts.reader(files, lambda name: files.shape(name) is not None)
+        pieces, prefix = list(weights.published), ""
+        if self._lora is not None:
+            pieces, prefix = weights.trained, adapters.PREFIX
+            read = self._adapters_of(folder)
+        elif (folder / adapters.FOLDER).is_dir():
+            raise _other_training(folder, "it is of a training of adapters")
+        elif state.has(MASTER):
+            read = experts.reader(state.reader(MASTER), partial(state.holds, MASTER))
+        moments = self._moments_of(state)
+        with torch.no_grad():
+            for piece in pieces:
+                if piece.rows:
+                    block = piece.block._replace(name=prefix + piece.name)
+                    piece.matrix.copy_(read(block))
+        optimizer.state.clear()
+        self.forget()
+        for piece in weights.trained:
+            if piece.name in moments:
+                step = torch.tensor(float(state.steps)).to(self._device)
+                optimizer.state[piece.values] = {**moments[piece.name], "step": step}
+        found = {kind: state.tensor(self._name, f"{GENERATOR}{kind}") for kind in (CPU.type, self._device.type)}
+        set_generator_states({kind: values for kind, values in found.items() if values is not None}, self._device)
+
+    @property
+    def _name(self) -> str:
+        """Of this rank, where a tensor has its name."""
+        return f"rank-{self._rank}"
+
+    def _adapters_of(self, folder: Path) -> TensorFiles:
+        inner = folder / adapters.FOLDER
+        if not inner.is_dir():
+            raise _other_training(folder, "it is of a training of all weights")
+        files = TensorFiles(inner, adapters.WEIGHTS_FILE)
+        try:
+            _check(files, [{adapters.PREFIX + piece.name: piece.shape} for piece in self._weights.trained])
+        except Refused as error:
+            raise _other_training(folder, error.why) from error
+        return files
+
+    def _moments_of(self, files: OptimizerFiles) -> dict[str, dict[str, torch.Tensor]]:
+        """Of this rank's rows, by the name of the tensor; none where no step was taken yet."""
+        if not all(files.has(kind) for kind in MOMENTS):
+            return {}
+        reads = {kind: self._experts.reader(files.reader(kind), partial(files.holds, kind)) for kind in MOMENTS}
+        return {
+            piece.name: {
+                kind: read(piece.block).view(piece.values.shape).to(self._device) for kind, read in reads.items()
+            }
+            for piece in self._weights.trained
+            if piece.rows
+        }
+
+
+def _other_training(folder: Path, why: str) -> RelaxError:
+    hint = "set roles.trainer.lora as it was, or give this training a run of its own (run.name)"
+    return RelaxError(f"checkpoint {folder}", why=why, hint=hint)
+
+
+def _keep(kept: dict[K, torch.Tensor], name: K, values: torch.Tensor) -> None:
+    """Copied into the buffers of the last snapshot: fresh pages cost more than the copy."""
+    kept[name] = on_host(values.contiguous(), kept.get(name))
+
+
+def _there(files: TensorFiles, experts: Experts, piece: Piece) -> dict[str, tuple[int, ...]]:
+    """Names and shapes that files should have of a tensor: as the model has it where they do, for a stack of experts
+    was written so before."""
+    return {piece.name: piece.shape} if files.shape(piece.name) is not None else experts.shapes(piece)
+
+
+def _check(files: TensorFiles, wanted: Iterable[Mapping[str, tuple[int, ...]]]) -> None:
+    """See that files hold every one of these tensors.
+
+    Raises:
+        Refused: one is missing or of another shape; it is named.
+    """
+    for name, shape in (one for tensors in wanted for one in tensors.items()):
+        found = files.shape(name)
+        if found != shape:
+            what = "is missing" if found is None else f"has the shape {list(found)}, not {list(shape)}"
+            raise Refused(f"checkpoint {files.folder}", why=f"{name} {what}")

@@ -1,0 +1,212 @@
+"""A model's weights, or this rank's part of them, by Hugging Face name, adapters merged where there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from relax_rt.roles.models.device import on_host
+from relax_rt.roles.training.channel import Channel
+from relax_rt.roles.training.torch.pieces import Piece, piece_of, rows_of, to_rank_0
+from relax_rt.roles.training.torch.ranks import TorchRanks
+from relax_rt.transport.rpc.errors import Refused
+from relax_rt.transport.versions import ROOT
+from relax_rt.transport.weights import payloads
+from relax_rt.transport.weights.manifest import Layout, layout_of
+from relax_rt.transport.weights.payloads import Lora
+
+ADAPTER = "default"
+"""Under which name peft keeps the adapters that are trained."""
+LOOKED_AT = 1 << 14
+"""Elements of each adapted weight, at least, that `changes_kept` is measured on."""
+
+
+class Adapter(NamedTuple):
+    """The low-rank change of one weight: W + scale * B A.
+
+    Attributes:
+        a: [rank, in]. b: [out, rank]; a rank of the gang holds the same rows of it as of W.
+    """
+
+    a: Piece
+    b: Piece
+    alpha: float
+
+    @property
+    def scale(self) -> float:
+        """What the product is multiplied by."""
+        return self.alpha / self.a.shape[0]
+
+
+class Weights:
+    """A model's parameters.
+
+    Args:
+        model: a transformers model, with peft's layers in it where it has adapters, sharded if there are `ranks`.
+
+    Attributes:
+        published: the model's own tensors, in its own order. adapters: by the name of the weight that each changes.
+        trained: what the optimizer updates.
+        changes_kept: fraction of the elements changed by adapters that differ from the base weights in the dtype of the
+            last export or, with `low_rank`, of the base; the rest is lost to rounding. None: no change yet.
+    """
+
+    def __init__(self, model: Any, ranks: TorchRanks | None) -> None:
+        self.ranks = ranks
+        self.changes_kept: float | None = None
+        self._published_in = ""
+        self.published: list[Piece] = []
+        parts: dict[str, dict[str, Piece]] = {}
+        for name, parameter in model.named_parameters():
+            piece = piece_of(plain_name(name), parameter, ranks)
+            layer, part, _ = piece.name.rpartition(".lora_")
+            if part:
+                parts.setdefault(f"{layer}.weight", {})[piece.name[-len("A.weight")]] = piece
+            else:
+                self.published.append(piece)
+        alphas = {
+            plain_name(f"{name}.weight"): float(module.lora_alpha[ADAPTER])
+            for name, module in model.named_modules()
+            if hasattr(module, "lora_A")
+        }
+        self.adapters = {name: Adapter(two["A"], two["B"], alphas[name]) for name, two in parts.items()}
+        self.trained = [piece for piece in self if piece.parameter.requires_grad]
+
+    def __iter__(self) -> Iterator[Piece]:
+        yield from self.published
+        for adapter in self.adapters.values():
+            yield adapter.a
+            yield adapter.b
+
+    def layout(self, dtype: str) -> Layout:
+        """Where `export` puts each tensor: as an engine has them that loads the model."""
+        width = getattr(torch, dtype).itemsize
+        return layout_of([(p.name, dtype, p.shape, torch.Size(p.shape).numel() * width) for p in self.published])
+
+    def export(self, into: memoryview | None, dtype: str, *, merged: bool = True) -> None:
+        """All weights, adapters merged or left out, cast to dtype, into rank 0's buffer of the layout's size; other
+        ranks give None. Tensor by tensor: besides the buffer nothing large is held. Nothing may change them meanwhile,
+        and all ranks do this at the same time as all else."""
+        channel = Channel(self.ranks.control) if self.ranks is not None else None
+        self._published_in = dtype
+        with torch.no_grad():
+            if merged:
+                self._measure_kept({name: self.whole(one.a) for name, one in self.adapters.items()})
+            for place, row_bytes, piece in self._places(into, dtype):
+                values = self.merged(piece) if merged else piece.values.detach()
+                mine = _bytes(values.to(getattr(torch, dtype)))
+                if place is not None:
+                    on_host(mine, place[: len(mine)])
+                if channel is not None:
+                    to_rank_0(piece, mine, place, row_bytes, channel)
+
+    def publish(self, into: memoryview | None, dtype: str, copied: Callable[[], None]) -> None:
+        """`export` beside the next step: the weights of all ranks, adapters merged, as they are until `copied` is
+        called. The other ranks hold their rows in that dtype meanwhile; rank 0 puts its own into the buffer at once."""
+        assert self.ranks is not None, "one process has its weights at hand"
+        channel = self.ranks.publication
+        factors = {name: self._whole_beside(one.a, channel) for name, one in self.adapters.items()}
+        places = list(self._places(into, dtype))
+        sizes = [row_bytes * piece.rows for _, row_bytes, piece in places]
+        kept: Sequence[torch.Tensor] = ()
+        self._published_in = dtype
+        with channel.copying(copied), torch.no_grad():
+            self._measure_kept(factors)
+            if channel.rank != 0:
+                kept = torch.split(channel.memory(sum(sizes)), sizes)
+            for number, (place, _, piece) in enumerate(places):
+                values = self.merged(piece, factors.get(piece.name)).to(getattr(torch, dtype))
+                on_host(_bytes(values), kept[number] if place is None else place[: sizes[number]])
+        for number, (place, row_bytes, piece) in enumerate(places):
+            to_rank_0(piece, kept[number] if place is None else place, place, row_bytes, channel)
+
+    def _places(self, into: memoryview | None, dtype: str) -> Iterator[tuple[torch.Tensor | None, int, Piece]]:
+        """For each published tensor its bytes of the buffer, on rank 0, and the bytes of a row."""
+        flat = torch.frombuffer(into, dtype=torch.uint8) if into is not None else None
+        for entry, piece in zip(self.layout(dtype).entries, self.published, strict=True):
+            place = flat[entry.offset : entry.offset + entry.nbytes] if flat is not None else None
+            yield place, entry.nbytes // max(piece.shape[0] if piece.shape else 1, 1), piece
+
+    def low_rank(self) -> Lora:
+        """A copy of all adapters, whole on every rank; all ask at the same time.
+
+        Raises:
+            Refused: there are none.
+        """
+        if not self.adapters:
+            raise Refused("the adapters of the trainer", why="it trains all weights", hint="set roles.trainer.lora")
+        copies = {
+            name.removesuffix(".weight"): payloads.Adapter(_copied(self.whole(one.a)), _copied(self.whole(one.b)))
+            for name, one in self.adapters.items()
+        }
+        if self._published_in:
+            with torch.no_grad():
+                self._measure_kept({name: copies[name.removesuffix(".weight")].a for name in self.adapters})
+        one = next(iter(self.adapters.values()))
+        return Lora(one.a.shape[0], one.alpha, ROOT, "", copies)
+
+    def merged(self, piece: Piece, a: torch.Tensor | None = None) -> torch.Tensor:
+        """The rows of a weight as published.
+
+        W + (alpha / r) B A, Hu et al. 2021 (arXiv 2106.09685), section 4.1.
+
+        Args:
+            a: all of A; unless given, all ranks ask for the same weight.
+        """
+        adapter = self.adapters.get(piece.name)
+        if adapter is None:
+            return piece.values.detach()
+        a = self.whole(adapter.a) if a is None else a
+        return torch.addmm(piece.values.detach(), adapter.b.values.detach(), a, alpha=adapter.scale)
+
+    def _measure_kept(self, factors: Mapping[str, torch.Tensor]) -> None:
+        """Set `changes_kept`, from some of this rank's rows of each adapted weight.
+
+        Args:
+            factors: all of A, by the name of the weight.
+        """
+        if not self.adapters:
+            return
+        dtype = getattr(torch, self._published_in)
+        counts = []
+        for piece in self.published:
+            if (adapter := self.adapters.get(piece.name)) is None or not piece.rows:
+                continue
+            every = max(1, piece.values.numel() // LOOKED_AT)
+            base, b = piece.values.detach()[::every], adapter.b.values.detach()[::every]
+            a = factors[piece.name].to(base.device)
+            merged = torch.addmm(base, b, a, alpha=adapter.scale)
+            counts.append(torch.stack([(merged != base).sum(), (merged.to(dtype) != base.to(dtype)).sum()]))
+        changed, kept = torch.stack(counts).sum(0).tolist() if counts else (0, 0)
+        self.changes_kept = kept / changed if changed else None
+
+    def whole(self, piece: Piece) -> torch.Tensor:
+        """A small tensor of all ranks' rows, on each of them; all ask for the same one."""
+        if self.ranks is None:
+            return piece.values.detach()
+        sharded: Any = piece.parameter
+        with torch.no_grad():
+            found: torch.Tensor = sharded.full_tensor()
+        return found
+
+    @staticmethod
+    def _whole_beside(piece: Piece, channel: Channel) -> torch.Tensor:
+        """`whole` without the groups that training uses."""
+        rows = piece.shape[0]
+        found = channel.whole(piece.values.detach(), rows_of(rows, 0, channel.world)[1])[:rows]
+        return found.to(piece.values.device)
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.reshape(-1).view(torch.uint8)
+
+
+def _copied(values: torch.Tensor) -> torch.Tensor:
+    return values.to("cpu", copy=True)
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter as the model had it without adapters; of an adapter's, as it is in a checkpoint."""
+    return name.replace(".base_layer.", ".").replace(f".{ADAPTER}.", ".")

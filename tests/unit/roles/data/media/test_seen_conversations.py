@@ -1,0 +1,168 @@
+"""Conversations with pictures: expanded once, by the model's own processor, and kept as they were sampled."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_sight import PLACES, part, picture
+
+pytest.importorskip("torch")
+pytest.importorskip("PIL")
+
+from relax_rt.roles.agentic.tokens import ChatTemplate, Message, PromptPlan, Sampled, TokenLedger
+from relax_rt.roles.data.media.pictures import MOST_PICTURES, Shown, opened
+from relax_rt.roles.data.media.sight import Sight, load_sight
+from relax_rt.roles.data.media.taking import looked_at
+from relax_rt.roles.models.tokenizer import load_tokenizer
+from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.rpc.errors import Refused
+
+
+@pytest.fixture(scope="module")
+def chat(seeing: Path) -> ChatTemplate:
+    return ChatTemplate(load_tokenizer(seeing), sight=load_sight(seeing))
+
+
+def ledger(chat: ChatTemplate, **bounds: int) -> TokenLedger:
+    return TokenLedger(chat, **{"max_tokens": 1 << 20, "session": "s", **bounds})  # type: ignore[arg-type]
+
+
+def said(chat: ChatTemplate, draw: random.Random) -> Sampled:
+    """What a model without sense says: any tokens, placeholders of pictures among them."""
+    assert chat.sight is not None
+    tokens = [draw.choice([20, 30, 40, 50, chat.sight.placeholder]) for _ in range(draw.randrange(6))]
+    stop = draw.random() < 0.7
+    tokens += [chat.tokenizer.end_id] if stop or not tokens else []
+    count = len(tokens)
+    ended = "stop" if tokens[-1] == chat.tokenizer.end_id else "length"
+    return Sampled(tuple(tokens), (-0.5,) * count, (VersionSpan(0, count, 1, 1),), ended)
+
+
+def by_processor(chat: ChatTemplate, messages: list[Message]) -> list[int]:
+    """The whole conversation as the model's own processor makes tokens of it."""
+    assert chat.sight is not None
+    pictures = [
+        opened(picture(one["number"]))
+        for m in messages
+        if isinstance(m["content"], list)
+        for one in m["content"]
+        if one["type"] == "image"
+    ]
+    text = chat.tokenizer.text(messages)
+    made = chat.sight._processor(text=[text], images=pictures or None, add_special_tokens=False)
+    return list(made["input_ids"][0])
+
+
+def whole(plan: PromptPlan, sight: Sight) -> None:
+    """Pictures stand in the prompt where it says, in order."""
+    sight.check(plan.tokens, plan.media)
+
+
+Turn = st.lists(st.sampled_from(["hello", "", "12 + 30 =", 1, 2, 3]), min_size=1, max_size=4)
+
+
+@settings(max_examples=60)
+@given(turns=st.lists(Turn, min_size=1, max_size=5), seed=st.integers(0, 999), named=st.booleans())
+async def test_tokens_are_those_of_the_processor_and_later_turns_extend_them(
+    chat: ChatTemplate, turns: list[list[Any]], seed: int, named: bool
+) -> None:
+    assert chat.sight is not None
+    book, draw = ledger(chat), random.Random(seed)
+    messages: list[Message] = []
+    tokens: tuple[int, ...] = ()
+    shown: list[bytes] = []
+    previous: str | None = None
+    for turn in turns:
+        content = [part(picture(one)) if isinstance(one, int) else {"type": "text", "text": one} for one in turn]
+        shown += [picture(one) for one in turn if isinstance(one, int)]
+        messages = await looked_at([*messages, {"role": "user", "content": content}], book)
+        plan = book.prompt(messages, previous=previous if named else None)
+        whole(plan, chat.sight)
+        assert [one.data for one in plan.media] == shown
+        assert plan.tokens[: len(tokens)] == tokens, "what was there was made anew"
+        if not tokens:
+            plainly = [
+                {"type": "image", "number": one} if isinstance(one, int) else {"type": "text", "text": one}
+                for one in turn
+            ]
+            assert list(plan.tokens) == by_processor(chat, [{"role": "user", "content": plainly}])
+        what = said(chat, draw)
+        reply = book.sampled(plan, what)
+        tokens, previous = (*plan.tokens, *what.tokens), reply.id
+        messages = [*messages, reply.message]
+    episode = book.episode()
+    (branch,) = episode.branches
+    assert branch.tokens == tokens
+    assert [Shown(one.start, one.end, episode.pictures[one.digest]) for one in branch.media] == list(plan.media)
+    assert sorted(episode.pictures.values()) == sorted(set(shown))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(episode), type=type(episode)) == episode
+
+
+async def test_another_picture_is_another_conversation(chat: ChatTemplate) -> None:
+    book, draw = ledger(chat), random.Random(1)
+
+    async def asked(number: int, *more: Message) -> PromptPlan:
+        first = {"role": "user", "content": [{"type": "text", "text": "what?"}, part(picture(number))]}
+        return book.prompt(await looked_at([first, *more], book))
+
+    plan = await asked(1)
+    reply = book.sampled(plan, said(chat, draw))
+    following = (reply.message, {"role": "user", "content": "and now?"})
+    assert (await asked(1, *following)).kind == "continuation"
+    changed = await asked(2, *following)
+    assert changed.kind == "drift" and [one.data for one in changed.media] == [picture(2)]
+    again = await asked(1)
+    assert again.kind == "fork" and again.tokens == plan.tokens and again.media == plan.media
+
+
+async def test_a_text_cannot_take_a_pictures_place(chat: ChatTemplate) -> None:
+    book = ledger(chat)
+    for content in ("look: <image>", [{"type": "text", "text": "<image>"}, part(picture(1))]):
+        messages = await looked_at([{"role": "user", "content": content}], book)
+        with pytest.raises(Refused, match="'<image>' stands there"):
+            book.prompt(messages)
+    assert book.episode().counts.first == 0
+    messages = await looked_at([{"role": "user", "content": [part(picture(1))]}], book)
+    assert len(book.prompt(messages).media) == 1
+
+
+async def test_pictures_of_an_episode_are_bounded(chat: ChatTemplate) -> None:
+    size = len(picture(0))
+    book = ledger(chat, max_media_bytes=2 * size + 100)
+    one, two, three = ([{"role": "user", "content": [part(picture(n))]}] for n in range(3))
+    await looked_at(one, book)
+    await looked_at(two, book)
+    await looked_at(one, book)
+    with pytest.raises(Refused, match=r"raise roles\.env\.media_kib"):
+        await looked_at(three, book)
+    many = [{"role": "user", "content": [part(picture(0))] * (MOST_PICTURES + 1)}]
+    with pytest.raises(Refused, match=f"at most {MOST_PICTURES} are taken"):
+        await looked_at(many, ledger(chat))
+
+
+async def test_a_budget_counts_the_tokens_of_pictures(chat: ChatTemplate) -> None:
+    book = ledger(chat, max_tokens=PLACES)
+    messages = await looked_at([{"role": "user", "content": [part(picture(1))]}], book)
+    with pytest.raises(Refused, match="max_tokens"):
+        book.prompt(messages)
+
+
+async def test_a_model_of_texts_takes_none(seeing: Path) -> None:
+    book = ledger(ChatTemplate(load_tokenizer(seeing)))
+    messages = [{"role": "user", "content": [part(picture(1))]}]
+    assert await looked_at(messages, book) is messages
+
+
+def test_a_template_without_places_is_refused(seeing: Path) -> None:
+    tokenizer, sight = load_tokenizer(seeing), load_sight(seeing)
+    places = "{% for m in messages %}{% for part in m.content if part is mapping %}{{ part.text or '<image>' }}"
+    with pytest.raises(Refused, match="it must write '<image>' once"):
+        ChatTemplate(tokenizer, template="{% for m in messages %}{{ m.content }}<|end|>{% endfor %}", sight=sight)
+    taken = ChatTemplate(tokenizer, template=places + "{% endfor %}{% endfor %}", sight=sight)
+    assert taken.text([{"role": "user", "content": "a"}]) == "a", "a text is a list of one part for such a template"

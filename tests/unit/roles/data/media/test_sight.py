@@ -1,0 +1,145 @@
+"""A model's own processor, and models that are computed otherwise than here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_sight import PLACES, SIDE, picture, tokenizer
+
+pytest.importorskip("torch")
+pytest.importorskip("PIL")
+
+from relax_rt.config.loader import load_config
+from relax_rt.roles.data.media.checks import check_pictures
+from relax_rt.roles.data.media.pictures import Shown
+from relax_rt.roles.data.media.sight import Sight, load_sight, sees
+from relax_rt.roles.job.sections import CriticSettings, ReferenceSettings, RLConfig
+from relax_rt.roles.training.torch.settings import LoraTable
+from relax_rt.transport.rpc.errors import Refused, RelaxError
+
+
+@pytest.fixture(scope="module")
+def sight(seeing: Path) -> Sight:
+    found = load_sight(seeing)
+    assert found is not None
+    return found
+
+
+def test_a_picture_becomes_the_processors_tokens_and_tensors(sight: Sight) -> None:
+    looked = sight.look(picture(1))
+    place = tokenizer().convert_tokens_to_ids("<image>")
+    assert (
+        sight.placeholder == place and looked.tokens == (place,) * PLACES and looked.slots.tolist() == [*range(PLACES)]
+    )
+    assert {name: tuple(one.shape) for name, one in looked.inputs.items()} == {"pixel_values": (1, 3, SIDE, SIDE)}
+    assert sight.look(picture(1)) is looked and sight.look(picture(2)).digest != looked.digest
+
+
+def test_what_is_kept_of_pictures_is_bounded(sight: Sight, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = sight.look(picture(100))
+    monkeypatch.setattr("relax_rt.roles.data.media.sight.KEPT_BYTES", 3 * first.nbytes + 1000)
+    for number in range(101, 110):
+        sight.look(picture(number))
+    assert sum(one.nbytes for one in sight._kept.values()) == sight._bytes <= 3 * first.nbytes + 1000
+    again = sight.look(picture(100))
+    assert again is not first and (again.inputs["pixel_values"] == first.inputs["pixel_values"]).all()
+
+
+def test_pictures_must_stand_where_they_are_said_to(sight: Sight) -> None:
+    data, place = picture(1), sight.placeholder
+    prompt = [5, *[place] * PLACES, 6]
+    sight.check(prompt, [Shown(1, 1 + PLACES, data)])
+    for start, end in ((0, PLACES), (2, 2 + PLACES), (1, PLACES), (5, 5), (9, 4), (1, 90)):
+        with pytest.raises(Refused, match="picture in a prompt"):
+            sight.check(prompt, [Shown(start, end, data)])
+    with pytest.raises(Refused, match="at most 64"):
+        sight.check(prompt, [Shown(1, 1 + PLACES, data)] * 65)
+    with pytest.raises(Refused, match="cannot be read"):
+        sight.check(prompt, [Shown(1, 1 + PLACES, b"no picture")])
+
+
+def test_models_that_read_text_alone_have_no_sight(tmp_path: Path) -> None:
+    assert not sees(tmp_path) and load_sight(tmp_path) is None
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    assert not sees(tmp_path)
+
+
+def test_a_folder_without_its_processor_is_told(seeing: Path, tmp_path: Path) -> None:
+    shutil.copyfile(seeing / "config.json", tmp_path / "config.json")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(seeing / name, tmp_path / name)
+    with pytest.raises(RelaxError, match="the processor of"):
+        load_sight(tmp_path)
+
+
+def test_a_model_that_gives_other_logits_with_pictures_is_refused(
+    seeing: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from relax_rt.roles.data.media.eyes import Eyes, load_seeing
+
+    load_seeing(seeing, dtype=torch.float32, attention="sdpa")
+    embed = Eyes.embed
+
+    def askew(eyes: Eyes, ids: torch.Tensor, glances: object) -> torch.Tensor:
+        return embed(eyes, ids, [glance._replace(first=glance.first + PLACES) for glance in glances])  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Eyes, "embed", askew)
+    with pytest.raises(Refused, match="with a picture its logits differ"):
+        load_seeing(seeing, dtype=torch.float32, attention="sdpa")
+
+
+RUN = """
+[run]
+name = "x"
+[model]
+path = "model"
+[roles.env]
+environment = "game.py:Game"
+tasks = 10
+max_tokens = 64
+media_kib = 4
+[sampling]
+max_new_tokens = 4
+[algorithm]
+group_size = 2
+prompts_per_step = 1
+steps = 1
+max_staleness = 0
+[checkpoint]
+every_steps = 1
+[queue]
+capacity_mib = 16
+slab_mib = 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("role", "changes", "why"),
+    [
+        ("rollout", {"engine": "sglang"}, "not handed on to SGLang"),
+        ("trainer", {"backend": "megatron"}, "compute texts alone"),
+        ("trainer", {"count": 2}, "trained in one process"),
+        ("trainer", {"lora": LoraTable(rank=4)}, "adapters to such a model"),
+        ("reference", {}, "without the pictures"),
+        ("critic", {}, "what it does not see"),
+        ("env", {"media_kib": 16_384}, "capacity_mib"),
+    ],
+)
+def test_what_does_not_go_with_pictures_is_refused_by_name(
+    seeing: Path, tmp_path: Path, role: str, changes: dict[str, Any], why: str
+) -> None:
+    (tmp_path / "roles.toml").write_text(RUN)
+    config = load_config(tmp_path / "roles.toml")
+    assert isinstance(config, RLConfig) and list(check_pictures(config, seeing)) == []
+    table = config.roles.get(role) or {"reference": ReferenceSettings, "critic": CriticSettings}[role]()
+    config.roles[role] = table.model_copy(update=changes)
+    (problem,) = check_pictures(config, seeing)
+    assert why in problem.message and problem.path[1] == role
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    assert list(check_pictures(config, tmp_path)) == [], "a model of texts may"

@@ -1,0 +1,57 @@
+"""What [roles.gateway] may not say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from relax_rt.config.loader import load_config
+from relax_rt.config.problems import ConfigErrors
+from relax_rt.roles.gateway import checks
+
+TINY = Path(__file__).parents[3] / "tiny_job" / "roles.toml"
+
+
+def problems(*overrides: str) -> list[str]:
+    try:
+        load_config(TINY, ["roles.gateway.lag=1", *overrides])
+    except ConfigErrors as errors:
+        return [problem.message for problem in errors.problems]
+    return []
+
+
+def test_what_contradicts_itself_is_told_before_a_run() -> None:
+    assert not problems()
+    (found,) = problems("roles.gateway.port=8000", "roles.gateway.count=2")
+    assert "one gateway would have it" in found
+    (found,) = problems("roles.gateway.body_mib=64", "roles.gateway.held_mib=32")
+    assert "large requests would never be taken" in found
+    narrow = ("roles.gateway.session_tokens=16", "roles.gateway.max_new_tokens=16")
+    (found,) = problems(*narrow)
+    assert "leaves no room for a prompt" in found
+    assert not problems(*narrow, "roles.gateway.count=0")
+    (found,) = problems("roles.gateway.prot=1")
+    assert "prot" in found
+
+
+def test_packages_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    (found,) = problems()
+    assert "starlette and uvicorn" in found
+
+
+def test_other_nodes_reach_a_gateway_where_it_listens_for_them() -> None:
+    pytest.importorskip("uvicorn")
+    from relax_rt.roles.gateway.server import listen, remote_url_of, url_of
+
+    for host, here, there in (
+        ("127.0.0.1", "http://127.0.0.1:{}", ""),
+        ("0.0.0.0", "http://127.0.0.1:{}", "http://10.0.0.7:{}"),
+        ("127.0.0.2", "http://127.0.0.2:{}", ""),
+    ):
+        with listen(host, 0) as one:
+            port = one.getsockname()[1]
+            assert (url_of(one), remote_url_of(one, "10.0.0.7")) == (here.format(port), there.format(port))
+    with listen("0.0.0.0", 0) as one:
+        assert remote_url_of(one, "fd00::7").startswith("http://[fd00::7]:")

@@ -1,0 +1,207 @@
+"""The private copy, its safetensors form, and the checksums that the server must report."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from relax_rt.roles.rollout.engines.sglang.weights import (
+    PrivateCopy,
+    Recipe,
+    by_expert,
+    check_layout,
+    checksums,
+    compare,
+    published_tensors,
+    recipes,
+)
+from relax_rt.transport.rpc.errors import Corrupt, Gone, OutOfSpace, Refused
+from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.weights.manifest import Layout, Manifest, layout_of
+
+TENSORS = {
+    "model.embed_tokens.weight": (70, 4),  # padded to 128 rows; 1,120 bytes leave a gap
+    "model.layers.0.self_attn.q_proj.weight": (4, 4),
+    "model.layers.0.self_attn.k_proj.weight": (2, 4),
+    "model.layers.0.self_attn.v_proj.weight": (2, 4),
+    "model.layers.0.mlp.gate_proj.weight": (3, 4),
+    "model.layers.0.mlp.up_proj.weight": (3, 4),
+    "model.layers.0.mlp.down_proj.weight": (4, 3),
+    "model.layers.0.mlp.experts.0.gate_proj.weight": (2, 4),
+    "model.layers.0.mlp.experts.0.up_proj.weight": (2, 4),
+    "model.layers.0.mlp.experts.0.down_proj.weight": (4, 2),
+    "model.layers.0.mlp.experts.1.gate_proj.weight": (2, 4),
+    "model.layers.0.mlp.experts.1.up_proj.weight": (2, 4),
+    "model.layers.0.mlp.experts.1.down_proj.weight": (4, 2),
+    "model.norm.weight": (4,),
+}
+SERVER = (
+    "model.embed_tokens.weight",
+    "model.layers.0.self_attn.qkv_proj.weight",
+    "model.layers.0.mlp.gate_up_proj.weight",
+    "model.layers.0.mlp.down_proj.weight",
+    "model.layers.0.mlp.experts.w13_weight",
+    "model.layers.0.mlp.experts.w2_weight",
+    "model.norm.weight",
+)
+
+
+def laid_out(tensors: dict[str, tuple[int, ...]] = TENSORS) -> Layout:
+    return layout_of((name, "float32", shape, 4 * int(np.prod(shape))) for name, shape in tensors.items())
+
+
+def filled(layout: Layout) -> tuple[bytearray, dict[str, np.ndarray]]:
+    rng, data, arrays = np.random.default_rng(0), bytearray(layout.nbytes), {}
+    for entry in layout.entries:
+        arrays[entry.name] = rng.normal(size=entry.shape).astype(np.float32)
+        data[entry.offset : entry.offset + entry.nbytes] = arrays[entry.name].tobytes()
+    return data, arrays
+
+
+class Source:
+    """A source of bytes that may fail half-way."""
+
+    def __init__(self, version: int, data: bytes, error: Exception | None = None, base: int = 0) -> None:
+        self.manifest = Manifest(version, 1, "", laid_out(), (), "")
+        if base:
+            self.manifest = msgspec.structs.replace(self.manifest, payload="delta", base=base)
+        self.record = VersionRecord(version, 0, 0)
+        self._data, self._error = data, error
+
+    def copy_into(self, into: memoryview) -> None:
+        half = len(into) // 2
+        into[:half] = self._data[:half]
+        if self._error is not None:
+            raise self._error
+        into[half:] = self._data[half:]
+
+    def mapped(self) -> None:
+        raise NotImplementedError
+
+
+def test_the_copy_is_a_safetensors_file(tmp_path: Path) -> None:
+    data, arrays = filled(laid_out())
+    copy = PrivateCopy(tmp_path / "weights")
+    with copy.fill(Source(3, data)) as view:
+        assert bytes(view) == bytes(data)
+        with pytest.raises(TypeError):
+            view[0] = 1
+    assert copy.version == 3
+    (path,) = copy.folder.iterdir()
+    read = load_file(path)
+    assert all(np.array_equal(read[name], array) for name, array in arrays.items())
+    assert all(name.startswith("_gap_") for name in read.keys() - arrays.keys())
+    assert path.stat().st_mode & 0o777 == 0o600
+    copy.close()
+
+
+def test_a_fetch_that_fails_leaves_no_version(tmp_path: Path) -> None:
+    data, _ = filled(laid_out())
+    copy = PrivateCopy(tmp_path)
+    copy.fill(Source(3, data)).release()
+    with pytest.raises(Gone):
+        copy.fill(Source(4, bytes(len(data)), Gone("version 4")))
+    assert copy.version == 0
+    with pytest.raises(Refused, match="version 3, and version 0 lies here"):
+        copy.fill(Source(4, data, base=3))
+    copy.fill(Source(5, data)).release()
+    copy.fill(Source(6, data, base=5)).release()
+    assert copy.version == 6
+    held = copy.view
+    copy.close()
+    held.release()
+    assert not tmp_path.exists()
+
+
+def test_no_room_for_the_copy_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(OutOfSpace, match="enlarge /dev/shm"):
+        PrivateCopy(tmp_path).fill(Source(1, b""))
+    assert not [*tmp_path.iterdir()]
+
+
+def digest(*arrays: np.ndarray) -> str:
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()[:16]
+
+
+def test_joined_tensors_are_their_parts_in_a_row() -> None:
+    layout = laid_out()
+    data, a = filled(layout)
+    # Recipes are made of names and shapes: before the first publication sizes in bytes are not known.
+    made = recipes(SERVER, layout_of((e.name, e.dtype, e.shape, 0) for e in layout.entries))
+    found = checksums(made, layout, memoryview(data))
+    layer = "model.layers.0."
+    qkv = [a[f"{layer}self_attn.{name}_proj.weight"] for name in "qkv"]
+    experts = [[a[f"{layer}mlp.experts.{e}.{n}_proj.weight"] for n in ("gate", "up", "down")] for e in (0, 1)]
+    embedding = np.concatenate([a["model.embed_tokens.weight"], np.zeros((58, 4), np.float32)])
+    assert found == {
+        "model.embed_tokens.weight": digest(embedding),
+        f"{layer}self_attn.qkv_proj.weight": digest(np.concatenate(qkv)),
+        f"{layer}mlp.gate_up_proj.weight": digest(a[f"{layer}mlp.gate_proj.weight"], a[f"{layer}mlp.up_proj.weight"]),
+        f"{layer}mlp.down_proj.weight": digest(a[f"{layer}mlp.down_proj.weight"]),
+        f"{layer}mlp.experts.w13_weight": digest(np.stack([np.concatenate([g, u]) for g, u, _ in experts])),
+        f"{layer}mlp.experts.w2_weight": digest(np.stack([d for _, _, d in experts])),
+        "model.norm.weight": digest(a["model.norm.weight"]),
+    }
+
+
+def test_experts_in_one_tensor_are_those_one_by_one() -> None:
+    stacked = laid_out({"a": (3,), "l.0.mlp.experts.gate_up_proj": (2, 6, 4), "l.0.mlp.experts.down_proj": (2, 4, 3)})
+    data, arrays = filled(stacked)
+    entries = by_expert(stacked).entries
+    names = [f"l.0.mlp.experts.{e}.{n}_proj.weight" for e in (0, 1) for n in ("gate", "up")]
+    assert [e.name for e in entries] == ["a", *names, *(f"l.0.mlp.experts.{e}.down_proj.weight" for e in (0, 1))]
+    found = {e.name: np.frombuffer(data, np.float32, e.nbytes // 4, e.offset).reshape(e.shape) for e in entries}
+    both, down = arrays["l.0.mlp.experts.gate_up_proj"], arrays["l.0.mlp.experts.down_proj"]
+    for e in (0, 1):
+        assert np.array_equal(found[f"l.0.mlp.experts.{e}.gate_proj.weight"], both[e, :3])
+        assert np.array_equal(found[f"l.0.mlp.experts.{e}.up_proj.weight"], both[e, 3:])
+        assert np.array_equal(found[f"l.0.mlp.experts.{e}.down_proj.weight"], down[e])
+    assert by_expert(laid_out()) == laid_out()
+
+
+def test_what_cannot_be_verified_is_refused() -> None:
+    with pytest.raises(Refused, match=r"the server's tensor model.layers.0.mlp.odd and 1 more"):
+        recipes([*SERVER, "model.layers.0.mlp.odd", "model.odder"], laid_out())
+    with pytest.raises(Refused, match=r"published tensor model.norm.weight"):
+        recipes(SERVER[:-1], laid_out())
+    tied = laid_out(TENSORS | {"lm_head.weight": (70, 4)})
+    assert recipes(SERVER, tied)["model.norm.weight"] == Recipe(("model.norm.weight",))
+
+
+@pytest.mark.parametrize("reported", [{"a": "1", "b": "9"}, {"a": "1"}, {"a": "1", "b": "2", "c": "3"}, {}], ids=str)
+def test_a_server_that_holds_something_else_is_found(reported: dict[str, str]) -> None:
+    expected = {"a": "1", "b": "2"}
+    compare(expected, dict(expected), 4)
+    with pytest.raises(Corrupt, match="policy version 4 on the SGLang server"):
+        compare(expected, reported, 4)
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    arrays = {name: np.zeros(shape, np.float16) for name, shape in TENSORS.items()}
+    save_file(arrays, tmp_path / "model.safetensors")
+    model = published_tensors(tmp_path, "float32")
+    check_layout(laid_out(), model)
+    for wrong in (
+        {name: shape for name, shape in TENSORS.items() if name != "model.norm.weight"},
+        TENSORS | {"model.norm.weight": (5,)},
+        TENSORS | {"model.norm.bias": (4,)},
+    ):
+        with pytest.raises(Refused, match="do not fit this engine"):
+            check_layout(laid_out(wrong), model)
+    headed = published_tensors(tmp_path, "float32") | {"lm_head.weight": ("float32", (70, 4))}
+    check_layout(laid_out(), headed)  # tied: a publication need not repeat it
+    with pytest.raises(Refused, match=r"lm_head\.weight is missing"):
+        check_layout(laid_out(), headed, {"lm_head.weight", "model.norm.weight"})
+    with pytest.raises(Refused, match="bfloat16"):
+        check_layout(laid_out(), published_tensors(tmp_path, "bfloat16"))

@@ -1,0 +1,342 @@
+"""What a rollout has in hand, on the ledger itself: marks, hand-over, and going on behind another's tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from relax_rt.roles.rollout import work as works
+from relax_rt.roles.rollout.engines.base import Chunk, Completion, GroupRequest
+from relax_rt.roles.rollout.work import Job, Work, partials_of, usable
+from relax_rt.transport.queue.api import BlockRef, Put, RowPut, SampleKey, Ticket, VersionSpan
+from relax_rt.transport.queue.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.marks import partials
+from relax_rt.transport.queue.marking import Begun, begun
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.versions import VersionRecord
+
+TRAINER = Incarnation("trainer/0", 1)
+STOP = 7
+EVERY = 8
+SIZE = 3
+ROW = 4
+"""Bytes of a token's routing row, which is its place here."""
+
+
+def rows(start: int, end: int) -> bytes:
+    return b"".join(place.to_bytes(ROW, "little") for place in range(start, end))
+
+
+class Queue:
+    """The ledger with prompts, and its first weights announced."""
+
+    def __init__(self, marks_bytes: int = 1 << 20) -> None:
+        self.ledger, self.now, self.version = Ledger(), 0.0, 1
+        policy = LedgerPolicy(tasks={"train": ("tokens",)}, group_size=SIZE, prompts_per_step=4, max_staleness=1)
+        self.apply(ev.Configure(policy, QueueLimits(lease_s=1e6, marks_bytes=marks_bytes)))
+        self.apply(ev.Open("run"))
+        self.join(TRAINER)
+        self.apply(ev.Rollback(0, VersionRecord(1, 0, 0)), TRAINER)
+
+    def apply(self, event: ev.Event, who: Incarnation | None = None) -> object:
+        return self.ledger.apply(Entry(self.ledger.n + 1, self.now, event, who)).answer
+
+    def join(self, who: Incarnation) -> None:
+        self.apply(ev.Join(), who)
+
+
+class Rollout:
+    """Work with a queue, and an engine that samples at random: token n of a completion has the log-probability -n and
+    the routing row n."""
+
+    def __init__(self, queue: Queue, epoch: int, rng: random.Random) -> None:
+        self.queue, self.rng, self.who = queue, rng, Incarnation("rollout/0", epoch)
+        queue.join(self.who)
+        self.work, self.numbers = Work(EVERY, ROW), 0
+        self.engine: dict[tuple[int, int], int] = {}
+        self.acknowledged: dict[SampleKey, list[int]] = {}
+
+    def ask(self, groups: int, origin: bytes = b"o") -> list[Ticket]:
+        tickets: list[Ticket] = self.queue.apply(ev.Admit(self.queue.version, groups), self.who).tickets  # type: ignore[attr-defined]
+        for ticket in tickets:
+            keys = [SampleKey(ticket.group, member) for member in ticket.partials]
+            found = {mark.key: begun(mark) for mark in partials(self.queue.ledger.core, self.who, keys)}
+            assert {key.member: len(one.tokens) for key, one in found.items()} == ticket.partials
+            self.numbers += 1
+            request = GroupRequest(
+                id=self.numbers,
+                prompt=(1, 2),
+                seeds=tuple(ticket.wanted()),
+                temperature=1.0,
+                max_new_tokens=200,
+                stop_ids=frozenset({STOP}),
+                partials=partials_of(ticket, found, origin, 200, frozenset({STOP}), ROW),
+                chunk_tokens=EVERY,
+                routing=True,
+            )
+            self.work.begin(self.numbers, ticket, request, origin)
+            for place in range(len(request.seeds)):
+                had = request.partial(place)
+                self.engine[self.numbers, place] = len(had.tokens) if had else 0
+        return tickets
+
+    def sample(self, key: tuple[int, int], count: int, finish: str = "") -> None:
+        """The engine goes on with a member."""
+        start = self.engine[key]
+        tokens = [self.rng.randrange(8, 1000) for _ in range(count)]
+        if finish == "stop":
+            tokens.append(STOP)
+        logprobs = [-float(start + n) for n in range(len(tokens))]
+        spans = [VersionSpan(start, start + len(tokens), self.queue.version, self.queue.version)] if tokens else []
+        self.engine[key] = start + len(tokens)
+        if finish:
+            del self.engine[key]
+        self.work.arrive([Chunk(*key, start, tokens, logprobs, spans, finish, rows(start, start + len(tokens)))])
+
+    def abort(self, numbers: list[int]) -> None:
+        for key in [key for key in self.engine if key[0] in numbers]:
+            self.sample(key, self.rng.randrange(3), "abort")
+
+    def put(self) -> list[tuple[Job, Completion]]:
+        done = self.work.take_finished()
+        for job, completion in done:
+            key = SampleKey(job.ticket.group, job.member(completion.member))
+            row = RowPut(key, 0, len(completion.tokens), completion.versions)
+            self.queue.apply(ev.PutColumns([Put(BlockRef(None, 1, ("tokens",), b"x"), [row])]), self.who)
+        self.work.put(done)
+        return done
+
+    def mark(self) -> int:
+        due = self.work.take_due()
+        if due:
+            answer = self.queue.apply(ev.MarkTokens([one.mark for one in due]), self.who)
+            self.work.marked(due, answer.held)  # type: ignore[attr-defined]
+        for job in self.work.jobs.values():
+            for place in job.running:
+                had = self.work._assembly.had(job.number, place)
+                assert had is not None
+                key = SampleKey(job.ticket.group, job.member(place))
+                self.acknowledged[key] = list(had.tokens[: job.marked[place]])
+        return len(due)
+
+    def give_back(self) -> None:
+        over = self.work.take_handed_over()
+        self.queue.apply(ev.GiveBack([job.ticket.group for job in over], "test"), self.who)
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    return random.Random(1)
+
+
+def test_a_member_is_marked_every_so_many_tokens_and_only_what_is_new(rng: random.Random) -> None:
+    r = Rollout(Queue(), 1, rng)
+    (ticket,) = r.ask(1)
+    r.sample((1, 0), EVERY)
+    r.sample((1, 1), EVERY - 1)
+    due = r.work.take_due()
+    assert [(one.place, one.mark.start, len(one.mark.tokens) // 4) for one in due] == [(0, 0, EVERY)]
+    assert r.work.tokens_unmarked == 2 * EVERY - 1
+    r.work.marked(due, [EVERY])
+    assert r.work.tokens_unmarked == EVERY - 1
+    r.sample((1, 0), EVERY + 2)
+    r.sample((1, 1), 1)
+    assert [(one.place, one.mark.start, len(one.mark.tokens) // 4) for one in r.work.take_due()] == [
+        (0, EVERY, EVERY + 2),
+        (1, 0, EVERY),
+    ]
+    assert ticket.wanted() == [0, 1, 2]
+
+
+def test_ended_members_make_room_before_their_group_is_complete_but_not_before_they_are_put(rng: random.Random) -> None:
+    r = Rollout(Queue(), 1, rng)
+    r.ask(2)
+    assert r.work.members == r.work.sequences == 2 * SIZE
+    r.sample((1, 0), 3, "stop")
+    r.sample((1, 1), 3, "stop")
+    assert (r.work.members, r.work.sequences) == (2 * SIZE, 2 * SIZE - 2)
+    r.put()
+    assert r.work.members == r.work.sequences == 2 * SIZE - 2
+    assert len(r.work) == 2
+
+
+def test_what_found_no_room_is_marked_with_what_comes_next(rng: random.Random) -> None:
+    q = Queue(marks_bytes=0)
+    r = Rollout(q, 1, rng)
+    r.ask(1)
+    r.sample((1, 0), EVERY)
+    assert r.mark() == 1 and r.work.marks_not_kept == 1 and r.work.tokens_marked == 0
+    q.apply(ev.Configure(q.ledger.core.policy, QueueLimits(lease_s=1e6)))
+    r.sample((1, 0), EVERY - 1)
+    assert r.mark() == 0
+    r.sample((1, 0), 1)
+    assert r.mark() == 1 and r.work.tokens_marked == 2 * EVERY
+
+
+def test_what_finds_no_room_is_tried_ever_less_often_and_by_its_first_piece_alone(
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relax_rt.roles.rollout.work.MARK_BYTES", (8 + ROW) * EVERY)
+    q = Queue(marks_bytes=0)
+    r = Rollout(q, 1, rng)
+    r.ask(1)
+    sent = []
+    for _ in range(64):
+        r.sample((1, 0), EVERY)
+        sent.append(r.mark())
+    assert max(sent[1:]) == 1 and sum(map(bool, sent)) == 7, "after 1, 2, 4 … 64 times the interval"
+    q.apply(ev.Configure(q.ledger.core.policy, QueueLimits(lease_s=1e6)))
+    while not r.work.tokens_marked:
+        r.sample((1, 0), EVERY)
+        r.mark()
+    piece = r.work.tokens_marked
+    r.sample((1, 0), EVERY)
+    assert r.mark() > 32 and r.work.tokens_marked > 64 * EVERY > 32 * piece, "there is room: the rest follows"
+
+
+def test_a_hand_over_takes_along_every_token_up_to_the_boundary(rng: random.Random) -> None:
+    q = Queue()
+    first = Rollout(q, 1, rng)
+    first.ask(1)
+    first.sample((1, 0), 5, "stop")
+    first.sample((1, 1), 3)
+    first.put()
+    first.abort(first.work.hand_over([1], "drain"))
+    assert not first.work.take_handed_over(), "its tokens are not marked yet"
+    cut = {n: list(one.tokens) for n, one in first.work.jobs[1].cut.items()}
+    first.mark()
+    first.give_back()
+    assert not first.work.jobs
+    second = Rollout(q, 2, rng)
+    (ticket,) = second.ask(1)
+    assert ticket.members == [1, 2] and ticket.partials == {n: len(tokens) for n, tokens in cut.items() if tokens}
+    assert list(second.work.jobs[1].request.partials[0].tokens) == cut[1]  # type: ignore[union-attr]
+
+
+def test_nothing_is_given_back_before_the_last_put_of_its_job(rng: random.Random) -> None:
+    r = Rollout(Queue(), 1, rng)
+    r.ask(1)
+    r.sample((1, 0), 5, "stop")
+    r.abort(r.work.hand_over([1], "drain"))
+    finished = r.work.take_finished()
+    assert r.work.take_due() == [] and r.work.take_handed_over() == []
+    r.work.put(finished)
+    r.mark()
+    assert [job.number for job in r.work.take_handed_over()] == [1]
+
+
+def test_a_lost_group_is_forgotten_and_its_late_chunks_do_nothing(rng: random.Random) -> None:
+    r = Rollout(Queue(), 1, rng)
+    (ticket,) = r.ask(1)
+    r.sample((1, 0), EVERY)
+    r.sample((1, 1), 2, "stop")
+    assert r.work.lost([ticket.group]) == [1]
+    r.sample((1, 2), EVERY)
+    r.sample((1, 0), 3, "stop")
+    assert not r.work.take_due() and not r.work.take_finished() and not r.work.take_all() and not len(r.work)
+
+
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        ({}, True),
+        ({"origin": b"other"}, False),
+        ({"tokens": [8] * 200, "logprobs": [-1.0] * 200}, False),
+        ({"tokens": [8, STOP], "logprobs": [-1.0, -1.0]}, False),
+    ],
+)
+def test_only_tokens_that_can_be_gone_on_with_are(change: dict[str, object], taken: bool) -> None:
+    values = {"tokens": [8, 9], "logprobs": [-1.0, -2.0], "versions": [VersionSpan(0, 2, 1, 1)], "origin": b"o"}
+    one = Begun(**{**values, **change})  # type: ignore[arg-type]
+    assert (usable(one, b"o", 200, frozenset({STOP})) is not None) == taken
+
+
+def test_tokens_without_the_rows_that_are_wanted_are_not_gone_on_with() -> None:
+    one = Begun([8, 9], [-1.0, -2.0], [VersionSpan(0, 2, 1, 1)], b"o")
+    assert usable(one, b"o", 200, frozenset(), ROW) is None
+    taken = usable(msgspec.structs.replace(one, rows=rows(0, 2)), b"o", 200, frozenset(), ROW)
+    assert taken is not None and taken.routing == rows(0, 2)
+    assert usable(msgspec.structs.replace(one, rows=rows(0, 2)), b"o", 200, frozenset(), 2 * ROW) is None
+    without = usable(msgspec.structs.replace(one, rows=rows(0, 2)), b"o", 200, frozenset())
+    assert without is not None and without.routing == b"", "nobody wants them any more"
+
+
+def test_much_is_marked_in_pieces_of_which_those_are_kept_that_there_is_room_for(
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(works, "MARK_BYTES", 10 * (8 + ROW))
+    q = Queue(marks_bytes=64 + 32 + 25 * (8 + ROW))
+    r = Rollout(q, 1, rng)
+    (ticket,) = r.ask(1)
+    r.sample((1, 0), 38)
+    due = r.work.take_due()
+    assert [(one.mark.start, len(one.mark.rows) // ROW) for one in due] == [(0, 10), (10, 10), (20, 10), (30, 8)]
+    answer = q.apply(ev.MarkTokens([one.mark for one in due]), r.who)
+    assert answer.held == [10, 20, 20, 20]  # type: ignore[attr-defined]
+    r.work.marked(due, answer.held)  # type: ignore[attr-defined]
+    assert r.work.jobs[1].marked[0] == 20
+    (mark,) = partials(q.ledger.core, r.who, [SampleKey(ticket.group, 0)])
+    assert begun(mark).rows == rows(0, 20)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whoever_goes_on_has_every_acknowledged_token(seed: int) -> None:
+    """Rollouts that are killed, stopped and lose groups at any moment; one after the other goes on."""
+    rng, q = random.Random(seed), Queue()
+    made: dict[SampleKey, Completion] = {}
+    known: dict[SampleKey, list[int]] = {}
+    r = Rollout(q, 1, rng)
+
+    def go_on(why: Callable[[], None]) -> None:
+        nonlocal r
+        why()
+        known.update(r.acknowledged)
+        r = Rollout(q, r.who.epoch + 1, rng)
+
+    def killed() -> None:
+        q.apply(ev.Gone(r.who, "killed"), TRAINER)
+
+    def stopped() -> None:
+        r.abort(r.work.hand_over(list(r.work.jobs), "stop"))
+        collect(r.put())
+        r.mark()
+        known.update(r.acknowledged)
+        for job in r.work.jobs.values():
+            for place, one in job.cut.items():
+                r.acknowledged[SampleKey(job.ticket.group, job.member(place))] = list(one.tokens)
+        r.give_back()
+        assert not r.work.jobs
+
+    def collect(done: list[tuple[Job, Completion]]) -> None:
+        for job, completion in done:
+            made[SampleKey(job.ticket.group, job.member(completion.member))] = completion
+
+    for _ in range(300):
+        act = rng.random()
+        if act < 0.1:
+            for ticket in r.ask(rng.randint(1, 2)):
+                for member in ticket.wanted():
+                    before = known.get(SampleKey(ticket.group, member), [])
+                    if q.ledger.state.groups[ticket.group].idle <= 3:
+                        assert ticket.partials.get(member, 0) >= len(before)
+        elif act < 0.75 and r.engine:
+            r.sample(rng.choice(list(r.engine)), rng.randint(1, 12), rng.choice(["", "", "", "", "stop", "length"]))
+        elif act < 0.9:
+            r.mark()
+        elif act < 0.97:
+            collect(r.put())
+        else:
+            go_on(rng.choice([killed, stopped]))
+    assert made
+    for key, completion in made.items():
+        assert completion.logprobs == [-float(n) for n in range(len(completion.tokens))], "each token has its own"
+        assert completion.routing == rows(0, len(completion.tokens))
+        assert sum(span.end - span.start for span in completion.versions) == len(completion.tokens)
+        before = known.get(key, [])
+        if q.ledger.account().get("marks_given_up", 0) == 0:
+            assert completion.tokens[: len(before)] == before
+    assert q.ledger.audit() == []

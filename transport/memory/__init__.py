@@ -1,0 +1,1 @@
+"""Shared memory: slabs, blocks of columns, and payloads that cross nodes."""

@@ -1,0 +1,457 @@
+"""Producers: admission by whole groups, offers, new samples, and groups that come back unfinished."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate, repeat
+
+from relax_rt.transport.queue.api import Admission, Extent, Offered, Put, RowPut, Ticket
+from relax_rt.transport.queue.ledger import marks, progress
+from relax_rt.transport.queue.ledger.blocks import extents_in
+from relax_rt.transport.queue.ledger.core import REFUSED, ROOM, Core
+from relax_rt.transport.queue.ledger.events import Admit, GiveBack, Offer, PutColumns, Skip
+from relax_rt.transport.queue.ledger.failures import fail_missing
+from relax_rt.transport.queue.ledger.recycle import keep_within
+from relax_rt.transport.queue.ledger.state import Group, Part, Sample
+from relax_rt.transport.rpc.errors import Refused
+from relax_rt.transport.rpc.identity import Incarnation
+
+MAX_SAMPLES = 65_536
+"""Samples of one call."""
+LOSSES = 6
+"""What is begun and lost so often, with nothing of it made in between, has failed."""
+
+
+def outstanding(core: Core) -> int:
+    """Samples reserved, generating, ready or leased, plus those trained since the last update."""
+    return core.held + core.state.since_update
+
+
+def bound(core: Core, engine_version: int) -> float:
+    """Samples that may be outstanding when this engine makes more: (max_staleness + 1 - lag) * b."""
+    policy = core.policy
+    return (policy.max_staleness + 1 - core.lag(engine_version)) * policy.batch_samples
+
+
+def surplus(core: Core) -> int:
+    """Samples that may be under way beyond the bound."""
+    return max(core.policy.over_provision, core.state.asked) * core.policy.group_size
+
+
+def beyond(core: Core) -> int:
+    """Groups that are under way beyond the bound of the freshest engine."""
+    policy = core.policy
+    over = outstanding(core) - (policy.max_staleness + 1) * policy.batch_samples if policy.group_size else 0
+    return math.ceil(over / policy.group_size) if over > 0 else 0
+
+
+def keep_what_was_asked(core: Core) -> None:
+    """What was asked for is over with the step; only groups that are under way beyond the bound stay allowed there."""
+    if core.state.asked:
+        core.state.asked = min(core.state.asked, beyond(core))
+
+
+def crowded(core: Core, more: int = 1) -> str:
+    """Why `more` samples do not fit into the queue; empty if something does."""
+    state = core.state
+    used, limit = core.used_bytes, state.limits.capacity_bytes
+    if used >= limit:
+        held = sum(group.size for group in state.trained.values())
+        waits = f", {held} samples wait for a checkpoint" if held else ""
+        spill = ", the disk for spilled payloads is full" if state.limits.spill_bytes else ""
+        marks = f", {state.marks_bytes} of them marks of unfinished samples" if state.marks_bytes else ""
+        return f"payloads fill the capacity: {used} of {limit} bytes{marks}{waits}{spill}"
+    if core.held + more > state.limits.capacity_samples:
+        return f"{core.held} samples are in the queue, {state.limits.capacity_samples} allowed"
+    return ""
+
+
+def obstacle(core: Core, engine_version: int) -> str:
+    """Why no new group can be admitted to this engine now; empty if one can."""
+    state, policy = core.state, core.policy
+    if not state.prompts.available(policy.prompts):
+        return f"all {policy.prompts} prompts are given out"
+    full = crowded(core)
+    if full:
+        return full
+    now, limit = outstanding(core), bound(core, engine_version)
+    if limit > 0:
+        # What an engine too far behind makes would be refused, also as surplus.
+        limit += surplus(core)
+    if now + policy.group_size > limit:
+        behind = core.lag(engine_version)
+        lag = f" to an engine {behind} updates behind" if behind else ""
+        return f"staleness bound: {now} samples outstanding, {max(limit, 0):g} allowed{lag}"
+    return ""
+
+
+def admit(core: Core, who: Incarnation, event: Admit) -> Admission:
+    """Tickets for up to `groups` groups: first those with missing members, then new ones, as the bound allows."""
+    what = f"admission of {event.groups} groups to {who}"
+    if event.groups < 1:
+        raise Refused(what, why="at least one must be asked for")
+    if not core.policy.group_size:
+        raise Refused(what, why="this queue has no prompts", hint="offer samples instead")
+    retired = core.state.progress.revision
+    if core.state.trainer_version is None:
+        return Admission([], "the trainer has not announced its weights yet", retired)
+    if event.engine_version not in core.tree:
+        return Admission([], f"engine version {event.engine_version} is not known to the queue yet", retired)
+    tickets: list[Ticket] = []
+    wanted = min(event.groups, MAX_SAMPLES // core.policy.group_size or 1)
+    for id_ in list(core.state.reopened):
+        if len(tickets) < wanted and core.lag(event.engine_version) <= core.policy.max_staleness:
+            tickets.append(_reissue(core, who, core.state.groups[id_], event.engine_version))
+    while len(tickets) < wanted:
+        waiting_on = obstacle(core, event.engine_version)
+        if waiting_on:
+            return Admission(tickets, "" if tickets else waiting_on, retired)
+        tickets.append(_issue(core, who, event.engine_version))
+    return Admission(tickets, retired=retired)
+
+
+def _issue(core: Core, who: Incarnation, engine_version: int) -> Ticket:
+    state, size = core.state, core.policy.group_size
+    assert state.trainer_version is not None
+    group = Group(
+        id=core.new_id(),
+        prompt=state.prompts.issue(),
+        version=state.trainer_version,
+        base=engine_version,
+        samples=[Sample() for _ in range(size)],
+        holder=who,
+        making=list(range(size)),
+        issue=1,
+        passed=dict(state.progress.passed),
+    )
+    core.enter(group)
+    state.issued += size
+    core.hold(group.id)
+    core.changed = True
+    assert group.prompt is not None
+    prompt = group.prompt
+    return Ticket(
+        group.id,
+        prompt.index,
+        prompt.attempt,
+        size,
+        group.version,
+        state.limits.lease_s,
+        issue=1,
+        item=prompt.choice,
+        losses=prompt.losses,
+    )
+
+
+def _reissue(core: Core, who: Incarnation, group: Group, engine_version: int) -> Ticket:
+    """A ticket for the missing members of a group."""
+    assert group.prompt is not None and core.state.trainer_version is not None
+    core.state.reopened.pop(group.id)
+    group.holder, group.base, group.making = who, engine_version, group.missing()
+    group.issue += 1
+    marks.reissued(core, group)
+    core.hold(group.id)
+    core.changed = True
+    return Ticket(
+        group.id,
+        group.prompt.index,
+        group.prompt.attempt,
+        len(group.samples),
+        core.state.trainer_version,
+        core.state.limits.lease_s,
+        list(group.making),
+        group.issue,
+        marks.lengths(group),
+        group.prompt.choice,
+        group.prompt.losses,
+    )
+
+
+def reopen(core: Core, group: Group, state: str, why: str = "", *, losses: int = 0) -> None:
+    """Nobody makes what is missing of the group any more: it is given out again, or the group ends in `state`.
+
+    Members that are there stay, and what was marked of the others, so that a producer's death costs at most what it
+    sampled since its last mark.
+
+    losses: how often it was lost on its producer. What is lost again and again, with no member and no mark in between,
+        has failed: it may be what kills its producers, or always takes longer than they have.
+    """
+    holder, group.holder, group.making = group.holder, None, []
+    core.unhold(group.id)
+    missing = group.missing()
+    if not missing:
+        core.refresh(group)
+        return
+    prompt = group.prompt = group.prompt.lost(losses) if group.prompt is not None else None
+    begun = [member for member in missing if group.samples[member].mark is not None]
+    tokens = sum(mark.length for member in missing if (mark := group.samples[member].mark) is not None)
+    core.note(
+        "group_reopened",
+        group=group.id,
+        holder=str(holder),
+        state=state,
+        why=why,
+        missing=len(missing),
+        begun=len(begun),
+        tokens=tokens,
+        losses=prompt.losses if prompt is not None else 0,
+    )
+    if prompt is not None and prompt.losses >= LOSSES:
+        group.prompt = prompt.got_on()
+        fail_missing(core, group, f"begun and lost {prompt.losses} times, the last time: {why or state}")
+        return
+    nothing = len(missing) == group.size and not begun
+    if nothing or group.prompt is None or core.policy.on_failed_member == "drop":
+        core.end(group, state)
+        return
+    core.ended(state, len(missing) - len(begun))
+    core.state.issued += len(missing) - len(begun)
+    group.remade += 1
+    group.prompt = group.prompt.again()
+    core.state.reopened[group.id] = None
+    core.touched.add(ROOM)
+
+
+def put(core: Core, who: Incarnation, event: PutColumns) -> list[Extent]:
+    """New samples of groups that the caller generates.
+
+    What comes for a group that is no longer the caller's is not kept: its extents go straight back.
+    """
+    check_puts(core, who, event.puts)
+    core.changed = bool(event.puts)
+    touched: dict[int, Group] = {}
+    for item in event.puts:
+        mine = [row for row in item.rows if _is_open(core, who, row)]
+        if len(mine) < len(item.rows):
+            core.tally("late_puts", len(item.rows) - len(mine))
+        if not mine:
+            return_extents(core, [item])
+            continue
+        block = core.blocks.add(item, len(mine), core.state.callers.alive)
+        for row in mine:
+            group = core.state.groups[row.key.group]
+            core.drop_mark(group.samples[row.key.member])
+            group.samples[row.key.member] = _sample(core, row, block)
+            group.making.remove(row.key.member)
+            marks.got_on(core, group)
+            touched[group.id] = group
+            progress.count_success(core, group, "")
+    for group in touched.values():
+        _after_put(core, group)
+    freed = core.blocks.collect(who)
+    core.changed = core.changed or bool(freed)
+    return freed
+
+
+def _is_open(core: Core, who: Incarnation, row: RowPut) -> bool:
+    group = core.state.groups.get(row.key.group)
+    return group is not None and group.holder == who and row.key.member in group.making
+
+
+def _sample(core: Core, row: RowPut, block: int) -> Sample:
+    core.losses.generated(row.length)
+    return Sample(True, [Part(block, row.row)], row.length, row.priority, row.versions)
+
+
+def _after_put(core: Core, group: Group) -> None:
+    if not group.making:
+        group.holder = None
+        core.unhold(group.id)
+        if group.missing():
+            # A member failed a task while its siblings were still being made.
+            core.state.reopened[group.id] = None
+            core.touched.add(ROOM)
+    core.refresh(group)
+    if group.id in core.step_ready:
+        progress.reset_failures(core)
+    # What it has now may be fresher than the ticket or the marks that it was counted with.
+    core.may_end_hold()
+    if core.staleness(group) > core.policy.max_staleness and not (group.recycled and keep_within(core, group)):
+        # An engine that still served a branch the trainer has left.
+        core.end(group, REFUSED)
+
+
+def return_extents(core: Core, puts: list[Put]) -> None:
+    """What was put is not kept: its memory goes straight back."""
+    for extent in extents_in(puts):
+        core.blocks.return_to_owner(extent, core.state.callers.alive)
+
+
+def check_puts(core: Core, who: Incarnation, puts: list[Put]) -> None:
+    """Raises:
+    Refused: a put is not possible; nothing of the call was done.
+    """
+    core.blocks.check(puts, who)
+    check_fields(core, who, puts)
+    _check_new(core, who, puts)
+    seen: set[tuple[int, int]] = set()
+    for item in puts:
+        for row in item.rows:
+            at = (row.key.group, row.key.member)
+            if at in seen:
+                raise Refused(f"put of sample {row.key} by {who}", why="it is twice in the same call")
+            seen.add(at)
+            _check_row(core, who, row)
+
+
+def _check_row(core: Core, who: Incarnation, row: RowPut) -> None:
+    what = f"put of sample {row.key} by {who}"
+    group = core.state.groups.get(row.key.group)
+    if group is not None and group.holder == who:
+        if not 0 <= row.key.member < len(group.samples):
+            raise Refused(what, why=f"its group has {len(group.samples)} members")
+        # After a lapse the caller may have got the same group again, and the work of its first ticket comes late.
+        if row.key.member not in group.making and not group.remade:
+            raise Refused(what, why="a producer puts each member of its ticket once, with all its columns")
+    check_versions(core, what, row)
+
+
+def check_versions(core: Core, what: str, row: RowPut) -> None:
+    """Raises:
+    Refused: a policy version is not known.
+    """
+    for span in row.versions:
+        if span.version not in core.tree:
+            raise Refused(what, why=f"policy version {span.version} is not known")
+
+
+def check_fields(core: Core, who: Incarnation, puts: list[Put]) -> None:
+    """Raises:
+    Refused: a field is not declared, or a sample is too large.
+    """
+    declared, limit = core.policy.fields, core.state.limits.max_sample_bytes
+    for item in puts:
+        if declared:
+            for name in item.block.fields:
+                if name not in declared:
+                    raise Refused(
+                        f"field '{name}' put by {who}", why=f"the declared fields are {', '.join(sorted(declared))}"
+                    )
+        nbytes = item.block.extent.nbytes if item.block.extent is not None else len(item.block.inline)
+        each = max([nbytes // max(item.block.rows, 1), *(blob.extent.nbytes for blob in item.blobs)])
+        if each > limit:
+            raise Refused(f"put by {who}", why=f"a sample has {each} bytes, max_sample_bytes is {limit}")
+        if nbytes > core.state.limits.capacity_bytes:
+            raise Refused(
+                f"put by {who}",
+                why=f"a block has {nbytes} bytes, the queue's capacity is {core.state.limits.capacity_bytes}",
+                hint="put fewer samples at once",
+            )
+
+
+def _check_new(core: Core, who: Incarnation, puts: list[Put]) -> None:
+    """What a producer puts must be of use to some task, and must not lapse."""
+    for item in puts:
+        if not core.tasks_with(item.block.fields):
+            needed = "; ".join(f"{task}: {', '.join(fields)}" for task, fields in core.policy.tasks.items())
+            raise Refused(
+                f"samples with fields {', '.join(item.block.fields)} put by {who}",
+                why="no task can take them, and so nobody can put what they lack",
+                hint=f"the tasks need {needed}",
+            )
+        for name in item.block.fields:
+            if name in core.policy.versioned:
+                raise Refused(
+                    f"field '{name}' put by {who}",
+                    why="it lapses with the weights, and a producer does not compute it again",
+                    hint="let a consumer task put it",
+                )
+
+
+def offer(core: Core, who: Incarnation, event: Offer) -> Offered:
+    """Whole groups of samples that no ticket was drawn for."""
+    what = f"offer by {who}"
+    if core.policy.group_size:
+        raise Refused(what, why="this queue admits groups of prompts", hint="ask for tickets with admit, then put")
+    _check_offer(core, who, event)
+    full = crowded(core, sum(event.groups))
+    if full:
+        return Offered([], waiting_on=full)
+    samples = _offered_by_key(core, event) if event.puts[0].rows else _offered_in_order(core, event)
+    first, version = core.state.next_id, core.state.trainer_version
+    core.state.next_id += len(event.groups)
+    at = 0
+    for id_, size in enumerate(event.groups, first):
+        group = Group(id_, None, version or 0, 0, samples[at : at + size])
+        at += size
+        core.enter(group)
+        if size > 1 or core.policy.step_task:
+            core.refresh(group)
+        else:
+            core.enter_ready(id_, group.samples[0])
+        if version is not None and core.staleness(group) > core.policy.max_staleness:
+            core.end(group, REFUSED)
+    core.state.issued += len(samples)
+    core.changed = True
+    return Offered(list(range(first, first + len(event.groups))), core.blocks.collect(who))
+
+
+def _offered_in_order(core: Core, event: Offer) -> list[Sample]:
+    (item,) = event.puts
+    rows = item.block.rows
+    block = core.blocks.add(item, rows, core.state.callers.alive)
+    for length in item.lengths:
+        core.losses.generated(length)
+    lengths = item.lengths or repeat(-1, rows)
+    return [Sample(True, [Part(block, row)], length) for row, length in enumerate(lengths)]
+
+
+def _offered_by_key(core: Core, event: Offer) -> list[Sample]:
+    starts = list(accumulate(event.groups, initial=0))
+    samples = [Sample()] * starts[-1]
+    for item in event.puts:
+        block = core.blocks.add(item, len(item.rows), core.state.callers.alive)
+        for row in item.rows:
+            samples[starts[row.key.group] + row.key.member] = _sample(core, row, block)
+    return samples
+
+
+def _check_offer(core: Core, who: Incarnation, event: Offer) -> None:
+    what = f"offer by {who}"
+    if not event.groups or min(event.groups) < 1:
+        raise Refused(what, why=f"its groups have {event.groups[:8]} members; each needs at least 1")
+    samples, limit = sum(event.groups), min(MAX_SAMPLES, core.state.limits.capacity_samples)
+    if samples > limit:
+        raise Refused(what, why=f"it has {samples} samples, {limit} are allowed at once")
+    check_fields(core, who, event.puts)
+    _check_new(core, who, event.puts)
+    if len(event.puts) == 1 and not event.puts[0].rows:
+        (item,) = event.puts
+        core.blocks.check_extents(event.puts, who)
+        if item.block.rows != sum(event.groups) or len(item.lengths) not in (0, item.block.rows):
+            raise Refused(what, why=f"a block of {item.block.rows} rows for {sum(event.groups)} samples")
+        return
+    core.blocks.check(event.puts, who)
+    seen: set[tuple[int, int]] = set()
+    for item in event.puts:
+        for row in item.rows:
+            group, member = row.key.group, row.key.member
+            if not 0 <= group < len(event.groups) or not 0 <= member < event.groups[group]:
+                raise Refused(what, why=f"row {row.key} is in none of its groups")
+            seen.add((group, member))
+            check_versions(core, what, row)
+    rows = sum(len(item.rows) for item in event.puts)
+    if len(seen) != rows or rows != sum(event.groups):
+        raise Refused(what, why=f"{rows} rows for {sum(event.groups)} samples: each sample is put once, whole")
+
+
+def give_back(core: Core, who: Incarnation, event: GiveBack) -> None:
+    """The caller makes these groups no more."""
+    for id_ in event.groups:
+        group = core.state.groups.get(id_)
+        if group is not None and group.holder == who:
+            core.changed = True
+            if event.failed and group.prompt is not None:
+                fail_missing(core, group, event.reason, late=event.late, item=event.item, about=event.about)
+            else:
+                reopen(core, group, "dropped(returned)", event.reason, losses=event.losses)
+
+
+def skip(core: Core, who: Incarnation, event: Skip) -> None:
+    """End the caller's groups whose items are retired; their places in the prompt order are skipped."""
+    for id_ in event.groups:
+        group = core.state.groups.get(id_)
+        if group is not None and group.holder == who and group.prompt is not None:
+            core.changed = True
+            core.end(group, "dropped(retired)", fate="skip")
+            progress.failed_group(core, group)

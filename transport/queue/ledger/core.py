@@ -1,0 +1,447 @@
+"""The state together with what is derived from it; the other modules of the ledger are functions over it."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from relax_rt.transport.compat.store.machine import Store
+from relax_rt.transport.queue.api import Extent, SampleKey
+from relax_rt.transport.queue.ledger.blocks import BlockTable
+from relax_rt.transport.queue.ledger.losses import Losses
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy
+from relax_rt.transport.queue.ledger.state import Group, Lease, Part, Sample, State
+from relax_rt.transport.rpc.errors import Refused
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.versions import VersionRecord, VersionTree
+
+Notice = tuple[str, dict[str, Any]]
+"""Something a person wants to see in the event log: kind and fields."""
+REFUSED, REFUSED_TOKENS = "refused(stale)", "refused_tokens"
+"""How samples end that are over-stale, and the tally of their tokens."""
+ROOM = "room"
+"""What those who wait for admission wait for; takers wait for the name of their task."""
+
+
+class Core:
+    """State, version tree, indices of ready work, deadlines and counts.
+
+    Deadlines are not part of the state: renewals are not journaled, and after a restart leases start again at
+    full length.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.tree = VersionTree(state.versions)
+        self.store = Store(state.store, state.blocks, state.callers.alive)
+        self.deadlines: dict[int, float] = {}
+        self.shared: dict[int, dict[Incarnation, float]] = {}
+        """Deadlines of each holder of a shared lease; the earliest is the lease's."""
+        self.now = 0.0
+        self.changed = False
+        self.notices: list[Notice] = []
+        self.touched: set[str] = set()
+        self.ready: dict[str, OrderedDict[SampleKey, None]] = {}
+        self.step_ready: OrderedDict[int, None] = OrderedDict()
+        self.held = 0
+        """Samples in groups that are not yet trained."""
+        self.losses = Losses()
+        self.marks_refused: Counter[str] = Counter()
+        """Marks not kept since this broker started, by reason."""
+        self._lags: dict[int, int] = {}
+        self._tasks: dict[tuple[tuple[str, ...], ...], tuple[str, ...]] = {}
+        if state.policy is not None:
+            self.reindex()
+
+    @property
+    def policy(self) -> LedgerPolicy:
+        """Raises:
+        Refused: the ledger was not configured yet.
+        """
+        if self.state.policy is None:
+            raise Refused("call of the queue", why="its policy is not set yet")
+        return self.state.policy
+
+    @property
+    def blocks(self) -> BlockTable:
+        return self.state.blocks
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """Something to show in the event log."""
+        self.notices.append((kind, fields))
+
+    def tally(self, what: str, n: int = 1) -> None:
+        self.state.tallies[what] = self.state.tallies.get(what, 0) + n
+
+    def ended(self, what: str, n: int = 1) -> None:
+        """Samples that came to a terminal state."""
+        self.state.ended[what] = self.state.ended.get(what, 0) + n
+
+    def new_id(self) -> int:
+        self.state.next_id += 1
+        return self.state.next_id - 1
+
+    def hold(self, id_: int, who: Incarnation | None = None) -> None:
+        """The ticket or lease runs at full length from now; `who` is a holder of a shared lease."""
+        self.renew(id_, who, self.now)
+
+    def renew(self, id_: int, who: Incarnation | None, now: float) -> None:
+        """The ticket or lease runs at full length from `now`."""
+        end = now + self.state.limits.lease_s
+        if who is not None:
+            holders = self.shared.setdefault(id_, {})
+            holders[who] = end
+            end = min(holders.values())
+        self.deadlines[id_] = end
+
+    def unhold(self, id_: int) -> None:
+        """The ticket or lease is not held any more."""
+        self.deadlines.pop(id_, None)
+        self.shared.pop(id_, None)
+
+    def unhold_for(self, id_: int, who: Incarnation) -> None:
+        """One holder of a shared lease has no deadline any more; the others' go on."""
+        holders = self.shared.get(id_, {})
+        holders.pop(who, None)
+        if holders:
+            self.deadlines[id_] = min(holders.values())
+        else:
+            self.deadlines[id_] = self.now + self.state.limits.lease_s
+
+    def unpin(self, extents: Iterable[Extent]) -> None:
+        """One reference less on each extent."""
+        self.blocks.unpin(extents, self.state.callers.alive)
+
+    # --- staleness
+
+    def lag(self, version: int) -> int:
+        """Distance from the trainer's weights to a version, which must be known."""
+        if version not in self._lags:
+            assert self.state.trainer_version is not None
+            self._lags[version] = self.tree.distance(self.state.trainer_version, version)
+        return self._lags[version]
+
+    def staleness(self, group: Group, member: int | None = None) -> int:
+        """Longest distance from the trainer's weights to any version in the group, or in one member.
+
+        Members that are not there yet count with the version of the engine that makes them, and with their marks'.
+        Where over-stale tokens are masked, only the others count; a sample that has no others counts with its freshest.
+        """
+        if self.state.trainer_version is None:
+            return 0
+        samples = [s for s in group.samples if not s.left_out] if member is None else [group.samples[member]]
+        if self.policy.on_straggler == "mask" or group.recycled:
+            return max((self._unmasked(sample) for sample in samples if sample.spans), default=0)
+        versions = {span.version for sample in samples for span in sample.spans}
+        versions.update(span.version for sample in samples if sample.mark is not None for span in sample.mark.spans)
+        if group.prompt is not None and any(not sample.spans for sample in samples):
+            versions.add(group.base)
+        return max((self.lag(version) for version in versions), default=0)
+
+    def _unmasked(self, sample: Sample) -> int:
+        lags = [self.lag(span.version) for span in sample.spans]
+        return max((lag for lag in lags if lag <= self.policy.max_staleness), default=min(lags))
+
+    def masked(self, group: Group, sample: Sample) -> list[tuple[int, int]]:
+        """Token ranges over the bound, which count as context."""
+        if not (self.policy.on_straggler == "mask" or group.recycled) or self.state.trainer_version is None:
+            return []
+        return [(s.start, s.end) for s in sample.spans if self.lag(s.version) > self.policy.max_staleness]
+
+    def move_weights(self, record: VersionRecord) -> None:
+        """The trainer's weights are `record` from now on; columns computed with other weights lapse.
+
+        Raises:
+            Refused: the version's parent is not known, or its number was used for another version.
+        """
+        known = record.version in self.tree
+        self.tree.add(record)
+        if known:
+            self.state.versions = self.tree.records()
+        else:
+            self.state.versions.append(record)
+        self.state.trainer_version = record.version
+        self._lags.clear()
+        for group in self.state.groups.values():
+            self.lapse_columns(group)
+
+    def outdated(self, part: Part) -> bool:
+        """Whether its columns were computed with other weights than the trainer's, and depend on them."""
+        return part.version >= 0 and self.state.trainer_version is not None and self.lag(part.version) > 0
+
+    @property
+    def used_bytes(self) -> int:
+        """What counts against the capacity: payloads in shared memory, and marks."""
+        return self.state.blocks.payload_bytes + self.state.marks_bytes
+
+    def drop_mark(self, sample: Sample) -> None:
+        """What was marked of the sample is needed no more."""
+        if sample.mark is not None:
+            self.state.marks_bytes -= sample.mark.nbytes
+            sample.mark = None
+
+    def lapse_columns(self, group: Group) -> None:
+        """Columns of other weights are not there any more, and the tasks that put them are to do it again.
+
+        All that such a task put lapses with them: it will put all of it again. Who is at work on what lapsed finishes
+        without effect.
+        """
+        if group.lease or not self.policy.versioned:
+            return
+        for sample in group.samples:
+            old = {part.task for part in sample.parts if self.outdated(part)}
+            if not old:
+                continue
+            gone = [part for part in sample.parts if part.task in old]
+            lost = {name for part in gone for name in self.blocks.blocks[part.block].ref.fields}
+            self.drop_parts(sample, gone)
+            sample.done = [task for task in sample.done if task not in old]
+            for task in [task for task in sample.leases if not lost.isdisjoint(self.policy.tasks[task])]:
+                del sample.leases[task]
+            self.tally("columns_lapsed", len(gone))
+        self.refresh(group)
+
+    # --- indices
+
+    def reindex(self) -> None:
+        """Find all ready work anew."""
+        self._tasks.clear()
+        self.ready = {task: OrderedDict() for task in self.policy.tasks if task != self.policy.step_task}
+        self.step_ready.clear()
+        self.held = 0
+        for group in self.state.groups.values():
+            self.held += group.size
+            self.refresh(group)
+
+    def tasks_with(self, *fields: tuple[str, ...]) -> tuple[str, ...]:
+        """Tasks all of whose fields are in one of these blocks' or another."""
+        tasks = self._tasks.get(fields)
+        if tasks is None:
+            have = {name for block in fields for name in block}
+            tasks = tuple(task for task, needed in self.policy.tasks.items() if have.issuperset(needed))
+            if len(self._tasks) > 4096:
+                self._tasks.clear()
+            self._tasks[fields] = tasks
+        return tasks
+
+    def tasks_for(self, sample: Sample) -> tuple[str, ...]:
+        """Tasks all of whose fields the sample has."""
+        if not sample.generated:
+            return ()
+        blocks = self.blocks.blocks
+        return self.tasks_with(*[blocks[part.block].ref.fields for part in sample.parts])
+
+    def refresh(self, group: Group) -> None:
+        """Enter what of the group is ready for which task, after any change of it."""
+        step_task = self.policy.step_task
+        step_ready = bool(step_task) and group.holder is None and not group.lease
+        for member, sample in enumerate(group.samples):
+            if sample.left_out:
+                continue
+            tasks = self.tasks_for(sample)
+            key = SampleKey(group.id, member)
+            for task, ready in self.ready.items():
+                if task in tasks and task not in sample.leases and task not in sample.done:
+                    if key not in ready:
+                        ready[key] = None
+                        self.touched.add(task)
+                else:
+                    ready.pop(key, None)
+            step_ready = step_ready and step_task in tasks
+        if step_ready:
+            if group.id not in self.step_ready:
+                self.step_ready[group.id] = None
+                self.touched.add(step_task)
+        else:
+            self.step_ready.pop(group.id, None)
+
+    def enter_ready(self, group: int, sample: Sample) -> None:
+        """What `refresh` does for the only sample of a group that was just put."""
+        key = SampleKey(group, 0)
+        for task in self.tasks_with(self.blocks.blocks[sample.parts[0].block].ref.fields):
+            self.ready[task][key] = None
+            self.touched.add(task)
+
+    def first(self, task: str, keys: Sequence[SampleKey]) -> None:
+        """What comes back to a task goes before what is new, in the order of `keys`."""
+        ready = self.ready.get(task, OrderedDict[SampleKey, None]())
+        for key in reversed(keys):
+            if key in ready:
+                ready.move_to_end(key, last=False)
+
+    def enter(self, group: Group) -> None:
+        """A group is there from now on."""
+        self.state.groups[group.id] = group
+        self.held += group.size
+
+    def leave(self, group: Group) -> None:
+        """The group is not among those to be trained any more, and nothing of it is offered."""
+        if self.state.groups.pop(group.id, None) is not None:
+            self.held -= group.size
+        for key in group.sample_keys():
+            for ready in self.ready.values():
+                ready.pop(key, None)
+        self.step_ready.pop(group.id, None)
+        self.state.reopened.pop(group.id, None)
+        self.unhold(group.id)
+        self.touched.add(ROOM)
+        self.may_end_hold()
+
+    def may_end_hold(self) -> None:
+        """A group changed that a batch may be held for as a straggler."""
+        if self.state.blocked_since is not None:
+            self.touched.add(self.policy.step_task)
+
+    # --- the end of samples, groups and leases
+
+    def drop_parts(self, sample: Sample, parts: Sequence[Part] | None = None) -> None:
+        """These columns of the sample are needed no more; all of them if none are named."""
+        gone = sample.parts if parts is None else parts
+        sample.parts = [] if parts is None else [part for part in sample.parts if part not in gone]
+        for part in gone:
+            self.blocks.drop_row(part.block, self.state.callers.alive)
+
+    def end(
+        self,
+        group: Group,
+        state: str,
+        *,
+        marked: dict[int, str] | None = None,
+        fate: str = "return",
+        **why: str,
+    ) -> None:
+        """The group ends before it was trained, its samples in `state` (or their own in `marked`).
+
+        fate is what becomes of the prompt: `return`, `failed` (returned, unless it failed too often), `retire`, or
+        `filter` and `skip` (retired, of which only the number is kept). why: more for the event log.
+        """
+        self.leave(group)
+        for member, sample in enumerate(group.samples):
+            if sample.left_out:
+                continue
+            name = (marked or {}).get(member, state)
+            self.ended(name)
+            if sample.generated:
+                self.losses.lost(sample.length, name)
+                if name == REFUSED:
+                    self.tally(REFUSED_TOKENS, max(0, sample.length))
+            self.drop_parts(sample)
+            if sample.mark is not None:
+                self.tally("marked_tokens_dropped", sample.mark.length)
+                self.drop_mark(sample)
+        if group.prompt is None:
+            fate = "none"
+        else:
+            if fate == "failed" and group.prompt.failures + 1 >= self.policy.failures_per_prompt:
+                fate = "retire"
+            if fate in ("filter", "skip"):
+                self.state.prompts.filtered += fate == "filter"
+                self.state.prompts.skipped += fate == "skip"
+                fate = "retire"
+            elif fate == "retire":
+                self.state.prompts.retire(group.prompt)
+            else:
+                self.state.prompts.give_back(group.prompt, failed=fate == "failed")
+        self.note(
+            "group_ended",
+            group=group.id,
+            prompt=group.prompt.index if group.prompt is not None else None,
+            state=state,
+            prompt_fate=fate,
+            **why,
+        )
+
+    def finish_if_done(self, group: Group) -> None:
+        """Without a step task a group is finished when all tasks are done with all of it."""
+        tasks = len(self.policy.tasks)
+        if self.policy.step_task:
+            return
+        for sample in group.samples:
+            if len(sample.done) < tasks and not sample.left_out:
+                return
+        # Done with everywhere, it is in no index of ready work.
+        size = group.size
+        del self.state.groups[group.id]
+        self.held -= size
+        self.touched.add(ROOM)
+        for sample in group.samples:
+            if not sample.left_out:
+                self.losses.used(sample.length)
+                self.drop_parts(sample)
+        self.ended("finished", size)
+
+    def close(self, lease: Lease) -> None:
+        """The lease is held no more; those who are still its holders may be reading, so its extents stay for them.
+
+        The samples' own marks of the lease are taken off; what comes next is the caller's to say.
+        """
+        self.state.leases.pop(lease.id, None)
+        self.unhold(lease.id)
+        for _, part, _ in lease.pending:
+            self.blocks.drop_row(part.block, self.state.callers.alive)
+        lease.pending, lease.failures = [], []
+        lease.holders, lease.reading = [*lease.holders, *lease.reading], []
+        if lease.stream:
+            self.state.streams[f"{lease.task}:{lease.stream}"].live = {
+                index: id_
+                for index, id_ in self.state.streams[f"{lease.task}:{lease.stream}"].live.items()
+                if id_ != lease.id
+            }
+        if lease.task == self.policy.step_task:
+            # The next batch of the task waits for this one to end.
+            self.touched.add(lease.task)
+            for group in self.groups_of(lease):
+                group.lease = 0
+        else:
+            task, groups = lease.task, self.state.groups
+            for key in lease.keys:
+                found = groups.get(key.group)
+                if found is not None and (leases := found.samples[key.member].leases).get(task) == lease.id:
+                    del leases[task]
+        if lease.holders:
+            self.state.lapsed[lease.id] = lease
+        else:
+            self.unpin(lease.pins)
+
+    def unread(self, lease: Lease, who: Incarnation) -> None:
+        """One reader of a lease that it works on no more reads no more; after the last one its extents are free."""
+        if lease.id not in self.state.lapsed:
+            lease.reading.remove(who)
+            return
+        lease.holders.remove(who)
+        if not lease.holders:
+            del self.state.lapsed[lease.id]
+            self.unpin(lease.pins)
+
+    def read_still(self, who: Incarnation) -> list[Lease]:
+        """Leases that the caller works on no more, and whose memory it may still read."""
+        found = [lease for lease in self.state.lapsed.values() if who in lease.holders]
+        return found + [lease for lease in self.state.leases.values() if who in lease.reading]
+
+    def readers(self) -> set[Incarnation]:
+        """Who may be reading memory, heard or not: it stays pinned until they say otherwise, or have ended."""
+        found = {pin.who for pin in self.state.store.pins.values()}
+        for lease in [*self.state.leases.values(), *self.state.lapsed.values()]:
+            found.update(lease.holders, lease.reading)
+        return found
+
+    def groups_of(self, lease: Lease) -> list[Group]:
+        """The lease's groups that are still there and not yet trained."""
+        return [self.state.groups[id_] for id_ in lease.groups() if id_ in self.state.groups]
+
+    def samples_of(self, lease: Lease) -> list[tuple[SampleKey, Sample]]:
+        """The samples that the lease of a task other than the step task still holds.
+
+        A member that was made again under its old key is another sample, which this lease never held.
+        """
+        found: list[tuple[SampleKey, Sample]] = []
+        for key in lease.keys:
+            group = self.state.groups.get(key.group)
+            if group is not None and group.samples[key.member].leases.get(lease.task) == lease.id:
+                found.append((key, group.samples[key.member]))
+        return found
+
+    def read_by(self, samples: Iterable[Sample]) -> list[int]:
+        """Ids of the blocks that hold columns of these samples, each once."""
+        return list(dict.fromkeys([part.block for sample in samples for part in sample.parts]))

@@ -1,0 +1,172 @@
+"""The samplers that come with the queue. Their fields are the options that a config may set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+
+from relax_rt.transport.queue.api import Want
+from relax_rt.transport.queue.loader.packing import balanced_partition
+from relax_rt.transport.queue.samplers.base import WINDOW, Choice, Unit, fill, limit_of, within
+
+Window = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Windowed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """window: how many of the ready units are looked at, oldest first; more if more are wanted."""
+
+    window: Window = WINDOW
+    whole_groups: ClassVar[bool] = False
+
+
+class Fifo(_Windowed, frozen=True):
+    """Those that became ready first, up to the first that is over the token budget."""
+
+    def choose(self, units: Iterable[Unit], want: Want) -> Choice:
+        """See Sampler.choose."""
+        return fill(within(units, self.window, want), want)
+
+
+class WholeGroup(_Windowed, frozen=True):
+    """Whole groups, oldest first, also where samples are asked for: then as many as fit into that number."""
+
+    whole_groups: ClassVar[bool] = True
+
+    def choose(self, units: Iterable[Unit], want: Want) -> Choice:
+        """See Sampler.choose."""
+        return fill(within(units, self.window, want), want)
+
+
+class TokenBudget(_Windowed, frozen=True):
+    """First fit: the oldest, and after it each that fits into what is left of the request's tokens.
+
+    What is left at last is little, and seldom worth a long search: the window is smaller than others'.
+    """
+
+    window: Window = 512
+
+    def choose(self, units: Iterable[Unit], want: Want) -> Choice:
+        """See Sampler.choose."""
+        return fill(within(units, self.window, want), want, skip=True)
+
+
+class FreshestFirst(_Windowed, frozen=True):
+    """The least stale first, and of those the newest. What it leaves gets old: bound the staleness."""
+
+    newest_first: ClassVar[bool] = True
+
+    def choose(self, units: Iterable[Unit], want: Want) -> Choice:
+        """See Sampler.choose."""
+        return fill(sorted(within(units, self.window, want), key=lambda unit: (unit.staleness, -unit.order)), want)
+
+
+class Priority(_Windowed, frozen=True):
+    """The highest priority first; equal ones as they became ready."""
+
+    def choose(self, units: Iterable[Unit], want: Want) -> Choice:
+        """See Sampler.choose."""
+        return fill(sorted(within(units, self.window, want), key=_by_priority), want)
+
+
+def _by_priority(unit: Unit) -> tuple[float, int]:
+    # Not-a-number has no place in an order: it goes last.
+    return (math.inf if math.isnan(unit.priority) else -unit.priority, unit.order)
+
+
+class SequenceBalanced(_Windowed, frozen=True):
+    """Batches that are alike in tokens, or samples in a batch that are alike in length. The oldest is in every batch.
+
+    goal `total`: the next `batches` batches that could be made of the window are dealt out together, so that their
+    tokens are alike (see balanced_partition: totals differ by at most the longest unit), and the one with the oldest
+    unit is taken. Ranks that read batches of their own then take about the same time for each, and the mixture of
+    lengths in a batch stays that of the window.
+
+    goal `padding`: the batch with the fewest padding tokens, if every sample is padded to the longest. The lengths of
+    a batch are then correlated, which changes the gradient's noise; it pays only where rows are really padded.
+    """
+
+    goal: Literal["total", "padding"] = "total"
+    batches: Positive = 8
+
+    def choose(self, units: Iterable[Unit], want: Want) -> Choice:
+        """See Sampler.choose."""
+        limit = limit_of(want)
+        if math.isinf(limit):
+            pool = list(_up_to(within(units, self.window, want), self.batches * want.tokens))
+        else:
+            pool = list(within(units, min(self.window, self.batches * int(limit)), want))
+        if len(pool) > limit:
+            pool = _least_padding(pool, int(limit)) if self.goal == "padding" else _alike(pool, int(limit))
+        elif want.tokens and len(pool) >= want.groups and sum(unit.tokens for unit in pool) > want.tokens:
+            pool = _nearest(pool) if self.goal == "padding" else _alike_by_tokens(pool, want.tokens)
+        return fill(pool, want, skip=True)
+
+
+def _up_to(units: Iterable[Unit], tokens: int) -> Iterator[Unit]:
+    for unit in units:
+        yield unit
+        tokens -= unit.tokens
+        if tokens <= 0:
+            return
+
+
+def _alike(pool: list[Unit], size: int) -> list[Unit]:
+    """Of batches of `size` units with totals alike, the one that holds the first unit."""
+    parts = len(pool) // size
+    dealt = balanced_partition([unit.tokens for unit in pool[: parts * size]], parts, equal_counts=True)
+    return [pool[index] for index in dealt[0]]
+
+
+def _alike_by_tokens(pool: list[Unit], tokens: int) -> list[Unit]:
+    """The same with as many batches as the pool's tokens make; the other units come after, to fill the budget up."""
+    costs = [unit.tokens for unit in pool]
+    dealt = balanced_partition(costs, -(-sum(costs) // tokens))
+    return [pool[index] for part in dealt for index in part]
+
+
+def _nearest(pool: list[Unit]) -> list[Unit]:
+    """The first unit, and the others by how far their length is from its own."""
+    near = _longest(pool[0])
+    return [pool[0], *sorted(pool[1:], key=lambda unit: (abs(_longest(unit) - near), unit.order))]
+
+
+def _least_padding(pool: list[Unit], size: int) -> list[Unit]:
+    """The first unit and size - 1 others, so that padding to the longest costs least.
+
+    For a given longest length the best others are the longest up to it: a run in the order of length.
+    """
+    first, others = pool[0], sorted(pool[1:], key=lambda unit: (_longest(unit), -unit.order))
+    if size == 1:
+        return [first]
+    rows, total = len(first.keys), first.tokens
+    best: tuple[int, int] | None = None
+    for end, unit in enumerate(others, start=1):
+        rows, total = rows + len(unit.keys), total + unit.tokens
+        if end >= size:
+            gone = others[end - size]
+            rows, total = rows - len(gone.keys), total - gone.tokens
+        if end >= size - 1:
+            padding = max(_longest(unit), _longest(first)) * rows - total
+            best = min(best or (padding, end), (padding, end))
+    assert best is not None
+    return sorted([first, *others[best[1] - size + 1 : best[1]]], key=lambda unit: unit.order)
+
+
+def _longest(unit: Unit) -> int:
+    # `tokens` refuses a length that is not known.
+    return max(unit.lengths) if unit.tokens else 0
+
+
+SAMPLERS: dict[str, type[_Windowed]] = {
+    "fifo": Fifo,
+    "whole_group": WholeGroup,
+    "sequence_balanced": SequenceBalanced,
+    "token_budget": TokenBudget,
+    "freshest_first": FreshestFirst,
+    "priority": Priority,
+}
+"""By the short name that a config uses."""

@@ -1,0 +1,1 @@
+"""Typed remote calls: interfaces, client, server, connections over unix sockets and ZeroMQ, identities and errors."""

@@ -1,0 +1,386 @@
+"""Connections between nodes: the same messages over ZeroMQ, a ROUTER at the server, a DEALER at each client.
+
+ZeroMQ hides connections; the RPC layer needs to see them end. A client never lets its socket reconnect by itself and
+watches the socket's monitor: a loss ends the channel, and the client dials again with a new greeting. The server
+pings every peer: a send to one that is gone fails, and ends that peer's channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import errno
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils.monitor import recv_monitor_message
+
+from relax_rt.transport.rpc import impair
+from relax_rt.transport.rpc.address import Address, AddressError
+from relax_rt.transport.rpc.channel import Channel, Receiver
+from relax_rt.transport.rpc.errors import Unreachable
+from relax_rt.transport.rpc.zmq_keys import CurveKeys
+from relax_rt.transport.rpc.zmq_sockets import as_client, as_server, bind, check_exposure, configure, numeric
+
+SEND_HIGH_WATER_MESSAGES = 256
+PING_INTERVAL_S = 0.5
+
+_PING = b""
+_CLOSED = b"\xc1"
+"""The server ends the channel: a byte that no message begins with. Its socket, which others share, stays."""
+_LINGER_MS = 500
+_RETRY_SEND_S = 0.005
+_REMEMBER_REFUSED = 1024
+_ENDINGS = {
+    zmq.EVENT_DISCONNECTED: "the peer closed it",
+    zmq.EVENT_CLOSED: "nothing answers there",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the server does not admit this process's key",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "only one end uses CURVE keys, or the peer does not speak ZeroMQ",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the secure handshake failed: the keys do not match",
+}
+
+
+class _Gone(Exception):
+    """The peer of a channel is not connected any more."""
+
+
+class _ZmqChannel:
+    """What both ends share: a small outbox for what ZeroMQ does not take at once, and the end of the channel."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self.who = ""
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self._loop = asyncio.get_running_loop()
+        self._outbox: collections.deque[bytes] = collections.deque()
+        self._drained: asyncio.Future[None] | None = None
+        self._ended = False
+        self._receiver: Receiver
+
+    def limit(self, max_message_bytes: int) -> None:
+        """Nothing to do: the bound is an option of the socket, and ZeroMQ disconnects who breaks it."""
+
+    def send(self, message: bytes) -> None:
+        if not (self._ended or (impair.active and impair.hold(self, message, out=True))):
+            self._write(message)
+
+    def pass_on(self, message: bytes, *, out: bool) -> None:
+        """See transport.impair."""
+        if self._ended:
+            return
+        if out:
+            self._write(message)
+        else:
+            self._receiver.received(message)
+
+    def _write(self, message: bytes) -> None:
+        self.bytes_out += len(message)
+        if self._outbox:
+            self._outbox.append(message)
+            return
+        try:
+            if not self._push(message):
+                self._outbox.append(message)
+                self._drained = self._loop.create_future()
+                self._loop.call_later(_RETRY_SEND_S, self._flush)
+        except _Gone:
+            self._end("the peer is gone")
+
+    @property
+    def congested(self) -> bool:
+        return bool(self._outbox)
+
+    async def drain(self) -> None:
+        if self._drained is not None:
+            await asyncio.shield(self._drained)
+
+    def _flush(self) -> None:
+        try:
+            while self._outbox and self._push(self._outbox[0]):
+                self._outbox.popleft()
+        except _Gone:
+            self._end("the peer is gone")
+        if self._outbox:
+            self._loop.call_later(_RETRY_SEND_S, self._flush)
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+        self._drained = None
+
+    def close(self) -> None:
+        self._end("closed by this end")
+
+    def abort(self) -> None:
+        self._end("ended by this end")
+
+    def _end(self, reason: str) -> None:
+        if self._ended:
+            return
+        if impair.active:
+            impair.ending(self, out=True)
+        self._ended = True
+        self._outbox.clear()
+        self._wake()
+        self._release()
+        # Later, so that no caller of `send` or `close` is re-entered.
+        self._loop.call_soon(self._lost, reason)
+
+    def _lost(self, reason: str) -> None:
+        self._receiver.lost(reason)
+
+    def _push(self, message: bytes) -> bool:
+        """Hand a message to ZeroMQ; False when its queue is full. Raises _Gone."""
+        raise NotImplementedError
+
+    def _release(self) -> None:
+        raise NotImplementedError
+
+
+def _send_now(sock: zmq.asyncio.Socket, parts: list[bytes]) -> bool:
+    sent: Any = sock.send_multipart(parts, flags=zmq.NOBLOCK)
+    error = sent.exception()
+    if error is None:
+        return True
+    if isinstance(error, zmq.Again):
+        return False
+    raise _Gone(str(error))
+
+
+class DealerChannel(_ZmqChannel):
+    """The client's end: one socket for one connection."""
+
+    def __init__(self, address: Address, sock: zmq.asyncio.Socket, attach: Callable[[Channel], Receiver]) -> None:
+        super().__init__(str(address))
+        self._sock = sock
+        self._monitor = sock.get_monitor_socket(sum(_ENDINGS))
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._receiver = attach(self)
+        if not self._ended:
+            self._tasks = [self._loop.create_task(self._watch()), self._loop.create_task(self._read())]
+
+    def pause(self) -> None:
+        self._unpaused.clear()
+
+    def resume(self) -> None:
+        self._unpaused.set()
+
+    async def _read(self) -> None:
+        try:
+            while not self._ended:
+                parts = await self._sock.recv_multipart()
+                if parts == [_PING]:
+                    continue
+                if parts == [_CLOSED]:
+                    self._end("the peer closed it")
+                    return
+                self.bytes_in += len(parts[0])
+                await self._unpaused.wait()
+                if not (impair.active and impair.hold(self, parts[0], out=False)):
+                    self._receiver.received(parts[0])
+        except zmq.ZMQError as error:
+            self._end(str(error))
+
+    async def _watch(self) -> None:
+        reason = "the peer closed it"
+        try:
+            event = await recv_monitor_message(self._monitor)
+            reason = _ENDINGS.get(zmq.Event(event["event"]), reason)
+        except zmq.ZMQError as error:
+            reason = str(error)
+        self._end(reason)
+
+    def _push(self, message: bytes) -> bool:
+        return _send_now(self._sock, [message])
+
+    def _release(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._sock.disable_monitor()
+        self._monitor.close(linger=0)
+        self._sock.close(linger=_LINGER_MS)
+
+
+class RouterChannel(_ZmqChannel):
+    """The server's end: one peer of a shared socket."""
+
+    def __init__(self, listener: RouterListener, identity: bytes) -> None:
+        super().__init__(f"peer {identity.hex()} of {listener.address}")
+        self.identity = identity
+        self._listener = listener
+
+    def accept(self, attach: Callable[[Channel], Receiver]) -> None:
+        self._receiver = attach(self)
+
+    def deliver(self, message: bytes) -> None:
+        self.bytes_in += len(message)
+        if not (self._ended or (impair.active and impair.hold(self, message, out=False))):
+            self._receiver.received(message)
+
+    def ping(self) -> None:
+        if not self._ended and not self._outbox:
+            self.send(_PING)
+
+    def pause(self) -> None:
+        if not self._ended:
+            self._listener.pause(self)
+
+    def resume(self) -> None:
+        self._listener.resume(self)
+
+    def _push(self, message: bytes) -> bool:
+        return _send_now(self._listener.sock, [self.identity, message])
+
+    def _release(self) -> None:
+        with contextlib.suppress(_Gone):
+            self._push(_CLOSED)
+        self._listener.forget(self)
+
+
+class RouterListener:
+    """A listening ROUTER socket and the peers that talk through it."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        sock: zmq.asyncio.Socket,
+        address: str,
+        attach: Callable[[Channel], Receiver],
+        authenticator: AsyncioAuthenticator | None,
+    ) -> None:
+        self.address = address
+        self.sock = sock
+        self._context = context
+        self._attach = attach
+        self._authenticator = authenticator
+        self._channels: dict[bytes, RouterChannel] = {}
+        self._refused: collections.OrderedDict[bytes, None] = collections.OrderedDict()
+        self._paused: set[RouterChannel] = set()
+        self._readable = asyncio.Event()
+        self._readable.set()
+        self._stopped = False
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._ping())]
+
+    def pause(self, channel: RouterChannel) -> None:
+        """Read nothing while one peer is at its bound: the socket cannot be left unread for one peer alone."""
+        self._paused.add(channel)
+        self._readable.clear()
+
+    def resume(self, channel: RouterChannel) -> None:
+        self._paused.discard(channel)
+        if not self._paused:
+            self._readable.set()
+
+    def forget(self, channel: RouterChannel) -> None:
+        self._channels.pop(channel.identity, None)
+        self.resume(channel)
+        # What it still sends is thrown away, rather than taken for a bad greeting each time.
+        self._refused[channel.identity] = None
+        if len(self._refused) > _REMEMBER_REFUSED:
+            self._refused.popitem(last=False)
+
+    def stop(self) -> None:
+        """Accept no new peers."""
+        self._stopped = True
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self.sock.close(linger=_LINGER_MS)
+        # Blocks until the lingering messages are out.
+        await asyncio.to_thread(self._context.term)
+
+    async def _read(self) -> None:
+        while True:
+            await self._readable.wait()
+            parts = await self.sock.recv_multipart()
+            if len(parts) != 2 or parts[0] in self._refused:
+                continue
+            channel = self._channels.get(parts[0])
+            if channel is None:
+                if self._stopped:
+                    continue
+                channel = RouterChannel(self, parts[0])
+                self._channels[channel.identity] = channel
+                channel.accept(self._attach)
+            channel.deliver(parts[1])
+
+    async def _ping(self) -> None:
+        while True:
+            await asyncio.sleep(PING_INTERVAL_S)
+            for channel in list(self._channels.values()):
+                channel.ping()
+
+
+def _configure(sock: zmq.asyncio.Socket, max_message_bytes: int) -> None:
+    configure(
+        sock,
+        linger_ms=_LINGER_MS,
+        max_message_bytes=max_message_bytes,
+        high_water_messages=SEND_HIGH_WATER_MESSAGES,
+    )
+
+
+async def listen(
+    address: Address, attach: Callable[[Channel], Receiver], max_message_bytes: int, keys: CurveKeys | None
+) -> RouterListener:
+    """Listen at a tcp (or ipc) address; with keys, only peers whose key is admitted get anything.
+
+    Raises:
+        AddressError: the port is in use, the host is not of this machine, or it is open to others without keys.
+    """
+    check_exposure(address, keys, "pass curve=")
+    at = await asyncio.to_thread(numeric, address)
+    context = zmq.asyncio.Context()
+    sock = context.socket(zmq.ROUTER)
+    _configure(sock, max_message_bytes)
+    authenticator = AsyncioAuthenticator(context) if keys is not None else None
+    try:
+        as_server(sock, keys, authenticator)
+        real = bind(sock, address, at)
+    except BaseException:
+        if authenticator is not None:
+            authenticator.stop()
+        sock.close(linger=0)
+        context.term()
+        raise
+    return RouterListener(context, sock, str(real), attach, authenticator)
+
+
+async def dial(
+    address: Address, attach: Callable[[Channel], Receiver], max_message_bytes: int, keys: CurveKeys | None
+) -> Channel:
+    """Begin to connect; that it stands is shown by the server's greeting, that it does not by `Receiver.lost`.
+
+    Raises:
+        AddressError: port 0.
+        Unreachable: the process has no room for another socket.
+    """
+    if address.scheme == "tcp" and address.port == 0:
+        raise AddressError(f"connecting to {address}", why="port 0 is for listening", hint="use the real port")
+    try:
+        sock = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    except zmq.ZMQError as error:
+        hint = "raise the limit of open files" if error.errno == errno.EMFILE else ""
+        raise Unreachable(str(address), why=str(error), hint=hint) from error
+    _configure(sock, max_message_bytes)
+    as_client(sock, keys)
+    channel = DealerChannel(address, sock, attach)
+    try:
+        sock.connect(str(address))
+    except zmq.ZMQError as error:
+        channel.abort()
+        raise Unreachable(str(address), why=str(error)) from error
+    return channel
