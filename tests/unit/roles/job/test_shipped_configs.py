@@ -12,6 +12,7 @@ from relax_rt.config.loader import load_config
 from relax_rt.roles.data.gym import GymTask
 from relax_rt.roles.data.source import fill
 from relax_rt.roles.job import startable
+from relax_rt.roles.job.job import RLJob
 from relax_rt.roles.job.sections import RLConfig, RolloutSettings
 from relax_rt.roles.rewards.loader import load_reward
 from relax_rt.roles.rewards.scoring import read_score
