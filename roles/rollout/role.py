@@ -21,6 +21,7 @@ from relax_rt.roles.base.progress import without_retired
 from relax_rt.roles.job.sections import RLConfig, RolloutSettings
 from relax_rt.roles.rollout.engines.tables import SHARING
 from relax_rt.roles.rollout.engines.turns import Gate
+from relax_rt.roles.rollout.router.admission import CapLimits, EngineCap
 from relax_rt.roles.rollout.sharing import SharedDevice
 from relax_rt.transport.queue.api import Ticket
 from relax_rt.transport.rpc.errors import RelaxError
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from relax_rt.roles.rollout.engines.base import Chunk, Engine, GroupRequest
     from relax_rt.roles.rollout.engines.routing import RoutingShape
     from relax_rt.roles.rollout.generation import GenerationService
-    from relax_rt.roles.rollout.intake import Intake
     from relax_rt.roles.rollout.samples import SampleMaker
     from relax_rt.roles.rollout.work import Due, Job, Work
     from relax_rt.roles.training.publication import EngineFailure, WeightFollower
@@ -91,7 +91,7 @@ class RolloutRole(Role):
         self.device = SharedDevice(self) if self.config.algorithm.mode in SHARING else None
         self.engine: Engine
         self.routing: RoutingShape | None = None
-        self.intake: Intake | None = None
+        self.cap: EngineCap | None = None
         self.work: Work
         self.maker: SampleMaker
         self.tokenizer: ChatTokenizer
@@ -102,7 +102,7 @@ class RolloutRole(Role):
         self.generation: GenerationService
 
     async def setup(self) -> None:
-        from relax_rt.roles.rollout.generation import MOST_REQUESTS, serve_generation
+        from relax_rt.roles.rollout.generation import MAX_REQUESTS, serve_generation
         from relax_rt.roles.training.publication import EngineFailure, WeightFollower
         from relax_rt.transport.queue.client import QueueClient
 
@@ -126,7 +126,7 @@ class RolloutRole(Role):
         await self.queue.warm()
         self.failure = EngineFailure()
         self.follower = WeightFollower(self.ctx, self.engine, self.settings.kv_on_update)
-        most = self.settings.max_sequences if self.only_serves else MOST_REQUESTS
+        most = self.settings.max_sequences if self.only_serves else MAX_REQUESTS
         self.generation = serve_generation(self.ctx, self.engine, most)
         await self.engine.start(self._arrive, self._engine_failed)
 
@@ -157,9 +157,7 @@ class RolloutRole(Role):
             )
         if self.engine.name != "embedded":
             # The embedded engine has room for every slot; where the cache is shared, its use bounds what is begun.
-            from relax_rt.roles.rollout.intake import Intake, Marks
-
-            self.intake = Intake(Marks(most=self.settings.groups_in_flight * size, least=size))
+            self.cap = EngineCap(CapLimits(most=self.settings.groups_in_flight * size, least=size))
 
     @property
     def _row_bytes(self) -> int:
@@ -292,8 +290,8 @@ class RolloutRole(Role):
         """
         size = self.config.algorithm.group_size
         room = self.settings.groups_in_flight * size - self.work.members
-        if self.intake is not None:
-            room = min(room, self.intake.room(self.work.sequences))
+        if self.cap is not None:
+            room = min(room, self.cap.room(self.work.sequences))
         return -(-room // size)
 
     async def _wait_for_room(self) -> None:
@@ -339,7 +337,7 @@ class RolloutRole(Role):
     def _arrive(self, chunks: list[Chunk]) -> None:
         if self._doubtful:
             return
-        self.work.arrive(self.generation.sift(chunks))
+        self.work.arrive(self.generation.take_chunks(chunks))
         for job in self.work.interrupted():
             self.give_up([job], STOPPED)
         self._news.set()
@@ -427,8 +425,8 @@ class RolloutRole(Role):
         """One metrics record, of the time since the last one."""
         load, now = self.engine.load(), time.monotonic()
         tokens, then = self._measured
-        if self.intake is not None:
-            self.intake.observe(now, load.kv_used, self.work.sequences)
+        if self.cap is not None:
+            self.cap.observe(now, load.kv_used, self.work.sequences)
             self._room.set()
         if self.only_serves and self.follower.record.version:
             self.ctx.progress.waiting("" if load.running or load.waiting else "replies that environments ask for")

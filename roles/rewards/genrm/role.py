@@ -104,7 +104,7 @@ class GenrmRole(Role):
             await self.engine.close(5.0)
 
     def _arrive(self, chunks: list[Chunk]) -> None:
-        self.generation.sift(chunks)
+        self.generation.take_chunks(chunks)
 
     async def _follow(self) -> None:
         if self.settings.follow:

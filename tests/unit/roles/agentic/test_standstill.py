@@ -31,7 +31,7 @@ from relax_rt.roles.agentic.standstill import (
 )
 from relax_rt.roles.agentic.tally import Tally
 from relax_rt.roles.job.sections import SamplingTable
-from relax_rt.roles.rollout.router.requests import Outcome, Wanted
+from relax_rt.roles.rollout.router.core import GenerationRequest, Outcome
 from relax_rt.transport.queue.api import Ticket
 from relax_rt.transport.rpc.errors import GivenUp
 from relax_rt.transport.versions import VersionRecord
@@ -55,7 +55,7 @@ async def dawdles(task: Task, chat: Chat) -> float:
     return 1.0
 
 
-async def silent(wanted: Wanted) -> Outcome:
+async def silent(wanted: GenerationRequest) -> Outcome:
     """An engine that never answers."""
     await asyncio.sleep(60)
     raise AssertionError
