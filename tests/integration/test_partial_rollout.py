@@ -16,7 +16,7 @@ import pytest
 import xxhash
 from tiny_run import TinyRun
 
-from relax_rt.transport.journal import Journal
+from relax_rt.transport.base.journal import Journal
 from relax_rt.transport.queue.api import Mark, SampleKey
 from relax_rt.transport.queue.ledger import Entry
 from relax_rt.transport.queue.ledger import events as ev

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from relax_rt.transport.journal import Recovered
+from relax_rt.transport.base.journal import Recovered
 from relax_rt.transport.queue.api import Batch, SampleKey
 from relax_rt.transport.queue.ledger import Entry, Ledger
 from relax_rt.transport.queue.ledger import events as ev

@@ -7,9 +7,10 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.memory.refs import BlobRef, BlockRef, Count, Extent
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.interface import idempotent
-from relax_rt.transport.versions import VersionRecord
 
 WHY = 500
 """Characters of a reason."""
@@ -18,14 +19,10 @@ ABOUT = 80
 MAX_PROMPTS = 8
 """Different prompts that a loss counts."""
 
-# Checked by the decoder: what is outside never comes to the ledger, whose sums of these stay within 64 bits.
-Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 CountOrNone = Annotated[int, msgspec.Meta(ge=-1, le=1 << 48)]
 """-1: not known."""
 Finite = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 """NaN has no order."""
-Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-Inline = Annotated[bytes, msgspec.Meta(max_length=4096)]
 MarkBytes = Annotated[bytes, msgspec.Meta(max_length=4 << 20)]
 Origin = Annotated[bytes, msgspec.Meta(max_length=16)]
 Why = Annotated[str, msgspec.Meta(max_length=WHY)]
@@ -52,36 +49,6 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     end: Count
     version: Count
     kv_version: Count
-
-
-class Extent(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Bytes of a slab, the unit in which memory is given out and comes back.
-
-    The slab's name begins with its owner, ``<slot>-<epoch>-``, or with ``spill-`` for a file on the broker's disk.
-    """
-
-    slab: str
-    offset: Count
-    nbytes: Count
-
-
-class BlockRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a block lies: columns of `rows` samples, in an extent or, when tiny, inline."""
-
-    extent: Extent | None
-    rows: Count
-    fields: tuple[str, ...]
-    inline: Inline = b""
-
-
-class BlobRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A value that several samples share, as an image of a group's prompt: a block of one row and one column.
-
-    digest is the xxh3-128 of dtype, shape and bytes; rows of other blocks name the blob by it.
-    """
-
-    digest: Digest
-    extent: Extent
 
 
 class RowPut(msgspec.Struct, frozen=True, array_like=True, gc=False):

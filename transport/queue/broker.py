@@ -11,18 +11,22 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from relax_rt.transport.base.journal import SEGMENT_BYTES, Journal
+from relax_rt.transport.base.process_stat import start_time
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.base.waits import Waits
+from relax_rt.transport.base.watch import Watch
 from relax_rt.transport.compat.store import state as sv
 from relax_rt.transport.compat.store.api import Found, Stored
 from relax_rt.transport.compat.store.desk import StoreDesk
-from relax_rt.transport.journal import SEGMENT_BYTES, Journal
-from relax_rt.transport.memory.process_stat import start_time
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import owner_key
+from relax_rt.transport.memory.spill import Disk, dead_slabs
 from relax_rt.transport.queue.api import (
     Admission,
     Advice,
     Batch,
     Chosen,
-    Extent,
     Failure,
     Mark,
     Marked,
@@ -34,7 +38,6 @@ from relax_rt.transport.queue.api import (
     SampleKey,
     Want,
 )
-from relax_rt.transport.queue.disk import Disk, dead_slabs
 from relax_rt.transport.queue.ledger import Entry, Ledger, LedgerPolicy, QueueLimits, admission, keyed, progress
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.callers import Home
@@ -42,13 +45,10 @@ from relax_rt.transport.queue.ledger.core import ROOM
 from relax_rt.transport.queue.ledger.machine import Answer, load_samplers
 from relax_rt.transport.queue.ledger.marks import partials as held_partials
 from relax_rt.transport.queue.statistics import States, broker_statistics
-from relax_rt.transport.queue.waits import Waits
-from relax_rt.transport.queue.watch import Watch
 from relax_rt.transport.rpc import rpc
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.pauses import Pauses
-from relax_rt.transport.versions import VersionRecord
 
 MAX_WAIT_S = 60.0
 _EMPTY_KEPT = 1024
@@ -322,7 +322,7 @@ class Broker:
     def _know(self, home: Home) -> None:
         """Notice the end of a process that joined. Where a supervisor tells of ends, silence is none."""
         if home.node == self._node:
-            self._watch.add(home)
+            self._watch.add(home.who, home.pid, home.started)
         elif self._node:
             self._far[home.who] = self._clock()
 
@@ -576,7 +576,9 @@ class Broker:
                 # Again until the last spilled block is gone, and its file.
                 self._sweep_wanted = self._ledger.state.blocks.spilled_bytes > 0
                 names = await asyncio.to_thread(self._disk.names)
-                await asyncio.to_thread(self._disk.unlink, dead_slabs(names, self._ledger.state))
+                state = self._ledger.state
+                dead = dead_slabs(names, state.blocks.live, state.callers.ended)
+                await asyncio.to_thread(self._disk.unlink, dead)
             self.syncs += 1
 
     async def _keep_room(self) -> None:

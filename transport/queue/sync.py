@@ -9,10 +9,10 @@ from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.api import Admission, Advice, Chosen, Failure, SampleKey, Want
 from relax_rt.transport.queue.client import LeasedBatch, NewSample, QueueClient
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused
-from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
     from relax_rt.transport.queue.loader.blocking import BlockingLoader

@@ -10,14 +10,13 @@ from itertools import count
 
 import msgspec
 
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.memory.slab_names import owner_key
 from relax_rt.transport.queue.api import (
     Admission,
     Advice,
     Batch,
-    BlobRef,
-    BlockRef,
-    Extent,
     Failure,
     Mark,
     Marked,
@@ -38,7 +37,6 @@ from relax_rt.transport.queue.ledger.core import ROOM
 from relax_rt.transport.queue.ledger.machine import Outcome
 from relax_rt.transport.queue.marking import make_mark
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 TASKS = {"reward": ("tokens",), "train": ("tokens", "reward")}
 DEFAULT = QueueLimits(quarantine_after=3)

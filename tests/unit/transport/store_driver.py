@@ -8,7 +8,7 @@ import msgspec
 
 from relax_rt.transport.compat.store import state as sv
 from relax_rt.transport.compat.store.api import Fetched, Found, Rows, StoreConfig, Stored
-from relax_rt.transport.queue.api import BlockRef, Extent
+from relax_rt.transport.memory.refs import BlockRef, Extent
 from relax_rt.transport.queue.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.machine import Outcome

@@ -20,7 +20,8 @@ import pytest
 
 from relax_rt.transport import TransferQueue
 from relax_rt.transport.memory.arena import Bf16, slab_name
-from relax_rt.transport.queue.api import BlockRef, Extent, Failure, Put, QueueApi, RowPut, SampleKey
+from relax_rt.transport.memory.refs import BlockRef, Extent
+from relax_rt.transport.queue.api import Failure, Put, QueueApi, RowPut, SampleKey
 from relax_rt.transport.queue.hosting import RUN_ID, SHM_PREFIX, SHM_ROOT, Keys
 from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc import codec, rpc

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from relax_rt.transport.memory.arena import Bf16, Reader, Writer
-from relax_rt.transport.queue.api import Batch, BlockRef, SampleInfo, SampleKey
+from relax_rt.transport.memory.refs import BlockRef
+from relax_rt.transport.queue.api import Batch, SampleInfo, SampleKey
 from relax_rt.transport.queue.batch import LeasedBatch
 from relax_rt.transport.queue.loader.micro import MicroBatch
 from relax_rt.transport.queue.loader.plan import Packing

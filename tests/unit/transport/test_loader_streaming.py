@@ -17,6 +17,7 @@ import loader_far_end as far
 import pytest
 from loader_far_end import BATCH, MAX_TOKENS, TASK, connect, sample, serve
 
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue import space
 from relax_rt.transport.queue.api import Failure
 from relax_rt.transport.queue.client import QueueClient
@@ -27,7 +28,6 @@ from relax_rt.transport.queue.loader.plan import Packing
 from relax_rt.transport.queue.loader.streaming import Step, StreamingLoader
 from relax_rt.transport.queue.sync import SyncQueue
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused
-from relax_rt.transport.versions import VersionRecord
 
 
 def numbers(step: Step | None) -> list[int]:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Container, Mapping
 import msgspec
 
 from relax_rt.transport.compat.store.api import Fetched, Found, Stored
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import owner_key, owner_of, unfit_slot
-from relax_rt.transport.queue.api import Admission, Advice, Batch, Chosen, Extent, Marked, Offered
+from relax_rt.transport.queue.api import Admission, Advice, Batch, Chosen, Marked, Offered
 from relax_rt.transport.queue.ledger import (
     account,
     admission,

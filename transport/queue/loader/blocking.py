@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.api import Advice, Failure, SampleKey
 from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample
 from relax_rt.transport.queue.loader.micro import MicroBatch
 from relax_rt.transport.queue.loader.streaming import Step, StreamingLoader
 from relax_rt.transport.queue.sync import run_blocking
-from relax_rt.transport.versions import VersionRecord
 
 T = TypeVar("T")
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.api import Advice, Failure, SampleKey, Want
 from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample
 from relax_rt.transport.queue.client import QueueClient
@@ -17,7 +18,6 @@ from relax_rt.transport.queue.loader.micro import MicroBatch
 from relax_rt.transport.queue.loader.plan import Packing
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused
 from relax_rt.transport.rpc.interface import did_you_mean
-from relax_rt.transport.versions import VersionRecord
 
 _SLICE_S = 1.0
 """The reason of a wait is asked for this often."""
