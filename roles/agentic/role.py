@@ -17,7 +17,7 @@ from relax_rt.roles.agentic.tally import Tally
 from relax_rt.roles.base.progress import without_retired
 from relax_rt.roles.job.sections import RLConfig
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.queue.api import ABOUT, Ticket
+from relax_rt.transport.queue.ledger.messages import ABOUT, Ticket
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.interface import idempotent
 

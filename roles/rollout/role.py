@@ -23,7 +23,7 @@ from relax_rt.roles.rollout.engines.tables import SHARING
 from relax_rt.roles.rollout.engines.turns import Gate
 from relax_rt.roles.rollout.sharing import SharedDevice
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.queue.api import Ticket
+from relax_rt.transport.queue.ledger.messages import Ticket
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from relax_rt.transport.compat.store.api import Found, Rows, StoreApi, StoreConf
 from relax_rt.transport.compat.store.reading import Reading
 from relax_rt.transport.memory.arena import Placed, Reader, Writer
 from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.queue.api import Membership, QueueApi
+from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.hosting import RUN_ID, find
+from relax_rt.transport.queue.ledger.messages import Membership
 from relax_rt.transport.rpc import rpc
 from relax_rt.transport.rpc.errors import OutOfSpace, Refused, RelaxError
 from relax_rt.transport.rpc.identity import Incarnation

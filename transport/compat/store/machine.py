@@ -12,7 +12,7 @@ from relax_rt.transport.compat.store.api import Fetched, Found, Rows, Segment, S
 from relax_rt.transport.compat.store.ready import ReadyRows, enter
 from relax_rt.transport.compat.store.state import Partition, Pin, Row, StoreState
 from relax_rt.transport.memory.refs import BlobRef, BlockRef
-from relax_rt.transport.queue.api import Put as QueuePut
+from relax_rt.transport.queue.ledger.messages import Put as QueuePut
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 

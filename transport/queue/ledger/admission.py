@@ -6,11 +6,11 @@ import math
 from itertools import accumulate, repeat
 
 from relax_rt.transport.memory.refs import Extent, extents_in
-from relax_rt.transport.queue.api import Admission, Offered, Put, RowPut, Ticket
 from relax_rt.transport.queue.ledger import marks, progress
 from relax_rt.transport.queue.ledger.core import REFUSED, ROOM, Core
 from relax_rt.transport.queue.ledger.events import Admit, GiveBack, Offer, PutColumns, Skip
 from relax_rt.transport.queue.ledger.failures import fail_missing
+from relax_rt.transport.queue.ledger.messages import Admission, Offered, Put, RowPut, Ticket
 from relax_rt.transport.queue.ledger.recycle import keep_within
 from relax_rt.transport.queue.ledger.state import Group, Part, Sample
 from relax_rt.transport.rpc.errors import Refused

@@ -8,7 +8,7 @@ import msgspec
 
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import is_spilled, owner_key
-from relax_rt.transport.queue.api import Admission, Advice, Chosen, Marked, Offered
+from relax_rt.transport.queue.ledger.messages import Admission, Advice, Chosen, Marked, Offered
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 

@@ -9,13 +9,13 @@ import msgspec
 from relax_rt.transport.base.targets import did_you_mean
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import owner_of
-from relax_rt.transport.queue.api import Batch, Put, Run, SampleInfo, SampleKey, Want
 from relax_rt.transport.queue.ledger import progress
 from relax_rt.transport.queue.ledger.admission import MAX_SAMPLES, check_fields, check_rows, return_extents
 from relax_rt.transport.queue.ledger.choice import Samplers, choose, settle
 from relax_rt.transport.queue.ledger.core import Core
 from relax_rt.transport.queue.ledger.events import Abandon, Complete, Take
 from relax_rt.transport.queue.ledger.failures import fail_members, stuck
+from relax_rt.transport.queue.ledger.messages import Batch, Put, Run, SampleInfo, SampleKey, Want
 from relax_rt.transport.queue.ledger.runs import runs_of
 from relax_rt.transport.queue.ledger.state import Group, Lease, Part, Sample, Stream
 from relax_rt.transport.rpc.errors import Refused
