@@ -22,13 +22,12 @@ from relax_rt.transport.compat.store.desk import StoreDesk
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import owner_key
 from relax_rt.transport.memory.spill import Disk, dead_slabs
-from relax_rt.transport.queue.ledger import admission, keyed, progress
+from relax_rt.transport.queue.ledger import admission, failures, keyed
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.callers import Home
+from relax_rt.transport.queue.ledger.admission import partials as held_partials
 from relax_rt.transport.queue.ledger.core import ROOM
 from relax_rt.transport.queue.ledger.events import Entry
 from relax_rt.transport.queue.ledger.machine import Answer, Ledger, load_samplers
-from relax_rt.transport.queue.ledger.marks import partials as held_partials
 from relax_rt.transport.queue.ledger.messages import (
     Admission,
     Advice,
@@ -46,6 +45,7 @@ from relax_rt.transport.queue.ledger.messages import (
     Want,
 )
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger.state import Home
 from relax_rt.transport.queue.samplers.loading import load_sampler
 from relax_rt.transport.queue.statistics import States, broker_statistics
 from relax_rt.transport.rpc import rpc
@@ -385,7 +385,7 @@ class Broker:
     async def progress(self) -> ProgressReport:
         """See QueueApi."""
         self._check_alive()
-        return progress.report(self._ledger.core)
+        return failures.report(self._ledger.core)
 
     def report_losses(self, older_s: float = 0.0) -> None:
         """Report the losses that were not reported and whose cause was last reported at least `older_s` seconds ago.

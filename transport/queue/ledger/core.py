@@ -10,7 +10,7 @@ from relax_rt.transport.base.versions import VersionRecord, VersionTree
 from relax_rt.transport.compat.store.machine import Store
 from relax_rt.transport.memory.block_table import BlockTable
 from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.queue.ledger.losses import Losses
+from relax_rt.transport.queue.ledger.lengths import Losses
 from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy
 from relax_rt.transport.queue.ledger.state import Group, Lease, Part, Sample, State

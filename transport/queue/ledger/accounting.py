@@ -1,4 +1,4 @@
-"""The ledger's account of itself: every sample and every prompt in exactly one place."""
+"""Counts of samples and prompts by state, and the audit of the ledger's invariants."""
 
 from __future__ import annotations
 
