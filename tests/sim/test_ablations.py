@@ -17,6 +17,7 @@ from sim_world import World, streaming, training
 
 from relax_rt.transport.base.versions import VersionTree
 from relax_rt.transport.memory.block_table import BlockTable
+from relax_rt.transport.queue.ledger import admission
 from relax_rt.transport.queue.ledger.core import Core
 from relax_rt.transport.queue.ledger.machine import Ledger
 from relax_rt.transport.queue.ledger.state import Callers, Group
