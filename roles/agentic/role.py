@@ -17,10 +17,10 @@ from relax_rt.roles.agentic.tally import Tally
 from relax_rt.roles.base.progress import without_retired
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.job.sections import RLConfig
-from relax_rt.transport.queue.api import ABOUT, Ticket
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.queue.ledger.messages import ABOUT, Ticket
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.interface import idempotent
-from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
     from relax_rt.roles.agentic.episode import Played

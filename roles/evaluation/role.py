@@ -12,7 +12,7 @@ from relax_rt.hosting.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.job.sections import EvaluatorSettings, RLConfig
-from relax_rt.transport.versions import ROOT, VersionRecord
+from relax_rt.transport.base.versions import ROOT, VersionRecord
 
 if TYPE_CHECKING:
     from relax_rt.roles.data.items import PromptItem

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from relax_rt.roles.rewards.compose import Rewards
     from relax_rt.roles.rewards.judge import Judge, Judging
     from relax_rt.roles.rewards.scoring import Failed, Request, Score
-    from relax_rt.transport.queue.api import Failure
     from relax_rt.transport.queue.client import LeasedBatch, LeasedSample
+    from relax_rt.transport.queue.ledger.messages import Failure
 
 TASK = "reward"
 FETCH_S = 10.0
@@ -306,7 +306,7 @@ class Tally:
 def _failure(sample: LeasedSample, failed: Failed) -> Failure:
     from relax_rt.roles.base.sample import SampleMeta
     from relax_rt.roles.rewards.judge import Late
-    from relax_rt.transport.queue.api import ABOUT, Failure
+    from relax_rt.transport.queue.ledger.messages import ABOUT, Failure
 
     meta = sample.decode("meta", SampleMeta)
     late, about = failed.excess or isinstance(failed, Late), str(meta.info.get("question", ""))[:ABOUT]

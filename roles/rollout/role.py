@@ -23,9 +23,9 @@ from relax_rt.roles.job.sections import RLConfig, RolloutSettings
 from relax_rt.roles.rollout.engines.tables import SHARING
 from relax_rt.roles.rollout.engines.turns import Gate
 from relax_rt.roles.rollout.sharing import SharedDevice
-from relax_rt.transport.queue.api import Ticket
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.queue.ledger.messages import Ticket
 from relax_rt.transport.rpc.errors import RelaxError
-from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
     from relax_rt.roles.data.source import PromptSource

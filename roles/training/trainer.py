@@ -18,9 +18,9 @@ from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.job.sections import RLConfig, RolloutSettings, TrainerSettings
 from relax_rt.roles.models.opening import refused_for_good
 from relax_rt.roles.rollout.engines.tables import SHARING
-from relax_rt.transport.queue.api import failure_summary
+from relax_rt.transport.base.versions import ROOT, VersionRecord
+from relax_rt.transport.queue.ledger.messages import failure_summary
 from relax_rt.transport.rpc.errors import DeadlineExceeded, GivenUp, RelaxError, Unreachable
-from relax_rt.transport.versions import ROOT, VersionRecord
 
 if TYPE_CHECKING:
     from relax_rt.roles.rollout.engines.turns import TrainerTurns

@@ -16,8 +16,8 @@ from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.roles.training.reference.model import FrozenModel
-    from relax_rt.transport.queue.api import SampleKey
     from relax_rt.transport.queue.client import LeasedBatch
+    from relax_rt.transport.queue.ledger.messages import SampleKey
 
 TASK, COLUMN = "reference", "reference_logprobs"
 FETCH_S = 10.0
@@ -109,7 +109,7 @@ class ReferenceRole(RLRole[ReferenceSettings]):
             self._report(last=True)
 
     async def _judge(self, batch: LeasedBatch) -> None:
-        from relax_rt.transport.queue.api import Failure
+        from relax_rt.transport.queue.ledger.messages import Failure
 
         began = time.monotonic()
         columns, failed = await asyncio.to_thread(self._compute, batch)
