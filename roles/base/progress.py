@@ -14,7 +14,7 @@ import msgspec
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.agentic.settings import env_settings
-from relax_rt.transport.queue.api import ProgressReport, Ticket, describe_cause
+from relax_rt.transport.queue.ledger.messages import ProgressReport, Ticket, describe_cause
 from relax_rt.transport.rpc.errors import GivenUp
 
 if TYPE_CHECKING:

@@ -15,12 +15,13 @@ from sim_broker import SimBroker
 from sim_checker import DOUBLED, FENCED, FOREIGN, LOST, STALE, STANDSTILL, TWICE
 from sim_world import World, streaming, training
 
-from relax_rt.transport.queue.ledger import Ledger, marks
-from relax_rt.transport.queue.ledger.blocks import BlockTable
+from relax_rt.transport.base.versions import VersionTree
+from relax_rt.transport.memory.block_table import BlockTable
+from relax_rt.transport.queue.ledger import marks
 from relax_rt.transport.queue.ledger.callers import Callers
 from relax_rt.transport.queue.ledger.core import Core
+from relax_rt.transport.queue.ledger.machine import Ledger
 from relax_rt.transport.queue.ledger.state import Group
-from relax_rt.transport.versions import VersionTree
 
 SEEDS = range(16)
 """Of every test here: the runs without findings, and the most that an ablation may take to be found."""

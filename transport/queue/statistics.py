@@ -8,13 +8,14 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.transport.journal import Journal
+from relax_rt.transport.base.calls import CallStatistics
+from relax_rt.transport.base.journal import Journal
+from relax_rt.transport.base.waits import Waits
 from relax_rt.transport.memory.arena import ReaderStatistics, WriterStatistics
-from relax_rt.transport.queue.calls import CallStatistics
-from relax_rt.transport.queue.ledger import Ledger, admission
 from relax_rt.transport.queue.ledger import account as ledger_account
+from relax_rt.transport.queue.ledger import admission
 from relax_rt.transport.queue.ledger.core import Core
-from relax_rt.transport.queue.waits import Waits
+from relax_rt.transport.queue.ledger.machine import Ledger
 
 CHEAP_S = 0.001
 """A count that takes longer is not made anew before twenty times as long has passed."""

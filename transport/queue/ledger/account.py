@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from relax_rt.transport.queue.api import SampleKey
 from relax_rt.transport.queue.ledger.admission import surplus
 from relax_rt.transport.queue.ledger.core import Core
+from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.queue.ledger.state import Group, Sample
 
 STATES = ("reserved", "waiting", "ready", "leased", "trained", "freed", "finished")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from itertools import accumulate, repeat
 
-from relax_rt.transport.queue.api import Admission, Extent, Offered, Put, RowPut, Ticket
+from relax_rt.transport.memory.refs import Extent, extents_in
 from relax_rt.transport.queue.ledger import marks, progress
-from relax_rt.transport.queue.ledger.blocks import extents_in
 from relax_rt.transport.queue.ledger.core import REFUSED, ROOM, Core
 from relax_rt.transport.queue.ledger.events import Admit, GiveBack, Offer, PutColumns, Skip
 from relax_rt.transport.queue.ledger.failures import fail_missing
+from relax_rt.transport.queue.ledger.messages import Admission, Offered, Put, RowPut, Ticket
 from relax_rt.transport.queue.ledger.recycle import keep_within
 from relax_rt.transport.queue.ledger.state import Group, Part, Sample
 from relax_rt.transport.rpc.errors import Refused
@@ -281,7 +281,7 @@ def check_puts(core: Core, who: Incarnation, puts: list[Put]) -> None:
     """Raises:
     Refused: a put is not possible; nothing of the call was done.
     """
-    core.blocks.check(puts, who)
+    check_rows(core, who, puts)
     check_fields(core, who, puts)
     _check_new(core, who, puts)
     seen: set[tuple[int, int]] = set()
@@ -313,6 +313,19 @@ def check_versions(core: Core, what: str, row: RowPut) -> None:
     for span in row.versions:
         if span.version not in core.tree:
             raise Refused(what, why=f"policy version {span.version} is not known")
+
+
+def check_rows(core: Core, who: Incarnation, puts: list[Put]) -> None:
+    """Raises:
+    Refused: an extent is not in the caller's own slab, is in use, or comes twice; a block's rows do not fit it.
+    """
+    core.blocks.check_extents(puts, who)
+    for put in puts:
+        rows = [row.row for row in put.rows]
+        if len(rows) != put.block.rows or sorted(rows) != list(range(len(rows))):
+            raise Refused(
+                f"put by {who}", why=f"a block of {put.block.rows} rows comes with rows {rows[:8]} of samples"
+            )
 
 
 def check_fields(core: Core, who: Incarnation, puts: list[Put]) -> None:
@@ -421,7 +434,7 @@ def _check_offer(core: Core, who: Incarnation, event: Offer) -> None:
         if item.block.rows != sum(event.groups) or len(item.lengths) not in (0, item.block.rows):
             raise Refused(what, why=f"a block of {item.block.rows} rows for {sum(event.groups)} samples")
         return
-    core.blocks.check(event.puts, who)
+    check_rows(core, who, event.puts)
     seen: set[tuple[int, int]] = set()
     for item in event.puts:
         for row in item.rows:

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import msgspec
 
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import is_spilled, owner_key
-from relax_rt.transport.queue.api import Admission, Advice, Chosen, Extent, Marked, Offered
+from relax_rt.transport.queue.ledger.messages import Admission, Advice, Chosen, Marked, Offered
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -116,6 +117,12 @@ class Callers(msgspec.Struct):
     def alive(self, owner: str) -> bool:
         """Whether the incarnation with this key (see slab_names.owner_key) is one that is heard."""
         return owner in self.answers
+
+    def ended(self, owner: str) -> bool:
+        """Whether the incarnation with this key is fenced."""
+        slot, _, epoch = owner.rpartition("-")
+        lowest = self.lowest.get("/".join(slot.rsplit("-", 1)))
+        return lowest is not None and epoch.isdigit() and int(epoch) < lowest
 
     def answer(self, who: Incarnation, seq: int) -> Kept | None:
         """The answer given to this call before, if it was.

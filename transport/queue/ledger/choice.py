@@ -8,13 +8,12 @@ from itertools import islice
 
 import msgspec
 
-from relax_rt.transport.queue.api import SampleKey, Want
 from relax_rt.transport.queue.ledger.batch import blocked, hold_for_stragglers, places, refuse_stale, urgent
 from relax_rt.transport.queue.ledger.core import Core
+from relax_rt.transport.queue.ledger.messages import SampleKey, Want
+from relax_rt.transport.queue.ledger.selection import Sampler, Unit, choose_urgent_first, fill
+from relax_rt.transport.queue.ledger.selection import choose as choose_by
 from relax_rt.transport.queue.ledger.state import Group
-from relax_rt.transport.queue.samplers import Sampler, Unit, choose_urgent_first
-from relax_rt.transport.queue.samplers import choose as choose_by
-from relax_rt.transport.queue.samplers.base import fill
 from relax_rt.transport.rpc.identity import Incarnation
 
 LOOKED_AT = 64

@@ -6,19 +6,20 @@ from collections.abc import Iterable
 
 import msgspec
 
+from relax_rt.transport.base.targets import did_you_mean
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import owner_of
-from relax_rt.transport.queue.api import Batch, Extent, Put, Run, SampleInfo, SampleKey, Want
 from relax_rt.transport.queue.ledger import progress
-from relax_rt.transport.queue.ledger.admission import MAX_SAMPLES, check_fields, return_extents
+from relax_rt.transport.queue.ledger.admission import MAX_SAMPLES, check_fields, check_rows, return_extents
 from relax_rt.transport.queue.ledger.choice import Samplers, choose, settle
 from relax_rt.transport.queue.ledger.core import Core
 from relax_rt.transport.queue.ledger.events import Abandon, Complete, Take
 from relax_rt.transport.queue.ledger.failures import fail_members, stuck
+from relax_rt.transport.queue.ledger.messages import Batch, Put, Run, SampleInfo, SampleKey, Want
 from relax_rt.transport.queue.ledger.runs import runs_of
 from relax_rt.transport.queue.ledger.state import Group, Lease, Part, Sample, Stream
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.targets import did_you_mean
 
 MAX_READERS = 4096
 MAX_STREAMS = 256
@@ -335,7 +336,7 @@ def _check_complete(core: Core, who: Incarnation, event: Complete, lease: Lease)
     for key in put_keys + [failure.key for failure in event.failures]:
         if key not in keys:
             raise Refused(what, why=f"sample {key} is not part of it")
-    core.blocks.check(event.puts, who)
+    check_rows(core, who, event.puts)
     check_fields(core, who, event.puts)
     _check_columns(core, what, event, lease)
 
@@ -363,7 +364,7 @@ def _check_columns(core: Core, what: str, event: Complete, lease: Lease) -> None
 
 
 def _complete_late(core: Core, who: Incarnation, event: Complete) -> list[Extent]:
-    core.blocks.check(event.puts, who)
+    check_rows(core, who, event.puts)
     core.tally("late_completions")
     return_extents(core, event.puts)
     if not event.pinned:

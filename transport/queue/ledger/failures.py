@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from relax_rt.transport.memory.slab_names import owner_key
-from relax_rt.transport.queue.api import Failure, SampleKey
 from relax_rt.transport.queue.ledger import progress
 from relax_rt.transport.queue.ledger.core import ROOM, Core
+from relax_rt.transport.queue.ledger.messages import Failure, SampleKey
 from relax_rt.transport.queue.ledger.state import Group, Sample
 from relax_rt.transport.rpc.identity import Incarnation
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
+from typing import Any
 
 import msgspec
 
 from relax_rt.transport.compat.store.api import Fetched, Found, Stored
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import owner_key, owner_of, unfit_slot
-from relax_rt.transport.queue.api import Admission, Advice, Batch, Chosen, Extent, Marked, Offered
 from relax_rt.transport.queue.ledger import (
     account,
     admission,
@@ -26,9 +27,10 @@ from relax_rt.transport.queue.ledger.callers import Home, Kept
 from relax_rt.transport.queue.ledger.choice import Samplers
 from relax_rt.transport.queue.ledger.configure import configure
 from relax_rt.transport.queue.ledger.core import ROOM, Core, Notice
+from relax_rt.transport.queue.ledger.messages import Admission, Advice, Batch, Chosen, Marked, Offered
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy
+from relax_rt.transport.queue.ledger.selection import Sampler
 from relax_rt.transport.queue.ledger.state import State
-from relax_rt.transport.queue.samplers import load_sampler
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -53,23 +55,36 @@ class Outcome(msgspec.Struct, frozen=True):
     touched: frozenset[str] = frozenset()
 
 
-def load_samplers(policy: LedgerPolicy) -> Samplers:
-    """Of those tasks that have another one than first in, first out.
+LoadSampler = Callable[[str, Mapping[str, Any]], Sampler]
+"""Makes the sampler of a short name or import path, with its options."""
+
+
+def load_samplers(policy: LedgerPolicy, load: LoadSampler) -> Samplers:
+    """Load the samplers of those tasks that do not choose first in, first out.
 
     Raises:
         Refused: one cannot be loaded.
     """
     specs = policy.samplers.items()
-    return {task: load_sampler(spec.path, spec.options) for task, spec in specs if spec.path != "fifo"}
+    return {task: load(spec.path, spec.options) for task, spec in specs if spec.path != "fifo"}
+
+
+def _no_sampler(path: str, _: Mapping[str, Any]) -> Sampler:
+    raise Refused(f"sampler '{path}'", why="this ledger was made without `load_sampler`")
 
 
 class Ledger:
     """Deterministic: the same entries, applied in the same order, give the same state.
 
     An event that is refused (by an exception) or that says `changed=False` left no trace and is not journaled.
+
+    Args:
+        snapshot: state to go on from; empty: a new ledger.
+        load_sampler: imports samplers, which the ledger itself does not: it does no I/O.
     """
 
-    def __init__(self, snapshot: bytes = b"") -> None:
+    def __init__(self, snapshot: bytes = b"", load_sampler: LoadSampler = _no_sampler) -> None:
+        self._load_sampler = load_sampler
         state = msgspec.msgpack.decode(snapshot, type=State) if snapshot else State()
         self.core = Core(state)
         self._samplers: Samplers | None = None
@@ -83,7 +98,7 @@ class Ledger:
         """
         if self._samplers is None:
             policy = self.core.state.policy
-            self._samplers = load_samplers(policy) if policy is not None else {}
+            self._samplers = load_samplers(policy, self._load_sampler) if policy is not None else {}
         return self._samplers
 
     @property

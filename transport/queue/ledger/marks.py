@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relax_rt.transport.queue.api import Mark, Marked, SampleKey, VersionSpan
 from relax_rt.transport.queue.ledger.core import Core
 from relax_rt.transport.queue.ledger.events import MarkTokens
+from relax_rt.transport.queue.ledger.messages import Mark, Marked, SampleKey, VersionSpan
 from relax_rt.transport.queue.ledger.state import Group, Held
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation

@@ -12,8 +12,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from relax_rt.transport.queue.api import ABOUT, MAX_PROMPTS, Failure, Loss, ProgressReport, Retired, SampleKey
 from relax_rt.transport.queue.ledger.core import Core
+from relax_rt.transport.queue.ledger.messages import (
+    ABOUT,
+    MAX_PROMPTS,
+    Failure,
+    Loss,
+    ProgressReport,
+    Retired,
+    SampleKey,
+)
 from relax_rt.transport.queue.ledger.state import Group, LateItem, LossCause, ProgressState
 
 MAX_CAUSES = 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from relax_rt.transport.queue.api import Run, SampleKey
+from relax_rt.transport.queue.ledger.messages import Run, SampleKey
 from relax_rt.transport.queue.ledger.state import Part, Sample
 
 

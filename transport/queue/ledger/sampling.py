@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from relax_rt.transport.queue.api import Chosen
 from relax_rt.transport.queue.ledger.admission import beyond
 from relax_rt.transport.queue.ledger.core import ROOM, Core
 from relax_rt.transport.queue.ledger.events import Ask, Choose, Filtered
+from relax_rt.transport.queue.ledger.messages import Chosen
 from relax_rt.transport.queue.ledger.state import Lease
 from relax_rt.transport.queue.ledger.training import end_for, step_lease
 from relax_rt.transport.rpc.errors import Refused

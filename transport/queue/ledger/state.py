@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.compat.store.state import StoreState
-from relax_rt.transport.queue.api import Batch, Extent, Failure, Loss, Retired, SampleKey, VersionSpan
-from relax_rt.transport.queue.ledger.blocks import BlockTable
+from relax_rt.transport.memory.block_table import BlockTable
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.queue.ledger.callers import Callers
+from relax_rt.transport.queue.ledger.messages import Batch, Failure, Loss, Retired, SampleKey, VersionSpan
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.queue.ledger.prompts import Prompt, PromptPool
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):

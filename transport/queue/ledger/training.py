@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from relax_rt.transport.queue.api import Advice
 from relax_rt.transport.queue.ledger import marks, progress
 from relax_rt.transport.queue.ledger.admission import keep_what_was_asked, outstanding, reopen, surplus
 from relax_rt.transport.queue.ledger.batch import refuse_stale
 from relax_rt.transport.queue.ledger.consume import lapse
 from relax_rt.transport.queue.ledger.core import REFUSED, REFUSED_TOKENS, ROOM, Core
 from relax_rt.transport.queue.ledger.events import Committed, Rollback, Trained
+from relax_rt.transport.queue.ledger.messages import Advice
 from relax_rt.transport.queue.ledger.state import Group, Lease, Sample, TrainedGroup
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from relax_rt.transport.queue.api import SampleKey, Want
+from relax_rt.transport.queue.ledger.messages import SampleKey, Want
 from relax_rt.transport.rpc.errors import Refused
 
 WINDOW = 4096
