@@ -104,7 +104,7 @@ class Queue:
     async def __aexit__(self, *_: object) -> None:
         return None
 
-    async def take(self, task: str, *, samples: int, wait_s: float) -> Leases:
+    async def take(self, task: str, *, samples: int, groups: int, wait_s: float) -> Leases:
         assert task == "reference"
         if not self.batches:
             self.stopping.set()
