@@ -26,7 +26,7 @@ from relax_rt.roles.gateway.streams import Streamed, Taken, go_on
 from relax_rt.roles.rollout.engines.routing import PART_TOKENS
 from relax_rt.roles.rollout.router.core import Deliver, GenerationRequest, Outcome
 from relax_rt.roles.rollout.router.router import AdmissionQueue, AdmissionRejected, NotGenerated
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 ID_BYTES = 12

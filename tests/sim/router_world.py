@@ -22,7 +22,7 @@ from relax_rt.roles.rollout.router.core import (
 )
 from relax_rt.roles.rollout.router.fleet import EngineEntry, HealthLimits
 from relax_rt.roles.rollout.router.interface import SequenceUpdate
-from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.base.versions import VersionRecord
 
 TWICE, NONE, WRONG, STALE, ROUTED, LEAK, STUCK, UNJUST, ACCOUNT = (
     "two outcomes",

@@ -17,7 +17,7 @@ from router_world import LEAK, NONE, ROUTED, STALE, STUCK, UNJUST, WRONG, World
 from relax_rt.roles.rollout import generation
 from relax_rt.roles.rollout.router.core import RequestState, RouterCore
 from relax_rt.roles.rollout.router.fleet import Fleet, HealthLimits
-from relax_rt.transport.versions import VersionTree
+from relax_rt.transport.base.versions import VersionTree
 
 SEEDS = range(6)
 """Of the runs without findings."""

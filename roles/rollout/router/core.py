@@ -21,9 +21,9 @@ from relax_rt.roles.data.media.pictures import Shown
 from relax_rt.roles.rollout.engines.base import extend_spans, odd_sampling
 from relax_rt.roles.rollout.router.fleet import EngineEntry, Fleet, HealthLimits
 from relax_rt.roles.rollout.router.interface import EngineReport, SequenceRequest, SequenceUpdate
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused
-from relax_rt.transport.versions import VersionRecord
 
 LOSSES_PER_ENGINE = 3
 """A request fails after this many losses for each engine that it may lose: connections end without a death, too."""

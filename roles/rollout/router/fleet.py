@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 
 from relax_rt.roles.rollout.router.interface import EngineReport
-from relax_rt.transport.versions import ROOT, VersionRecord, VersionTree
+from relax_rt.transport.base.versions import ROOT, VersionRecord, VersionTree
 
 EngineHealth = Literal["healthy", "suspect", "dead", "restarting", "stale"]
 

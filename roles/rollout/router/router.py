@@ -39,8 +39,8 @@ from relax_rt.roles.rollout.router.core import (
 )
 from relax_rt.roles.rollout.router.fleet import EngineEntry
 from relax_rt.roles.rollout.router.interface import Generation
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Refused, RelaxError, Retiring
-from relax_rt.transport.versions import VersionRecord
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.router.admission import AdmissionLimits, FleetLoad
 from relax_rt.roles.rollout.router.core import Deliver, GenerationRequest, Outcome
 from relax_rt.roles.rollout.router.router import AdmissionQueue, NotGenerated
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 TOKEN = "the-token-of-this-run-is-a-long-one"
 TEMPLATE = (

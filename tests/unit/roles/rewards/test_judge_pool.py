@@ -20,7 +20,7 @@ from relax_rt.roles.rollout.engines.base import Chunk, EngineLoad, GroupRequest
 from relax_rt.roles.rollout.generation import GenerationService
 from relax_rt.roles.rollout.router import Router
 from relax_rt.roles.rollout.router.interface import Generation
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 

@@ -39,7 +39,7 @@ from relax_rt.roles.rollout.router.core import (  # noqa: E402
     RequestState,
 )
 from relax_rt.roles.rollout.router.interface import SequenceRequest  # noqa: E402
-from relax_rt.transport.versions import VersionRecord  # noqa: E402
+from relax_rt.transport.base.versions import VersionRecord  # noqa: E402
 
 CONTEXT = 2048
 WEIGHTS = 3

@@ -17,7 +17,7 @@ from tiny_sight import CONTEXT, part, picture
 
 from relax_rt.roles.agentic import Observation, Reply, Step, Task
 from relax_rt.roles.agentic.adapters.gymnasium import picture as drawn
-from relax_rt.roles.agentic.episode import RouterLimits, Sampling, Talk, play
+from relax_rt.roles.agentic.episode import Limits, Sampling, Talk, play
 from relax_rt.roles.agentic.kept import Replies
 from relax_rt.roles.agentic.loading import Factory
 from relax_rt.roles.agentic.pool import Broken
@@ -34,12 +34,12 @@ from relax_rt.roles.rollout.generation import GenerationService
 from relax_rt.roles.rollout.router.core import GenerationRequest, Outcome, RequestState
 from relax_rt.roles.rollout.router.interface import SequenceRequest
 from relax_rt.roles.training.torch_backend import TorchBackend
-from relax_rt.transport.queue.api import Ticket
+from relax_rt.transport.queue.ledger.messages import Ticket
 
 pytest.importorskip("torch")
 pytest.importorskip("PIL")
 TASK = Task(index=0, item="train-0", split="train", seed=7)
-LIMITS = RouterLimits(max_turns=8, max_new_tokens=8, turn_timeout_s=20.0, episode_timeout_s=60.0)
+LIMITS = Limits(max_turns=8, max_new_tokens=8, turn_timeout_s=20.0, episode_timeout_s=60.0)
 
 
 class World:

@@ -11,8 +11,8 @@ import pytest
 from relax_rt.roles.rollout.router.core import GenerationRequest, RouterAction, RouterCore, RouterLimits, StartAttempt
 from relax_rt.roles.rollout.router.fleet import EngineEntry
 from relax_rt.roles.rollout.router.interface import EngineReport, SequenceUpdate
-from relax_rt.transport.queue.api import VersionSpan
-from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 RECORDS = [VersionRecord(1, 0, 1), VersionRecord(2, 1, 2)]
 
