@@ -17,18 +17,13 @@ ANSWERS_KEPT = 128
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
-    """An answer given: tickets, the groups of an offer, the id of a lease (its batch is rebuilt), freed extents.
-
-    rows, pin: of the keyed store; rows as runs (first index, count).
-    """
+    """An answer given: tickets, the groups of an offer, the id of a lease (its batch is rebuilt), freed extents."""
 
     admission: Admission | None = None
     offered: Offered | None = None
     lease: int = 0
     freed: list[Extent] = []
     advice: Advice | None = None
-    rows: list[tuple[int, int]] = []
-    pin: int = 0
     marked: Marked | None = None
     chosen: Chosen | None = None
 

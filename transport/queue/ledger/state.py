@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.compat.store.state import StoreState
 from relax_rt.transport.memory.block_table import BlockTable
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.queue.api import Batch, Failure, Loss, Retired, SampleKey, VersionSpan
@@ -285,7 +284,6 @@ class State(msgspec.Struct):
     streams: dict[str, Stream] = {}
     blocks: BlockTable = msgspec.field(default_factory=BlockTable)
     callers: Callers = msgspec.field(default_factory=Callers)
-    store: StoreState = msgspec.field(default_factory=StoreState)
     versions: list[VersionRecord] = []
     trainer_version: int | None = None
     step: int = 0

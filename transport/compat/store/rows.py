@@ -1,23 +1,18 @@
-"""The keyed store as a state machine: events in, answers out, no input or output of its own."""
+"""The rows of the store: what each call does to partitions, and which memory their rows need. No input or output."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from relax_rt.transport.compat.store import samplers, state
+from relax_rt.transport.compat.store import sampling, state
 from relax_rt.transport.compat.store.api import Fetched, Found, Rows, Segment, Status, StoreConfig, Stored, Tags
-from relax_rt.transport.compat.store.ready import ReadyRows, enter
 from relax_rt.transport.compat.store.state import Partition, Pin, Row, StoreState
+from relax_rt.transport.memory.arena import Placed
 from relax_rt.transport.memory.refs import BlobRef, BlockRef
-from relax_rt.transport.queue.api import Put as QueuePut
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
-
-if TYPE_CHECKING:
-    from relax_rt.transport.memory.block_table import BlockTable
 
 LENGTH_TAG = "total_lengths"
 """Tag with a row's tokens, which the balanced sampler looks at."""
@@ -25,23 +20,22 @@ Named = tuple[str, int, Row]
 """Partition, index and row."""
 
 
-class Store:
-    """Applies events to a StoreState. An event that is refused (by an exception) leaves no trace.
+class RowTable:
+    """The partitions of a StoreState, with indexes to find rows, batches and ready rows.
 
-    Args:
-        kept: the state; this is its only writer.
-        blocks: the table of live memory, shared with the ledger. A row counts once in each block it has a part in.
-        alive: whether the owner of a slab can still be told of freed extents.
+    A row counts once in each block that it has a part in. A call that is refused (by an exception) leaves no trace;
+    `changed` says whether calls since it was last reset changed the state.
     """
 
-    def __init__(self, kept: StoreState, blocks: BlockTable, alive: Callable[[str], bool]) -> None:
-        self.state, self._blocks, self._alive = kept, blocks, alive
-        self._where = {index: name for name, partition in kept.partitions.items() for index in partition.rows}
+    def __init__(self, known: StoreState) -> None:
+        self.state, self._blocks = known, known.blocks
+        self._alive = lambda owner: owner in known.callers
+        self._where = {index: name for name, partition in known.partitions.items() for index in partition.rows}
         self._batches: dict[int, list[tuple[str, int, int]]] = {}
-        for partition in kept.partitions.values():
+        for partition in known.partitions.values():
             for task, rank, number, batch in _batches(partition):
                 self._enter_batch(task, rank, number, batch)
-        self._ready = ReadyRows()
+        self._ready = sampling.ReadyRows()
         self._fields: dict[tuple[int, ...], frozenset[str]] = {}
         self.changed = False
 
@@ -50,7 +44,7 @@ class Store:
 
     @property
     def config(self) -> StoreConfig:
-        """What is in force."""
+        """The configuration in force."""
         return self.state.config or StoreConfig()
 
     def configure(self, config: StoreConfig) -> StoreConfig:
@@ -60,7 +54,7 @@ class Store:
             Refused: there is no such sampler.
         """
         if self.state.config is None:
-            samplers.check(config.sampler)
+            sampling.check(config.sampler)
             self.state.config = config
             self.changed = True
         return self.config
@@ -184,7 +178,7 @@ class Store:
         return Stored([index for _, index, _ in named], self._common(named), [row.tags for _, _, row in named])
 
     def _enter_block(self, block_ref: BlockRef, blobs: list[BlobRef], rows: list[Row]) -> None:
-        id_ = self._blocks.add(QueuePut(block_ref, [], blobs), len(rows), self._alive)
+        id_ = self._blocks.add(Placed(block_ref, [], blobs), len(rows), self._alive)
         stays: dict[tuple[int, ...], list[bool]] = {}
         for number, row in enumerate(rows):
             if row.parts:
@@ -210,10 +204,10 @@ class Store:
     def _enter_ready(self, named: list[Named]) -> None:
         for name in {name for name, _, _ in named}:
             for (_, task, fields), view in self._ready.of(name):
-                given = self._given(self.state.partitions[name], task)
+                given = self._taken(self.state.partitions[name], task)
                 for of, index, row in named:
                     if of == name and index not in given and fields <= self._fields_of(row):
-                        enter(view, index)
+                        sampling.enter(view, index)
 
     def _fields_of(self, row: Row) -> frozenset[str]:
         signature = tuple(block for block, _ in row.parts)
@@ -233,7 +227,7 @@ class Store:
     # --- read
 
     def find(self, rows: Rows) -> Found:
-        """See StoreApi.store_find."""
+        """StoreApi.find."""
         return self._found(self._known(rows))
 
     def _found(self, named: list[Named]) -> Found:
@@ -246,7 +240,7 @@ class Store:
         )
 
     def get(self, who: Incarnation, event: state.Get, pin: int = 0) -> Fetched:
-        """See StoreApi.store_get. A repeated call (pin: of the first one) reads anew under the same pin."""
+        """StoreApi.get. A repeated call (pin: of the first one) reads anew under the same pin."""
         if pin and self.state.pins.get(pin, Pin(who, [])).who == who:
             self._release(pin)
             self.changed = True
@@ -313,7 +307,7 @@ class Store:
     # --- clear
 
     def clear(self, rows: Rows) -> None:
-        """See StoreApi.store_clear."""
+        """StoreApi.clear."""
         whole = not rows.keys and not rows.indexes
         named = self._known(rows)
         by_partition: dict[str, list[int]] = {}
@@ -331,7 +325,7 @@ class Store:
                 self._blocks.drop_row(block, self._alive)
             self.changed = True
         for name, indexes in by_partition.items():
-            self._ready.cleared(name, indexes)
+            self._ready.remove(name, indexes)
             self._trim_batches(self.state.partitions[name], set(indexes))
         if whole and self.state.partitions.pop(rows.partition, None) is not None:
             self._ready.forget(rows.partition)
@@ -354,26 +348,19 @@ class Store:
             self._release(pin)
             self.changed = True
 
-    def end_reading(self) -> None:
-        """Every process of before is gone."""
-        for pin in list(self.state.pins):
-            self._release(pin)
-
-    def lose_payloads(self) -> int:
-        """Shared memory is gone, and with it every row and pin; answers with the number of rows lost."""
-        lost = len(self._where)
+    def lose_payloads(self) -> None:
+        """Shared memory is gone, and with it every row and pin."""
+        self._blocks.clear()
         self.state.partitions, self.state.pins = {}, {}
         self._where.clear()
         self._batches.clear()
         self._fields.clear()
-        self._ready = ReadyRows()
-        self.changed = self.changed or lost > 0
-        return lost
+        self._ready = sampling.ReadyRows()
 
     # --- consumption
 
-    def _given(self, partition: Partition, task: str) -> set[int]:
-        """Rows that the task was given, or that were dealt to a rank that has not asked for them yet."""
+    def _taken(self, partition: Partition, task: str) -> set[int]:
+        """Rows that the task has consumed, or that were dealt to a rank that has not asked for them yet."""
         given = partition.consumed.get(task, set())
         if self.config.sampler.kind == "balanced":
             dealt = [batch for batches in partition.granted.get(task, {}).values() for batch in batches.values()]
@@ -385,7 +372,7 @@ class Store:
             self._batches.setdefault(index, []).append((task, rank, number))
 
     @staticmethod
-    def _given_as(partition: Partition, task: str, at: samplers.Batch | None) -> list[int] | None:
+    def _given_as(partition: Partition, task: str, at: sampling.BatchKey | None) -> list[int] | None:
         """What is left of a batch that was given before."""
         if at is None:
             return None
@@ -396,17 +383,14 @@ class Store:
 
     def _ready_for(self, event: state.Sample, partition: Partition) -> list[int]:
         wanted = (event.partition, event.task, frozenset(event.fields))
-        view = self._ready.get(wanted)
-        if view is None:
-            view = self._ready.keep(wanted, self._found_ready(partition, event.task, wanted[2]))
-        return view
+        return self._ready.get(wanted, lambda: self._search_ready(partition, event.task, wanted[2]))
 
-    def _found_ready(self, partition: Partition, task: str, fields: frozenset[str]) -> list[int]:
-        given = self._given(partition, task)
+    def _search_ready(self, partition: Partition, task: str, fields: frozenset[str]) -> list[int]:
+        given = self._taken(partition, task)
         return sorted(i for i, row in partition.rows.items() if i not in given and fields <= self._fields_of(row))
 
     def sample(self, event: state.Sample) -> Found:
-        """See StoreApi.store_sample.
+        """StoreApi.sample.
 
         Raises:
             Refused: the sampler cannot make such a batch.
@@ -416,7 +400,7 @@ class Store:
             return Found(waiting_on=f"partition {event.partition!r} to be put")
         if event.batch < 1:
             raise Refused(f"sample of {event.batch} rows", why="a batch has at least one row")
-        at = samplers.batch_of(self.config.sampler, event.rank, event.batch_index)
+        at = sampling.batch_of(self.config.sampler, event.rank, event.batch_index)
         known = self._given_as(partition, event.task, at)
         if known is not None and not known:
             return Found(waiting_on=f"batch and rank {at}, which were given before and whose rows are cleared")
@@ -427,12 +411,12 @@ class Store:
         consumed = partition.consumed.setdefault(event.task, set())
         self.changed = self.changed or not consumed.issuperset(chosen)
         consumed.update(chosen)
-        self._ready.given(event.partition, event.task, chosen)
+        self._ready.remove(event.partition, chosen, event.task)
         return self.granted(chosen)
 
-    def _chosen(self, event: state.Sample, partition: Partition, at: samplers.Batch | None) -> list[int]:
+    def _chosen(self, event: state.Sample, partition: Partition, at: sampling.BatchKey | None) -> list[int]:
         """A batch that was not given before; those that are to be given again are kept."""
-        shares = samplers.choose(
+        shares = sampling.choose(
             self.config.sampler,
             self._ready_for(event, partition),
             event.batch,
@@ -447,7 +431,7 @@ class Store:
         for to, share in zip(ranks, shares, strict=True):
             granted.setdefault(to, {})[number] = share
             self._enter_batch(event.task, to, number, share)
-            self._ready.given(event.partition, event.task, share)
+            self._ready.remove(event.partition, share, event.task)
         self.changed = True
         return granted[rank][number]
 
@@ -456,7 +440,7 @@ class Store:
         return self._found(self._at(indexes))
 
     def reset(self, event: state.Reset) -> bool:
-        """See StoreApi.store_reset. Batches that were given by rank are kept, as the ranks may still ask for them."""
+        """StoreApi.reset. Batches that were given by rank are kept, as the ranks may still ask for them."""
         partition = self.state.partitions.get(event.partition)
         if partition is None:
             return False
@@ -469,7 +453,7 @@ class Store:
     # --- questions
 
     def list_keys(self, name: str | None) -> dict[str, dict[str, Tags]]:
-        """See StoreApi.store_list."""
+        """StoreApi.list_keys."""
         names = list(self.state.partitions) if name is None else [name]
         return {
             name: {key: partition.rows[index].tags for key, index in partition.keys.items()}
@@ -478,7 +462,7 @@ class Store:
         }
 
     def consumed(self, name: str, task: str) -> Status:
-        """See StoreApi.store_consumed."""
+        """StoreApi.consumed."""
         partition = self.state.partitions.get(name)
         if partition is None:
             return Status()
@@ -487,7 +471,7 @@ class Store:
         return Status(True, indexes, [[index in done] for index in indexes])
 
     def produced(self, name: str, fields: list[str]) -> Status:
-        """See StoreApi.store_produced."""
+        """StoreApi.produced."""
         partition = self.state.partitions.get(name)
         if partition is None or not fields:
             return Status()
@@ -496,15 +480,6 @@ class Store:
             return Status()
         indexes = _indexes(partition)
         return Status(True, indexes, [[name in have.get(index, ()) for name in fields] for index in indexes])
-
-    def statistics(self) -> dict[str, int]:
-        """Counts for tools."""
-        return {
-            "partitions": len(self.state.partitions),
-            "rows": len(self._where),
-            "pins": len(self.state.pins),
-            "pinned_extents": sum(len(pin.extents) for pin in self.state.pins.values()),
-        }
 
     def audit(self) -> list[str]:
         """Violated invariants; empty unless the store has a defect."""
@@ -520,7 +495,7 @@ class Store:
                 if not partition.rows.keys() >= set(batch):
                     wrong.append(f"batch {number} of rank {rank} and {task!r} has rows that are not in {name!r}")
             for (_, task, fields), view in self._ready.of(name):
-                if view != self._found_ready(partition, task, fields):
+                if view != self._search_ready(partition, task, fields):
                     wrong.append(f"rows of {name!r} ready for {task!r} with {sorted(fields)} are not {view}")
             for index, row in partition.rows.items():
                 if self._where.get(index) != name:

@@ -1,4 +1,4 @@
-"""A process of a job that uses the door: it finds the queue by the environment.
+"""A process of a job of the interface's users: it finds the queue by the environment.
 
 ``python compat_far_end.py put|get|hold|sum``: one action, then a word on standard output.
 """

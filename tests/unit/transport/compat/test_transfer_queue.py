@@ -1,6 +1,6 @@
-"""The door for users of the transfer_queue package answers as the package does.
+"""Our interface for users of the transfer_queue package answers as the package does.
 
-`compat_answers.json` holds what transferqueue 0.1.11 answers to the calls in `compat_cases.py`. The door's answers are
+`compat_answers.json` holds what transferqueue 0.1.11 answers to the calls in `compat_cases.py`. Our answers are
 compared with it always; where the package's own environment is there, so are its own.
 """
 
@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("tensordict", reason="the door needs tensordict: pip install 'relax-rt[transferqueue]'")
+pytest.importorskip("tensordict", reason="transport.compat needs tensordict: pip install 'relax-rt[transferqueue]'")
 
 import compat_cases as cases
 
-import relax_rt.transport.compat.transfer_queue as door
+import relax_rt.transport.compat.transfer_queue as ours
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 ANSWERS = Path(__file__).with_name("compat_answers.json")
 PEER = Path(os.environ.get("RELAX_PEER_PYTHON") or ROOT / ".peers/venv/bin/python")
 NEEDS_PEER = pytest.mark.skipif(
@@ -48,9 +48,9 @@ def no_other_queue(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def queue() -> Iterator[Any]:
-    door.init({"controller": {"polling_mode": True}})
-    yield door
-    door.close()
+    ours.init({"controller": {"polling_mode": True}})
+    yield ours
+    ours.close()
 
 
 def answered(function: cases.Case, tq: Any) -> Any:
@@ -58,22 +58,24 @@ def answered(function: cases.Case, tq: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", cases.CASES)
-def test_the_door_answers_as_the_package(name: str, queue: Any, recorded: dict[str, Any]) -> None:
+def test_our_interface_answers_as_the_package(name: str, queue: Any, recorded: dict[str, Any]) -> None:
     assert answered(cases.CASES[name], queue) == recorded[name]
 
 
 @FORKS
 @pytest.mark.parametrize("name", cases.SAMPLED)
-def test_the_door_samples_as_the_package(name: str, recorded: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_interface_samples_as_the_package(
+    name: str, recorded: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     controller, sampler, function = cases.SAMPLED[name]
-    door.close()
+    ours.close()
     monkeypatch.setattr(
-        door, "CONF", door.init({"controller": {"sampler": sampler(door), **controller}}), raising=False
+        ours, "CONF", ours.init({"controller": {"sampler": sampler(ours), **controller}}), raising=False
     )
     try:
-        assert answered(function, door) == recorded[name]
+        assert answered(function, ours) == recorded[name]
     finally:
-        door.close()
+        ours.close()
 
 
 def test_every_case_is_recorded(recorded: dict[str, Any]) -> None:
@@ -127,7 +129,7 @@ def program(name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_runs_on_the_door(name: str) -> None:
+def test_a_program_runs_on_our_interface(name: str) -> None:
     done = subprocess.run([sys.executable, program(name)], capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines() == PROGRAMS[name], done.stderr[-4000:]
 

@@ -1,4 +1,4 @@
-"""The door among processes: who starts the queue, who finds it, what memory is kept, and what happens when one dies."""
+"""The interface among processes: who starts the queue and who finds it, and what happens when one dies."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("tensordict", reason="the door needs tensordict: pip install 'relax-rt[transferqueue]'")
+pytest.importorskip("tensordict", reason="transport.compat needs tensordict: pip install 'relax-rt[transferqueue]'")
 
 import torch
 from tensordict import NonTensorStack, TensorDict
 
 import relax_rt.transport.compat.transfer_queue as tq
+from relax_rt.transport.base.folder import find
 from relax_rt.transport.compat.transfer_queue import connection
-from relax_rt.transport.queue.hosting import find
 from relax_rt.transport.rpc.errors import OutOfSpace, Refused
 
 FAR_END = Path(__file__).with_name("compat_far_end.py")

@@ -1,4 +1,4 @@
-"""Calls of the keyed store that no client of ours makes: each is answered, or refused without a trace."""
+"""Calls of the store that no client of ours makes: each is answered, or refused without a trace."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_rt.transport.compat.store import state as sv
+from relax_rt.transport.compat.store import state as ev
 from relax_rt.transport.compat.store.api import Rows, Sampler, StoreApi, StoreConfig
+from relax_rt.transport.compat.store.ledger import StoreLedger
 from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
-from relax_rt.transport.queue.api import Put
-from relax_rt.transport.queue.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
-from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.interface import methods_of
 
 WHO = [Incarnation("a/0", 1), Incarnation("b/0", 2)]
-POLICY = LedgerPolicy(tasks={"t": ("x",)}, step_task="")
-LIMITS = QueueLimits(capacity_bytes=1024, capacity_samples=12, max_sample_bytes=512, spill_bytes=1 << 20)
+LIMITS = ev.StoreLimits(capacity_bytes=1024, max_row_bytes=512, spill_bytes=1 << 20)
 
 small = st.integers(0, 9)
 numbers = st.sampled_from([0] * 9 + [1, 2, 3, -1, 2**31, 2**48, 2**63, 2**64 - 1, -(2**63)])
@@ -48,10 +45,10 @@ configs = st.builds(StoreConfig, samplers, st.sampled_from([0, 0, 2]), st.sample
 odd_configs = st.builds(StoreConfig, st.builds(Sampler, kinds | st.just("mine"), small, small), numbers, numbers)
 
 
-def _put(rows: Rows, at: int, field: str, length: int) -> sv.Put:
+def _put(rows: Rows, at: int, field: str, length: int) -> ev.Put:
     count = len(rows.keys or rows.indexes)
     block = BlockRef(Extent("a-0-1-1.slab", at * 64, 64), count, (field,))
-    return sv.Put(rows, block=block, tags=[{"total_lengths": msgspec.msgpack.encode(length)}] * count)
+    return ev.Put(rows, block=block, tags=[{"total_lengths": msgspec.msgpack.encode(length)}] * count)
 
 
 def often(*shares: tuple[int, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
@@ -65,21 +62,21 @@ numbered = st.builds(Rows, st.just(""), st.just([]), st.lists(small, min_size=1,
 proper = often(
     (4, st.builds(_put, named, st.integers(0, 1 << 16), st.sampled_from("xxy"), small)),
     (2, st.builds(_put, numbered, st.integers(0, 1 << 16), st.sampled_from("xxy"), small)),
-    (5, st.builds(sv.Sample, st.just("p"), st.just("t"), st.just(["x"]), st.integers(1, 2), bit, bit)),
-    (1, st.builds(sv.Get, st.builds(Rows, st.just("p"), keys))),
-    (1, st.builds(sv.Clear, st.builds(Rows, st.just("p"), keys.filter(bool)))),
-    (1, st.builds(sv.Clear, st.builds(Rows, st.just("p"), st.just([]), st.lists(small, min_size=1, max_size=4)))),
-    (1, st.builds(sv.Unpin, st.lists(st.integers(1, 4), max_size=2))),
-    (1, st.builds(sv.Reset, st.just("p"), st.sampled_from([None, "t"]))),
+    (5, st.builds(ev.Sample, st.just("p"), st.just("t"), st.just(["x"]), st.integers(1, 2), bit, bit)),
+    (1, st.builds(ev.Get, st.builds(Rows, st.just("p"), keys))),
+    (1, st.builds(ev.Clear, st.builds(Rows, st.just("p"), keys.filter(bool)))),
+    (1, st.builds(ev.Clear, st.builds(Rows, st.just("p"), st.just([]), st.lists(small, min_size=1, max_size=4)))),
+    (1, st.builds(ev.Unpin, st.lists(st.integers(1, 4), max_size=2))),
+    (1, st.builds(ev.Reset, st.just("p"), st.sampled_from([None, "t"]))),
 )
-odd: st.SearchStrategy[sv.StoreEvent] = st.one_of(
-    st.builds(sv.Put, rows, numbers, st.none() | blocks, blobs, st.lists(tags, max_size=6), st.booleans()),
-    st.builds(sv.Put, rows, small, st.none(), st.just([]), st.just([]), st.booleans()),
-    st.builds(sv.Get, rows, st.none() | fields),
-    st.builds(sv.Unpin, st.lists(small | numbers, max_size=3)),
-    st.builds(sv.Clear, rows),
+odd: st.SearchStrategy[ev.Call] = st.one_of(
+    st.builds(ev.Put, rows, numbers, st.none() | blocks, blobs, st.lists(tags, max_size=6), st.booleans()),
+    st.builds(ev.Put, rows, small, st.none(), st.just([]), st.just([]), st.booleans()),
+    st.builds(ev.Get, rows, st.none() | fields),
+    st.builds(ev.Unpin, st.lists(small | numbers, max_size=3)),
+    st.builds(ev.Clear, rows),
     st.builds(
-        sv.Sample,
+        ev.Sample,
         texts,
         st.sampled_from("tu"),
         fields,
@@ -87,26 +84,20 @@ odd: st.SearchStrategy[sv.StoreEvent] = st.one_of(
         st.none() | small | numbers,
         st.none() | small | numbers,
     ),
-    st.builds(sv.Reset, texts, st.none() | texts),
-    st.builds(sv.Configure, odd_configs),
-)
-offers = st.builds(
-    lambda at, field: ev.Offer([Put(BlockRef(Extent("a-0-1-1.slab", at * 64, 64), 1, (field,)), [])], [1]),
-    st.integers(0, 1 << 16),
-    st.sampled_from("xy"),
+    st.builds(ev.Reset, texts, st.none() | texts),
+    st.builds(ev.Configure, odd_configs),
 )
 calls = often(
-    (9, st.tuples(st.just(WHO[0]), st.just(0), proper.map(ev.StoreCall))),
-    (4, st.tuples(st.sampled_from(WHO), st.sampled_from([0, 0, 0, 5, 6, 7, 8]), odd.map(ev.StoreCall))),
-    (1, st.tuples(st.just(WHO[0]), st.just(0), offers)),
+    (9, st.tuples(st.just(WHO[0]), st.just(0), proper)),
+    (4, st.tuples(st.sampled_from(WHO), st.sampled_from([0, 0, 0, 5, 6, 7, 8]), odd)),
 )
 """Caller; 0: with the next number, else with one that may have been used; event."""
 
 
-def wired(entry: Entry) -> Entry | None:
+def wired(entry: ev.Entry) -> ev.Entry | None:
     """As the ledger gets it; None: the decoder refuses it."""
     try:
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(entry), type=Entry)
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(entry), type=ev.Entry)
     except msgspec.ValidationError:
         return None
 
@@ -115,16 +106,15 @@ class Hostile:
     """A ledger with its journal, and a second one that begins again from a snapshot every now and then."""
 
     def __init__(self) -> None:
-        self.ledger, self.restarted = Ledger(), Ledger()
+        self.ledger, self.restarted = StoreLedger(), StoreLedger()
         self.n = 0
-        for event in (ev.Configure(POLICY, LIMITS), ev.Open("run")):
-            self.apply(event, None, 0)
+        self.apply(ev.Open("memory", LIMITS), None, 0)
         for who in WHO:
-            self.apply(ev.Join(issued=True), who, 0)
+            self.apply(ev.Join(who, 1, 1), None, 0)
 
-    def apply(self, event: ev.Event, who: Incarnation | None, seq: int) -> None:
+    def apply(self, event: Any, who: Incarnation | None, seq: int) -> None:
         self.n += 1
-        entry = wired(Entry(self.ledger.n + 1, 0.0, event, who, 0 if isinstance(event, ev.Join) else seq or self.n))
+        entry = wired(ev.Entry(self.ledger.state.n + 1, event, who, seq or self.n))
         if entry is None:
             return
         before = self.ledger.snapshot()
@@ -137,12 +127,9 @@ class Hostile:
         if not outcome.changed:
             assert self.ledger.snapshot() == before, entry
             return
-        assert outcome.event is not None
-        journaled = wired(Entry(entry.n, 0.0, outcome.event, who, entry.seq))
-        assert journaled is not None
         if self.n % 3 == 0:
-            self.restarted = Ledger(self.restarted.snapshot())
-        assert self.restarted.apply(journaled).changed
+            self.restarted = StoreLedger(self.restarted.snapshot())
+        assert self.restarted.apply(entry).changed
         # Not their bytes: a set has no order.
         assert self.restarted.state == self.ledger.state, entry
 
@@ -152,24 +139,24 @@ class Hostile:
 def test_hostile_calls_are_answered_or_refused(config: StoreConfig | None, script: list[tuple[Any, int, Any]]) -> None:
     hostile = Hostile()
     if config is not None:
-        hostile.apply(ev.StoreCall(sv.Configure(config)), WHO[0], 0)
+        hostile.apply(ev.Configure(config), WHO[0], 0)
     for who, seq, event in script:
         hostile.apply(event, who, seq)
     for who in WHO:
-        hostile.apply(ev.Gone(who, "killed"), None, 0)
-    assert hostile.ledger.core.store.statistics()["pins"] == 0
+        hostile.apply(ev.Gone(who), None, 0)
+    assert hostile.ledger.state.pins == {}
 
 
 @pytest.mark.parametrize(
     ("method", "arguments"),
     [
-        ("store_configure", (1, StoreConfig(expected=2**40))),
-        ("store_configure", (1, StoreConfig(expected=-1))),
-        ("store_configure", (1, StoreConfig(max_rows=-1))),
-        ("store_configure", (1, StoreConfig(Sampler(ranks=2**40)))),
-        ("store_put", (1, Rows("p"), 2**40, None, [], [], False, 0.0)),
-        ("store_put", (1, Rows("p"), -1, None, [], [], False, 0.0)),
-        ("store_unpin", (-1, [])),
+        ("configure", (1, StoreConfig(expected=2**40))),
+        ("configure", (1, StoreConfig(expected=-1))),
+        ("configure", (1, StoreConfig(max_rows=-1))),
+        ("configure", (1, StoreConfig(Sampler(ranks=2**40)))),
+        ("put", (1, Rows("p"), 2**40, None, [], [], False, 0.0)),
+        ("put", (1, Rows("p"), -1, None, [], [], False, 0.0)),
+        ("unpin", (-1, [])),
     ],
 )
 def test_numbers_out_of_bounds_are_refused_by_the_decoder(method: str, arguments: tuple[Any, ...]) -> None:

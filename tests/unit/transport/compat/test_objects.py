@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("tensordict", reason="the door needs tensordict: pip install 'relax-rt[transferqueue]'")
+pytest.importorskip("tensordict", reason="transport.compat needs tensordict: pip install 'relax-rt[transferqueue]'")
 
 import torch
 

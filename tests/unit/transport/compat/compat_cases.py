@@ -1,4 +1,4 @@
-"""The same calls on the door and on the package whose interface it offers; run as a program, it prints the answers.
+"""The same calls on our interface and on the package that it follows; run as a program, it prints the answers.
 
 ``python compat_cases.py MODULE``: MODULE is ``transfer_queue`` or ``relax_rt.transport.compat.transfer_queue``. Each
 answer is plain data that says what a user can see of it: types, dtypes, shapes, values, classes of errors.
