@@ -14,8 +14,8 @@ from relax_rt.supervision.executor import Rendezvous, StartOrder
 from relax_rt.supervision.protocol import Progress, SlotFinished, SlotReady
 from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.memory.refs import BlockRef
-from relax_rt.transport.queue.api import Batch, Put, RowPut, SampleKey, Ticket, VersionSpan, Want
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.messages import Batch, Put, RowPut, SampleKey, Ticket, VersionSpan, Want
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 

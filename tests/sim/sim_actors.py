@@ -13,8 +13,8 @@ from sim_memory import Arena, Full, Slab
 
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
-from relax_rt.transport.queue.api import Batch, Failure, Put, RowPut, SampleKey, Ticket, VersionSpan, Want
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.messages import Batch, Failure, Put, RowPut, SampleKey, Ticket, VersionSpan, Want
 from relax_rt.transport.queue.marking import begun, make_mark
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation

@@ -13,7 +13,7 @@ from sim_kernel import Exit, Kernel, Steps, Thread
 from sim_memory import Memory
 
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.identity import Incarnation
 
 FAULTS_S = 60.0

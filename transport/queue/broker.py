@@ -19,7 +19,13 @@ from relax_rt.transport.base.watch import Watch
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import owner_key
 from relax_rt.transport.memory.spill import Disk, dead_slabs
-from relax_rt.transport.queue.api import (
+from relax_rt.transport.queue.ledger import admission, failures
+from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.admission import partials as held_partials
+from relax_rt.transport.queue.ledger.core import ROOM
+from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.machine import Answer, Ledger, load_samplers
+from relax_rt.transport.queue.ledger.messages import (
     Admission,
     Advice,
     Batch,
@@ -35,12 +41,9 @@ from relax_rt.transport.queue.api import (
     SampleKey,
     Want,
 )
-from relax_rt.transport.queue.ledger import Entry, Ledger, LedgerPolicy, QueueLimits, admission, progress
-from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.callers import Home
-from relax_rt.transport.queue.ledger.core import ROOM
-from relax_rt.transport.queue.ledger.machine import Answer, load_samplers
-from relax_rt.transport.queue.ledger.marks import partials as held_partials
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger.state import Home
+from relax_rt.transport.queue.samplers.loading import load_sampler
 from relax_rt.transport.queue.statistics import States, broker_statistics
 from relax_rt.transport.rpc import rpc
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused, StaleEpoch, Unreachable
@@ -149,7 +152,7 @@ class Broker:
         self._failed = asyncio.get_running_loop().create_future()
         recovered = await asyncio.to_thread(self._journal.recover)
         try:
-            self._ledger = Ledger(recovered.snapshot)
+            self._ledger = Ledger(recovered.snapshot, load_sampler)
         except msgspec.DecodeError as error:
             raise Corrupt(f"journal snapshot {recovered.n}", why=str(error), hint=_OTHER_VERSION) from error
         decode = msgspec.msgpack.Decoder(Entry).decode
@@ -163,7 +166,7 @@ class Broker:
         if recovered.torn_bytes:
             self._notify("queue_journal_torn", {"cut_bytes": recovered.torn_bytes, "n": self._ledger.n})
         # Fail on a sampler that cannot be loaded before anything changes.
-        load_samplers(self._policy)
+        load_samplers(self._policy, load_sampler)
         self._apply(ev.Configure(self._policy, self._limits))
         self._apply(ev.Open(self._run_id, self._node, self._payloads))
         # Every broker journals something before it spills, so no two of them have the same number.
@@ -378,7 +381,7 @@ class Broker:
     async def progress(self) -> ProgressReport:
         """See QueueApi."""
         self._check_alive()
-        return progress.report(self._ledger.core)
+        return failures.report(self._ledger.core)
 
     def report_losses(self, older_s: float = 0.0) -> None:
         """Report the losses that were not reported and whose cause was last reported at least `older_s` seconds ago.

@@ -12,8 +12,17 @@ import msgspec
 from relax_rt.transport.memory.fields import check_row
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import owner_of
-from relax_rt.transport.queue.api import Admission, Batch, Failure, ProgressReport, Put, SampleKey, VersionSpan, Want
 from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample, extents_of
+from relax_rt.transport.queue.ledger.messages import (
+    Admission,
+    Batch,
+    Failure,
+    ProgressReport,
+    Put,
+    SampleKey,
+    VersionSpan,
+    Want,
+)
 from relax_rt.transport.queue.offers import OFFER_WAIT_S
 from relax_rt.transport.queue.session import SLICE_S
 from relax_rt.transport.queue.space import Rows, puts_of

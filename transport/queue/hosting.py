@@ -27,7 +27,7 @@ from relax_rt.transport.memory.fields import parse_fields
 from relax_rt.transport.memory.payload import PayloadServer
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.broker import Broker
-from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc import rpc
 from relax_rt.transport.rpc.address import AddressError, parse_address
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused, RelaxError, Unreachable

@@ -10,7 +10,7 @@ import msgspec
 
 from relax_rt.roles.data.media.pictures import Shown, identity
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused
 
 if TYPE_CHECKING:

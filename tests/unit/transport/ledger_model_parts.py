@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.queue.api import SampleKey
+from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.rpc.identity import Incarnation
 
 

@@ -17,10 +17,20 @@ from msgspec import structs
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import Extent, extents_in
 from relax_rt.transport.memory.slab_names import owner_key
-from relax_rt.transport.queue.api import Admission, Batch, Chosen, Marked, Offered, Put, RowPut, SampleKey, Ticket
-from relax_rt.transport.queue.ledger import QueueLimits
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.marks import partials
+from relax_rt.transport.queue.ledger.admission import partials
+from relax_rt.transport.queue.ledger.messages import (
+    Admission,
+    Batch,
+    Chosen,
+    Marked,
+    Offered,
+    Put,
+    RowPut,
+    SampleKey,
+    Ticket,
+)
+from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.queue.marking import begun
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation

@@ -6,10 +6,10 @@ import pytest
 from ledger_driver import CRITIC, ENGINE, JUDGE, OTHER, TRAINER, Driver, fields_of, make, policy, started, step
 
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.queue.api import Batch, RowPut, SampleKey, VersionSpan
-from relax_rt.transport.queue.ledger import QueueLimits
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.admission import outstanding
+from relax_rt.transport.queue.ledger.messages import Batch, RowPut, SampleKey, VersionSpan
+from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 

@@ -20,9 +20,9 @@ from ledger_driver import (
 
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import BlobRef, Extent
-from relax_rt.transport.queue.api import RowPut, SampleKey
-from relax_rt.transport.queue.ledger import QueueLimits
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.messages import RowPut, SampleKey
+from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 

@@ -7,9 +7,10 @@ from ledger_driver import ENGINE, INLINE, JUDGE, OTHER, TRAINER, Driver, fields_
 
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
-from relax_rt.transport.queue.api import Batch, Put, RowPut, SampleKey, Want
-from relax_rt.transport.queue.ledger import Entry, QueueLimits
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.messages import Batch, Put, RowPut, SampleKey, Want
+from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 

@@ -12,9 +12,9 @@ import pytest
 from broker_world import World, until, world
 
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.queue.api import SampleKey, VersionSpan
 from relax_rt.transport.queue.client import NewSample, QueueClient
 from relax_rt.transport.queue.ledger.events import Lapse
+from relax_rt.transport.queue.ledger.messages import SampleKey, VersionSpan
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 

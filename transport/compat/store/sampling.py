@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from relax_rt.transport.compat.store.api import Sampler
-from relax_rt.transport.queue.loader.packing import balanced_partition
+from relax_rt.transport.queue.samplers.packing import balanced_partition
 from relax_rt.transport.rpc.errors import Refused
 
 KINDS = ("sequential", "ranked", "groups", "balanced")

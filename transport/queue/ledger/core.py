@@ -9,8 +9,8 @@ from typing import Any
 from relax_rt.transport.base.versions import VersionRecord, VersionTree
 from relax_rt.transport.memory.block_table import BlockTable
 from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.queue.api import SampleKey
-from relax_rt.transport.queue.ledger.losses import Losses
+from relax_rt.transport.queue.ledger.lengths import Losses
+from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy
 from relax_rt.transport.queue.ledger.state import Group, Lease, Part, Sample, State
 from relax_rt.transport.rpc.errors import Refused

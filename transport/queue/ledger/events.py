@@ -6,7 +6,7 @@ import msgspec
 
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.queue.api import Failure, Mark, Put, SampleKey, Want
+from relax_rt.transport.queue.ledger.messages import Failure, Mark, Put, SampleKey, Want
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.identity import Incarnation
 

@@ -20,7 +20,7 @@ from relax_rt.roles.agentic.evaluation import HeldOut
 from relax_rt.roles.agentic.pool import Broken, Stuck
 from relax_rt.roles.agentic.role import Group
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.queue.api import Ticket
+from relax_rt.transport.queue.ledger.messages import Ticket
 from relax_rt.transport.rpc.errors import RelaxError
 
 HERE = r"test_apart\.py:\d+"

@@ -33,7 +33,7 @@ from relax_rt.roles.agentic.tally import Tally
 from relax_rt.roles.job.sections import SamplingTable
 from relax_rt.roles.rollout.router.requests import Outcome, Wanted
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.queue.api import Ticket
+from relax_rt.transport.queue.ledger.messages import Ticket
 from relax_rt.transport.rpc.errors import GivenUp
 
 GROUP = 7
