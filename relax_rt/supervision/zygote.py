@@ -31,6 +31,8 @@ import msgspec
 
 from relax_rt.supervision import limits, procfs
 
+HOST = "relax_rt.hosting.host"
+"""Module whose `main` runs in each forked role."""
 MAX_PACKET_BYTES = 192 << 10
 """Below the default buffer of a unix socket (208 KiB): a packet is there whole or not at all."""
 ROOM_NAME = "RELAX_ROOM"
@@ -468,9 +470,9 @@ def main(argv: Sequence[str]) -> int:
     while birth.order.what == "zygote":
         birth = serve(birth.begin(), agent_pid)
     birth.begin()
-    from relax_rt.hosting import host
-
-    return host.main()
+    # By name: what is forked here decides nothing of what it hosts.
+    status: int = importlib.import_module(HOST).main()
+    return status
 
 
 def zygote_argv(python: str, name: str) -> list[str]:
