@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from relax_rt.interfaces.registry import Changes, Member, RegistryApi
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 POLL_S = 20.0
 RETRY_S = 0.5

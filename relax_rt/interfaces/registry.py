@@ -6,9 +6,9 @@ from typing import Protocol
 
 import msgspec
 
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.interface import idempotent
-from relax_rt.transport.versions import VersionRecord
 
 REGISTRY_SLOT, QUEUE_SLOT = "registry/0", "queue/0"
 """Slots of the system roles that every other process of a run talks to."""

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from relax_rt.transport.memory.process_stat import start_time as start_time
-from relax_rt.transport.memory.process_stat import stat_fields as stat_fields
+from relax_rt.transport.base.process_stat import start_time as start_time
+from relax_rt.transport.base.process_stat import stat_fields as stat_fields
 
 CPUINFO = Path("/proc/cpuinfo")
 CPU_MODEL = ("model name", "Processor")

@@ -21,8 +21,8 @@ from relax_rt.roles.evaluation.branch import Branch
 from relax_rt.roles.evaluation.sampling import SEED_DOMAIN
 from relax_rt.roles.evaluation.scoring import Z95, difference, wilson
 from relax_rt.roles.evaluation.sets import MAIN, courses
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import RelaxError
-from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
     from relax_rt.roles.evaluation.sampling import SampleSeed

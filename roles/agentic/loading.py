@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from relax_rt.config.target import TargetError, load_target
 from relax_rt.roles.rewards.loader import user_line
+from relax_rt.transport.base.targets import did_you_mean
 from relax_rt.transport.rpc.errors import RelaxError
-from relax_rt.transport.targets import did_you_mean
 
 if TYPE_CHECKING:
     from relax_rt.roles.agentic.program import Program

@@ -10,16 +10,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from relax_rt.config.schema import RoleSettings
-from relax_rt.interfaces.role import Role, RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.agentic.settings import KIND, EnvSettings
 from relax_rt.roles.agentic.standstill import LOSSES, Fruitless, Standstill, ending
 from relax_rt.roles.agentic.tally import Tally
 from relax_rt.roles.base.progress import without_retired
+from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.job.sections import RLConfig
-from relax_rt.transport.queue.api import ABOUT, Ticket
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.queue.ledger.messages import ABOUT, Ticket
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.interface import idempotent
-from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
     from relax_rt.roles.agentic.episode import Played
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from relax_rt.roles.rewards.compose import Rewards
     from relax_rt.roles.rollout.engines.routing import RoutingShape
     from relax_rt.roles.rollout.router import Router
-    from relax_rt.transport.queue.client import QueueClient
 
 EVALUATES = f"{KIND}/0"
 """The slot that plays the held-out episodes."""
@@ -79,7 +79,7 @@ def games(members: Sequence[int], seats: int) -> list[list[int]]:
     return [list(found) for _, found in itertools.groupby(members, key=lambda member: member // seats)]
 
 
-class EnvRole(Role):
+class EnvRole(RLRole[EnvSettings]):
     """One member of a group is one episode, and one sample. When the role dies its tickets lapse, and the episodes are
     played again by whoever gets the groups; what was put stays.
 
@@ -104,8 +104,8 @@ class EnvRole(Role):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, EnvSettings)
-        self.config, self.settings = ctx.config, ctx.settings
+        assert isinstance(ctx.config, RLConfig)
+        self.config = ctx.config
         self.record = VersionRecord(0, 0, 0)
         """The newest committed version."""
         self.groups: dict[int, Group] = {}
@@ -118,7 +118,6 @@ class EnvRole(Role):
         self.chat: ChatTemplate
         self.factory: Factory
         self.tasks: Tasks
-        self.queue: QueueClient
         self.pool: Pool | None = None
         self.router: Router
         self.player: Player
@@ -130,26 +129,12 @@ class EnvRole(Role):
     # --- beginning and end
 
     async def setup(self) -> None:
-        from relax_rt.transport.queue.client import QueueClient
-
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading tokenizer and environment")
         await asyncio.to_thread(self._load)
         await self._open_pool()
         await self._start_rewards()
         self.ctx.serve(EnvApi, self)
-        self.queue = QueueClient(
-            await self.ctx.queue(),
-            self.ctx.who,
-            self.ctx.payload_dir,
-            spill_dir=self.ctx.spill_dir,
-            slab_bytes=self.config.queue.slab_mib << 20,
-            capacity_bytes=self.config.queue.capacity_mib << 20,
-            length_field="tokens",
-            on_lost=self._lost,
-            fetcher=self.ctx.fetcher,
-            on_wait=self.ctx.progress.waiting,
-        )
-        await self.queue.__aenter__()
+        await self.open_queue(length_field="tokens", on_lost=self._lost)
         await self.queue.warm()
 
     def _load(self) -> None:
@@ -157,19 +142,18 @@ class EnvRole(Role):
         from relax_rt.roles.agentic.loading import load_factory
         from relax_rt.roles.agentic.speech import load_chat, speech_of
         from relax_rt.roles.agentic.tasks import load_tasks
-        from relax_rt.roles.base.locations import config_dir, model_folder
+        from relax_rt.roles.base.locations import model_folder
         from relax_rt.roles.job.checks import settings
         from relax_rt.roles.job.sections import RolloutSettings
         from relax_rt.roles.models.tokenizer import load_tokenizer
         from relax_rt.roles.rollout.engines.routing import sparse_layers
 
-        folder = config_dir(self.ctx)
         model = model_folder(self.ctx)
         self.tokenizer = load_tokenizer(model)
         if settings(self.config, "rollout", RolloutSettings).routing:
             self.routing, _ = sparse_layers(model)
         self.chat = load_chat(self.config, self.tokenizer, speech_of(self.config), self.ctx.log.warning)
-        self.factory = load_factory(self.settings.environment, self.settings.options, folder)
+        self.factory = load_factory(self.settings.environment, self.settings.options, self.config_dir)
         self.tasks = load_tasks(self.config, self.settings, self.tokenizer, self.ctx.run_dir)
         if self.settings.unfinished == "keep" and self.factory.program is None:
             lasts_s = 2 * self.settings.episode_timeout_s
@@ -180,11 +164,10 @@ class EnvRole(Role):
 
         self.pool = open_pool(self.settings, self.factory, self.config.config_dir)
         if self.pool is not None:
-            await self.pool.__aenter__()
+            await self.resources.enter_async_context(self.pool)
 
     async def _start_rewards(self) -> None:
         from relax_rt.roles.agentic.rewards import KEY, PLACE, reward_table
-        from relax_rt.roles.base.locations import config_dir
         from relax_rt.roles.rewards.compose import Rewards
         from relax_rt.roles.rewards.dry_run import task_of
 
@@ -195,7 +178,8 @@ class EnvRole(Role):
             self.ctx.event("reward_worker_lost", reason=why[:500])
 
         task = task_of(self.config.data)
-        self.rewards = Rewards(table, config_dir(self.ctx), task, lost, place=PLACE, key=KEY)
+        self.rewards = Rewards(table, self.config_dir, task, lost, place=PLACE, key=KEY)
+        self.resources.push_async_callback(self.rewards.close)
         await self.rewards.start()
         if (boxes := self.rewards.boxes) is not None:
             self.ctx.event("sandbox", level=boxes.level, backend=boxes.backend, what=str(boxes))
@@ -257,14 +241,6 @@ class EnvRole(Role):
         if self.ctx.who.slot == EVALUATES:
             places = self.settings.episodes_in_flight
             self.held_out = HeldOut(self.ctx, self.config, self.tasks, self.player, self._seed, places)
-
-    async def teardown(self) -> None:
-        if self.pool is not None:
-            await self.pool.__aexit__()
-        if self.rewards is not None:
-            await self.rewards.close()
-        if hasattr(self, "queue"):
-            await self.queue.close()
 
     def _abandoned(self, name: str, where: str, line: str) -> None:
         """A coroutine of the environment goes on although it was cancelled."""

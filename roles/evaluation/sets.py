@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from relax_rt.roles.job.sections import DataTable, EvaluationSet, EvaluationTable, RLConfig
+from relax_rt.transport.base.versions import ROOT
 from relax_rt.transport.rpc.errors import RelaxError
-from relax_rt.transport.versions import ROOT
 
 if TYPE_CHECKING:
     from relax_rt.roles.data.items import PromptItem

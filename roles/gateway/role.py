@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from relax_rt.cluster.nodes.links import Links
 from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import MIB, RoleSettings
-from relax_rt.interfaces.role import Role, RoleContext
+from relax_rt.interfaces.role import RoleContext
+from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.gateway.admission import Load, Marks
 from relax_rt.roles.gateway.api import Access, Closed, GatewayApi, Name, Nonce, SessionLimits
 from relax_rt.roles.gateway.gate import Gate
@@ -42,7 +43,7 @@ OTHER_FILES = 256
 """Open files of a process besides its callers' connections."""
 
 
-class GatewayRole(Role):
+class GatewayRole(RLRole[GatewaySettings]):
     """Serves HTTP, and `GatewayApi` to roles of the run. Sessions live in this process and go with it: whoever plays
     the episode hears of it and has it played again."""
 
@@ -60,8 +61,8 @@ class GatewayRole(Role):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, GatewaySettings)
-        self.config, self.settings = ctx.config, ctx.settings
+        assert isinstance(ctx.config, RLConfig)
+        self.config = ctx.config
         self.tokenizer: ChatTokenizer
         self.template: ChatTemplate
         self.sessions: Sessions
@@ -197,6 +198,7 @@ class GatewayRole(Role):
         if hasattr(self, "listening"):
             self.listening.close()
             self._file().unlink(missing_ok=True)
+        await super().teardown()
 
     # --- inside
 

@@ -294,7 +294,7 @@ class Scripted:
         self._said = 0
 
     async def __call__(self, wanted: Wanted) -> Outcome:
-        from relax_rt.transport.queue.api import VersionSpan
+        from relax_rt.transport.queue.ledger.messages import VersionSpan
 
         words, number = self._words, self._said
         self._said += 1

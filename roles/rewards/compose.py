@@ -20,8 +20,8 @@ from relax_rt.roles.rewards.tables import ComponentTable, RewardTable
 from relax_rt.roles.rewards.workers.messages import Part, Setup, TaskSpec
 from relax_rt.roles.rewards.workers.pool import Pool, WorkerLimits
 from relax_rt.roles.rewards.workers.serve import load_part, verdict_of
+from relax_rt.transport.base.targets import did_you_mean
 from relax_rt.transport.rpc.errors import RelaxError
-from relax_rt.transport.targets import did_you_mean
 
 REWARD: KeyPath = ("reward",)
 

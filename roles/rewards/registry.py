@@ -12,8 +12,8 @@ from relax_rt.config.problems import KeyPath, Problem, dotted
 from relax_rt.config.schema import Table
 from relax_rt.config.validation import validate
 from relax_rt.roles.rewards.loader import SETTING, RewardFunction
+from relax_rt.transport.base.targets import did_you_mean
 from relax_rt.transport.rpc.errors import RelaxError
-from relax_rt.transport.targets import did_you_mean
 
 Place = Literal["inline", "worker"]
 """inline: in the process that scores, for what takes no time or awaits. worker: in one that can be killed, for what may

@@ -17,7 +17,7 @@ import msgspec
 from relax_rt.roles.data.media.pictures import MOST_PICTURES, Shown
 from relax_rt.roles.rollout.engines.base import MAX_TEMPERATURE, EngineEnded, GroupRequest, Partial
 from relax_rt.roles.rollout.intake import Intake, Marks
-from relax_rt.transport.queue.api import Finite, VersionSpan
+from relax_rt.transport.queue.ledger.messages import Finite, VersionSpan
 from relax_rt.transport.rpc.interface import idempotent
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from relax_rt.roles.rollout.engines.turns import EngineTurns
 from relax_rt.roles.training.memory import give_back
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Unreachable
-from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
     from relax_rt.roles.rollout.role import RolloutRole

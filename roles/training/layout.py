@@ -14,7 +14,7 @@ import torch
 
 from relax_rt.roles.training.attention import takes_segments
 from relax_rt.roles.training.packing import Row, group_batches, micro_batches
-from relax_rt.transport.queue.loader.packing import pack_by_tokens
+from relax_rt.transport.queue.samplers.packing import pack_by_tokens
 
 PAIR = 1.0
 """Time of an operation of attention, by that of one of the layers' matrices; seen on a CPU: 0.4 to 1.7 (SmolLM2)."""

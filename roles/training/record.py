@@ -9,7 +9,7 @@ import numpy as np
 from relax_rt.roles.training.base import StepResult
 from relax_rt.roles.training.mismatch import completed, sampled_entropy
 from relax_rt.roles.training.step import Batch
-from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.base.versions import VersionRecord
 
 
 def step_record(

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from relax_rt.config.problems import BadInput
 from relax_rt.config.schema import RoleSettings
-from relax_rt.interfaces.role import Role, RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE, model_folder
 from relax_rt.roles.base.progress import NoProgress, ending, no_advantage, no_token
+from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.job.sections import RLConfig, RolloutSettings, TrainerSettings
 from relax_rt.roles.models.opening import refused_for_good
 from relax_rt.roles.rollout.engines.tables import SHARING
-from relax_rt.transport.queue.api import failure_summary
+from relax_rt.transport.base.versions import ROOT, VersionRecord
+from relax_rt.transport.queue.ledger.messages import failure_summary
 from relax_rt.transport.rpc.errors import DeadlineExceeded, GivenUp, RelaxError, Unreachable
-from relax_rt.transport.versions import ROOT, VersionRecord
 
 if TYPE_CHECKING:
     from relax_rt.roles.rollout.engines.turns import TrainerTurns
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from relax_rt.roles.training.publication.publisher import Publisher
     from relax_rt.roles.training.sieve import Sieve
     from relax_rt.roles.training.step import Batch, Collector
-    from relax_rt.transport.queue.client import QueueClient
     from relax_rt.transport.weights.stage import WeightStage
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ SKIPPED_IN_A_ROW = 5
 """Steps one after the other that were thrown away, or one of whose updates was, before the run ends."""
 
 
-class TrainerRole(Role):
+class TrainerRole(RLRole[TrainerSettings]):
     """Its weights count as the next policy version from the optimizer step on. When it dies, the steps since the last
     checkpoint are done again; the rollouts go on up to the staleness bound."""
 
@@ -75,8 +75,8 @@ class TrainerRole(Role):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, TrainerSettings)
-        self.config, self.settings = ctx.config, ctx.settings
+        assert isinstance(ctx.config, RLConfig)
+        self.config = ctx.config
         self.step = 0
         self.weights = VersionRecord(ROOT, ROOT, 0)
         self._held: Batch | None = None
@@ -91,7 +91,6 @@ class TrainerRole(Role):
         self.objective: Objective
         self._follower: Follower | None = None
         self.backend: TrainerBackend
-        self.queue: QueueClient
         self.collector: Collector
         self._sieve: Sieve | None = None
         self._choices: PromptChoices | None = None
@@ -108,7 +107,6 @@ class TrainerRole(Role):
         from relax_rt.roles.training.checkpoint import CheckpointStore
         from relax_rt.roles.training.identity import identity_of
         from relax_rt.roles.training.publication import stage_folder
-        from relax_rt.transport.queue.client import QueueClient
         from relax_rt.transport.weights.stage import WeightStage
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
@@ -131,16 +129,8 @@ class TrainerRole(Role):
         folder, keep = self.ctx.run_dir / "checkpoints", self.config.checkpoint.keep
         self.store = CheckpointStore(folder, self.ctx.who.epoch, keep, model)
         self.stage = WeightStage(stage_folder(self.ctx), self.ctx.who.epoch)
-        self.queue = QueueClient(
-            await self.ctx.queue(),
-            self.ctx.who,
-            self.ctx.payload_dir,
-            spill_dir=self.ctx.spill_dir,
-            fetcher=self.ctx.fetcher,
-            fetch_s=FETCH_S,
-            on_wait=self.ctx.progress.waiting,
-        )
-        await self.queue.__aenter__()
+        self.resources.callback(self.stage.close)
+        await self.open_queue(fetch_s=FETCH_S)
         self._open_collector()
         if self.config.algorithm.sampler is not None:
             from relax_rt.roles.training.choices import PromptChoices
@@ -250,12 +240,7 @@ class TrainerRole(Role):
                 self._saving.cancel()
             # Its failure was raised in `run`, or `run` has a failure of its own to report.
             await asyncio.gather(self._saving, return_exceptions=True)
-        if hasattr(self, "publisher"):
-            await self.publisher.close()
-        if hasattr(self, "queue"):
-            await self.queue.close()
-        if hasattr(self, "stage"):
-            self.stage.close()
+        await super().teardown()
 
     async def _resume(self) -> bool:
         """Start from the newest checkpoint; tell the queue, then publish these weights as a new version.
@@ -269,6 +254,7 @@ class TrainerRole(Role):
         known = await self.ctx.registry.versions()
         files = await asyncio.to_thread(WeightFiles.of, self.ctx)
         self.publisher = self._publisher(known[-1].version if known else ROOT, files)
+        self.resources.push_async_callback(self.publisher.close)
         self.store.published = {one.version: one.digest for one in known}
         found = await self._restore()
         if found is not None:

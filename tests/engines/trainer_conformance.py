@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from relax_rt.roles.base.sample import Sample, bare_meta
 from relax_rt.roles.job.sections import AlgorithmTable
 from relax_rt.roles.rollout.engines.base import Completion, GroupRequest
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 TEMPERATURE = 0.8
 """One for all: a trainer has one."""

@@ -16,7 +16,7 @@ from test_partial_rollout import JOB, LONG, REWARD, Held, kill_until
 from tiny_experts import build_sparse_model
 from tiny_run import TinyRun
 
-from relax_rt.transport.queue.api import Mark
+from relax_rt.transport.queue.ledger.messages import Mark
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

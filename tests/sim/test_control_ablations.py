@@ -32,11 +32,11 @@ from relax_rt.supervision.lifecycle import Lifecycle
 from relax_rt.supervision.protocol import SlotExited
 from relax_rt.supervision.slots import Slot, Window
 from relax_rt.supervision.tree import RoleNode
-from relax_rt.transport.queue.ledger.callers import Callers
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.queue.ledger.state import Callers
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.pauses import Pauses
-from relax_rt.transport.versions import VersionRecord
 
 RUNS = 1000
 """The most that an ablation may take to be found: as many as the suite plays. Where a safeguard matters only in runs of

@@ -25,7 +25,7 @@ import transformers
 from relax_rt.roles.models.numerics import denormals_flushed
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.rollout.engines.base import Chunk, Engine, GroupRequest
-from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.weights.source import StageSource
 from relax_rt.transport.weights.stage import WeightStage
 

@@ -31,9 +31,9 @@ from relax_rt.roles.rollout.engines.base import (
 from relax_rt.roles.rollout.role import RolloutRole
 from relax_rt.roles.training.base import Partial, StepResult
 from relax_rt.roles.training.trainer import TrainerRole
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.base.versions import ROOT, VersionRecord
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused
-from relax_rt.transport.versions import ROOT, VersionRecord
 from relax_rt.transport.weights.manifest import Layout, layout_of
 from relax_rt.transport.weights.source import WeightSource
 

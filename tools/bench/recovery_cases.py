@@ -31,7 +31,8 @@ from relax_rt.observe.events import read_events
 from relax_rt.observe.metrics import read_metrics
 from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, read_json, slot_file
-from relax_rt.transport.queue.api import QueueApi, QueueStats
+from relax_rt.transport.queue.api import QueueApi
+from relax_rt.transport.queue.ledger.messages import QueueStats
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Client, make_hello

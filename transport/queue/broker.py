@@ -11,18 +11,28 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from relax_rt.transport.base.journal import SEGMENT_BYTES, Journal
+from relax_rt.transport.base.process_stat import start_time
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.base.waits import Waits
+from relax_rt.transport.base.watch import Watch
 from relax_rt.transport.compat.store import state as sv
 from relax_rt.transport.compat.store.api import Found, Stored
 from relax_rt.transport.compat.store.desk import StoreDesk
-from relax_rt.transport.journal import SEGMENT_BYTES, Journal
-from relax_rt.transport.memory.process_stat import start_time
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import owner_key
-from relax_rt.transport.queue.api import (
+from relax_rt.transport.memory.spill import Disk, dead_slabs
+from relax_rt.transport.queue.ledger import admission, failures, keyed
+from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.admission import partials as held_partials
+from relax_rt.transport.queue.ledger.core import ROOM
+from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.machine import Answer, Ledger, load_samplers
+from relax_rt.transport.queue.ledger.messages import (
     Admission,
     Advice,
     Batch,
     Chosen,
-    Extent,
     Failure,
     Mark,
     Marked,
@@ -34,21 +44,14 @@ from relax_rt.transport.queue.api import (
     SampleKey,
     Want,
 )
-from relax_rt.transport.queue.disk import Disk, dead_slabs
-from relax_rt.transport.queue.ledger import Entry, Ledger, LedgerPolicy, QueueLimits, admission, keyed, progress
-from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.callers import Home
-from relax_rt.transport.queue.ledger.core import ROOM
-from relax_rt.transport.queue.ledger.machine import Answer, load_samplers
-from relax_rt.transport.queue.ledger.marks import partials as held_partials
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger.state import Home
+from relax_rt.transport.queue.samplers.loading import load_sampler
 from relax_rt.transport.queue.statistics import States, broker_statistics
-from relax_rt.transport.queue.waits import Waits
-from relax_rt.transport.queue.watch import Watch
 from relax_rt.transport.rpc import rpc
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.pauses import Pauses
-from relax_rt.transport.versions import VersionRecord
 
 MAX_WAIT_S = 60.0
 _EMPTY_KEPT = 1024
@@ -153,7 +156,7 @@ class Broker:
         self._failed = asyncio.get_running_loop().create_future()
         recovered = await asyncio.to_thread(self._journal.recover)
         try:
-            self._ledger = Ledger(recovered.snapshot)
+            self._ledger = Ledger(recovered.snapshot, load_sampler)
         except msgspec.DecodeError as error:
             raise Corrupt(f"journal snapshot {recovered.n}", why=str(error), hint=_OTHER_VERSION) from error
         decode = msgspec.msgpack.Decoder(Entry).decode
@@ -167,7 +170,7 @@ class Broker:
         if recovered.torn_bytes:
             self._notify("queue_journal_torn", {"cut_bytes": recovered.torn_bytes, "n": self._ledger.n})
         # Fail on a sampler that cannot be loaded before anything changes.
-        load_samplers(self._policy)
+        load_samplers(self._policy, load_sampler)
         self._apply(ev.Configure(self._policy, self._limits))
         self._apply(ev.Open(self._run_id, self._node, self._payloads))
         # Every broker journals something before it spills, so no two of them have the same number.
@@ -322,7 +325,7 @@ class Broker:
     def _know(self, home: Home) -> None:
         """Notice the end of a process that joined. Where a supervisor tells of ends, silence is none."""
         if home.node == self._node:
-            self._watch.add(home)
+            self._watch.add(home.who, home.pid, home.started)
         elif self._node:
             self._far[home.who] = self._clock()
 
@@ -382,7 +385,7 @@ class Broker:
     async def progress(self) -> ProgressReport:
         """See QueueApi."""
         self._check_alive()
-        return progress.report(self._ledger.core)
+        return failures.report(self._ledger.core)
 
     def report_losses(self, older_s: float = 0.0) -> None:
         """Report the losses that were not reported and whose cause was last reported at least `older_s` seconds ago.
@@ -576,7 +579,9 @@ class Broker:
                 # Again until the last spilled block is gone, and its file.
                 self._sweep_wanted = self._ledger.state.blocks.spilled_bytes > 0
                 names = await asyncio.to_thread(self._disk.names)
-                await asyncio.to_thread(self._disk.unlink, dead_slabs(names, self._ledger.state))
+                state = self._ledger.state
+                dead = dead_slabs(names, state.blocks.live, state.callers.ended)
+                await asyncio.to_thread(self._disk.unlink, dead)
             self.syncs += 1
 
     async def _keep_room(self) -> None:

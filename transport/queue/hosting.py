@@ -19,14 +19,14 @@ from typing import NoReturn, TypeVar, cast
 
 import msgspec
 
+from relax_rt.transport.base.journal import SEGMENT_BYTES
+from relax_rt.transport.base.watch import node_name
 from relax_rt.transport.compat.store.api import StoreApi
-from relax_rt.transport.journal import SEGMENT_BYTES
 from relax_rt.transport.memory.fields import parse_fields
 from relax_rt.transport.memory.payload import PayloadServer
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.broker import Broker
-from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
-from relax_rt.transport.queue.watch import node_name
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc import rpc
 from relax_rt.transport.rpc.address import UNIX_PATH_MAX_BYTES, AddressError, parse_address
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused, RelaxError, Unreachable

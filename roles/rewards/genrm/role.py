@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import RoleSettings
-from relax_rt.interfaces.role import Role, RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE
+from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.job.sections import GenrmSettings, RLConfig
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def judge_folder(config: RLConfig, config_dir: Path) -> Path:
     return resolve_model(genrm_settings(config).model or config.model.path, config_dir)
 
 
-class GenrmRole(Role):
+class GenrmRole(RLRole[GenrmSettings]):
     """Its slots are a pool behind the reward workers' routers: when one dies, what it had begun goes on in another,
     with its tokens, or waits for its successor. Its weights are its own unless `follow` is set."""
 
@@ -58,8 +59,8 @@ class GenrmRole(Role):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, GenrmSettings)
-        self.config, self.settings = ctx.config, ctx.settings
+        assert isinstance(ctx.config, RLConfig)
+        self.config = ctx.config
         self._measured = (0, time.monotonic())
         self._worked = False
         self.engine: Engine
@@ -79,10 +80,10 @@ class GenrmRole(Role):
         await self.engine.start(self._arrive, self.failure)
 
     def _load(self) -> None:
-        from relax_rt.roles.base.locations import config_dir
         from relax_rt.roles.rollout.engines import make_engine
 
-        self.engine = make_engine(self.ctx, judge_folder(self.config, config_dir(self.ctx)), self.settings)
+        self.engine = make_engine(self.ctx, judge_folder(self.config, self.config_dir), self.settings)
+        self.resources.push_async_callback(self.engine.close, 5.0)
 
     async def run(self) -> None:
         if not self.settings.follow:
@@ -98,10 +99,6 @@ class GenrmRole(Role):
             for task in (stop, *jobs):
                 task.cancel()
             await asyncio.gather(stop, *jobs, return_exceptions=True)
-
-    async def teardown(self) -> None:
-        if hasattr(self, "engine"):
-            await self.engine.close(5.0)
 
     def _arrive(self, chunks: list[Chunk]) -> None:
         self.generation.sift(chunks)

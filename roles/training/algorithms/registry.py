@@ -23,8 +23,8 @@ from relax_rt.config.schema import Table
 from relax_rt.config.target import TargetError, load_target
 from relax_rt.config.validation import validate
 from relax_rt.roles.training.algorithms.own import OwnPartFailed, described, line_of, own_code
+from relax_rt.transport.base.targets import did_you_mean
 from relax_rt.transport.rpc.errors import Refused, RelaxError
-from relax_rt.transport.targets import did_you_mean
 
 Kind = Literal["advantage", "loss", "aggregation", "correction", "kl", "entropy", "filter", "sampler"]
 Need = Literal["proximal", "reference", "values", "entropy", "batch", "turn_rewards", "turn_states", "pairs", "rewards"]

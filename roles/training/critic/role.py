@@ -6,8 +6,9 @@ import asyncio
 from typing import TYPE_CHECKING, ClassVar
 
 from relax_rt.config.schema import RoleSettings
-from relax_rt.interfaces.role import Role, RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE
+from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.job.sections import CriticSettings, RLConfig
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ LOAD_ALLOWANCE_S = 180.0
 IDLE = "the trainer's next step"
 
 
-class CriticRole(Role):
+class CriticRole(RLRole[CriticSettings]):
     """It has no say of its own: the trainer begins it, from the checkpoint that it resumes from itself, and asks it at
     each step. When either dies, the trainer goes back to its last checkpoint and takes the critic with it."""
 
@@ -34,8 +35,8 @@ class CriticRole(Role):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, CriticSettings)
-        self.config, self.settings = ctx.config, ctx.settings
+        assert isinstance(ctx.config, RLConfig)
+        self.config = ctx.config
 
     async def setup(self) -> None:
         from relax_rt.roles.training.critic.api import CriticApi

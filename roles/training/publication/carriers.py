@@ -13,8 +13,8 @@ from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import config_dir
 from relax_rt.roles.job.sections import RLConfig, RolloutSettings
 from relax_rt.roles.training.publication.place import stage_folder
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError, Unreachable
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.api import StageApi
 from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.directory import DirectorySource

@@ -18,8 +18,8 @@ from relax_rt.roles.base.locations import model_folder
 from relax_rt.roles.job.sections import RLConfig
 from relax_rt.roles.training.publication.carriers import files_folder
 from relax_rt.roles.training.publication.place import stage_folder
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.directory import WeightDirectory
 from relax_rt.transport.weights.source import StageSource
 

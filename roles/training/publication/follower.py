@@ -22,8 +22,8 @@ from relax_rt.roles.training.publication.machine import (
     Receiver,
     Swap,
 )
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError, Unreachable
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.source import WeightSource
 
 WATCH_S = 20.0

@@ -20,8 +20,8 @@ from relax_rt.roles.training.publication.device import DeviceWeights
 from relax_rt.roles.training.publication.files import WeightFiles
 from relax_rt.roles.training.publication.machine import Late, Lost, Publication, Report, Settled
 from relax_rt.roles.training.publication.spread import Spreader
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, OutOfSpace, RelaxError, Unreachable
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.manifest import Layout, Manifest
 from relax_rt.transport.weights.stage import WeightStage
 

@@ -11,8 +11,8 @@ from relax_rt.roles.models.device import on_host
 from relax_rt.roles.training.channel import Channel
 from relax_rt.roles.training.torch.pieces import Piece, piece_of, rows_of, to_rank_0
 from relax_rt.roles.training.torch.ranks import TorchRanks
+from relax_rt.transport.base.versions import ROOT
 from relax_rt.transport.rpc.errors import Refused
-from relax_rt.transport.versions import ROOT
 from relax_rt.transport.weights import payloads
 from relax_rt.transport.weights.manifest import Layout, layout_of
 from relax_rt.transport.weights.payloads import Lora

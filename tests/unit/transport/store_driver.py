@@ -8,10 +8,11 @@ import msgspec
 
 from relax_rt.transport.compat.store import state as sv
 from relax_rt.transport.compat.store.api import Fetched, Found, Rows, StoreConfig, Stored
-from relax_rt.transport.queue.api import BlockRef, Extent
-from relax_rt.transport.queue.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
+from relax_rt.transport.memory.refs import BlockRef, Extent
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.machine import Outcome
+from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.machine import Ledger, Outcome
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.identity import Incarnation
 
 POLICY = LedgerPolicy(tasks={"none": ("x",)}, step_task="")

@@ -20,9 +20,11 @@ import pytest
 
 from relax_rt.transport import TransferQueue
 from relax_rt.transport.memory.arena import Bf16, slab_name
-from relax_rt.transport.queue.api import BlockRef, Extent, Failure, Put, QueueApi, RowPut, SampleKey
+from relax_rt.transport.memory.refs import BlockRef, Extent
+from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.hosting import RUN_ID, SHM_PREFIX, SHM_ROOT, Keys
-from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger.messages import Failure, Put, RowPut, SampleKey
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc import codec, rpc
 from relax_rt.transport.rpc.errors import Corrupt, ProtocolError, Refused, RelaxError, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation

@@ -13,7 +13,7 @@ from facade_world import World, settled
 from netns import Nodes
 
 from relax_rt.transport import TransferQueue
-from relax_rt.transport.queue.watch import NODE_ENV
+from relax_rt.transport.base.watch import NODE_ENV
 
 TOKENS_BYTES = FAR_SAMPLES * FAR_TOKENS * 4
 

@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 
 from relax_rt.transport.compat.store import state as sv
 from relax_rt.transport.compat.store.api import Rows, Sampler, StoreApi, StoreConfig
-from relax_rt.transport.queue.api import BlobRef, BlockRef, Extent, Put
-from relax_rt.transport.queue.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
+from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.machine import Ledger
+from relax_rt.transport.queue.ledger.messages import Put
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.interface import methods_of

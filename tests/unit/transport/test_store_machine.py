@@ -11,9 +11,9 @@ from store_driver import WHO, Driver
 
 from relax_rt.transport.compat.store import state as sv
 from relax_rt.transport.compat.store.api import Fetched, Found, Rows, Sampler, StoreConfig, Stored
-from relax_rt.transport.queue.api import BlockRef, Extent
-from relax_rt.transport.queue.ledger import Ledger
+from relax_rt.transport.memory.refs import BlockRef, Extent
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.machine import Ledger
 from relax_rt.transport.rpc.errors import Refused
 
 

@@ -16,10 +16,11 @@ from relax_rt.transport.compat.store import state as sv
 from relax_rt.transport.compat.store.api import Rows, StoreConfig
 from relax_rt.transport.compat.store.client import StoreClient
 from relax_rt.transport.compat.store.desk import StoreDesk
-from relax_rt.transport.queue.api import BlobRef, BlockRef, Extent, Put
+from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.queue.hosting import Host
-from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.messages import Put
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.errors import OutOfSpace, Refused
 
 POLICY = LedgerPolicy(tasks={"t": ("x",)}, step_task="", fields={"x": "int32[*]", "y": "int32[*]"})

@@ -15,7 +15,7 @@ from pathlib import Path
 import uvloop
 
 from relax_rt.transport.queue.hosting import Host
-from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.errors import RelaxError
 
 UNBOUNDED = 1 << 62

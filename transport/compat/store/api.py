@@ -6,7 +6,7 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from relax_rt.transport.queue.api import BlobRef, BlockRef, Count, Extent
+from relax_rt.transport.memory.refs import BlobRef, BlockRef, Count, Extent
 from relax_rt.transport.rpc.interface import idempotent
 
 MAX_ROWS = 1 << 20

@@ -8,13 +8,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from relax_rt.transport.base.calls import Calls
+from relax_rt.transport.base.watch import node_name
 from relax_rt.transport.compat.store.api import Found, Rows, StoreApi, StoreConfig, Stored, Tags
 from relax_rt.transport.compat.store.reading import Reading
 from relax_rt.transport.memory.arena import Placed, Reader, Writer
-from relax_rt.transport.queue.api import Extent, Membership, QueueApi
-from relax_rt.transport.queue.calls import Calls
+from relax_rt.transport.memory.refs import Extent
+from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.hosting import RUN_ID, find
-from relax_rt.transport.queue.watch import node_name
+from relax_rt.transport.queue.ledger.messages import Membership
 from relax_rt.transport.rpc import rpc
 from relax_rt.transport.rpc.errors import OutOfSpace, Refused, RelaxError
 from relax_rt.transport.rpc.identity import Incarnation

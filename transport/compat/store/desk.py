@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 from relax_rt.transport.compat.store import state as ev
 from relax_rt.transport.compat.store.api import MAX_ROWS, Fetched, Found, Rows, Status, StoreConfig, Stored, Tags
 from relax_rt.transport.compat.store.machine import Store
-from relax_rt.transport.queue.api import BlobRef, BlockRef, Extent
+from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.rpc.errors import Refused
 
 T = TypeVar("T")

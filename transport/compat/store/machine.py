@@ -11,13 +11,13 @@ from relax_rt.transport.compat.store import samplers, state
 from relax_rt.transport.compat.store.api import Fetched, Found, Rows, Segment, Status, StoreConfig, Stored, Tags
 from relax_rt.transport.compat.store.ready import ReadyRows, enter
 from relax_rt.transport.compat.store.state import Partition, Pin, Row, StoreState
-from relax_rt.transport.queue.api import BlobRef, BlockRef
-from relax_rt.transport.queue.api import Put as QueuePut
+from relax_rt.transport.memory.refs import BlobRef, BlockRef
+from relax_rt.transport.queue.ledger.messages import Put as QueuePut
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
 if TYPE_CHECKING:
-    from relax_rt.transport.queue.ledger.blocks import BlockTable
+    from relax_rt.transport.memory.block_table import BlockTable
 
 LENGTH_TAG = "total_lengths"
 """Tag with a row's tokens, which the balanced sampler looks at."""

@@ -13,7 +13,7 @@ import numpy as np
 from relax_rt.transport.compat.store.api import Fetched
 from relax_rt.transport.memory.arena import Block, Reader
 from relax_rt.transport.memory.arena.slab import path_of
-from relax_rt.transport.queue.api import BlockRef, Extent
+from relax_rt.transport.memory.refs import BlockRef, Extent
 from relax_rt.transport.rpc.errors import Corrupt
 
 OWN_PAGES_FROM_BYTES = 64 << 10

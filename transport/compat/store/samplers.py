@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from relax_rt.transport.compat.store.api import Sampler
-from relax_rt.transport.queue.loader.packing import balanced_partition
+from relax_rt.transport.queue.samplers.packing import balanced_partition
 from relax_rt.transport.rpc.errors import Refused
 
 Batch = tuple[int, int]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from relax_rt.transport.compat.store.api import RowCount, Rows, StoreConfig, Tags
-from relax_rt.transport.queue.api import BlobRef, BlockRef, Extent
+from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.rpc.identity import Incarnation
 
 

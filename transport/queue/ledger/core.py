@@ -6,15 +6,16 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from relax_rt.transport.base.versions import VersionRecord, VersionTree
 from relax_rt.transport.compat.store.machine import Store
-from relax_rt.transport.queue.api import Extent, SampleKey
-from relax_rt.transport.queue.ledger.blocks import BlockTable
-from relax_rt.transport.queue.ledger.losses import Losses
+from relax_rt.transport.memory.block_table import BlockTable
+from relax_rt.transport.memory.refs import Extent
+from relax_rt.transport.queue.ledger.lengths import Losses
+from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy
 from relax_rt.transport.queue.ledger.state import Group, Lease, Part, Sample, State
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord, VersionTree
 
 Notice = tuple[str, dict[str, Any]]
 """Something a person wants to see in the event log: kind and fields."""

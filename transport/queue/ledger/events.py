@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.compat.store.state import StoreEvent
-from relax_rt.transport.queue.api import Extent, Failure, Mark, Put, SampleKey, Want
+from relax_rt.transport.memory.refs import Extent
+from relax_rt.transport.queue.ledger.messages import Failure, Mark, Put, SampleKey, Want
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 
 class Configure(msgspec.Struct, frozen=True, tag="configure"):

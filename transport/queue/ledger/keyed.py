@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from relax_rt.transport.compat.store import state as ev
 from relax_rt.transport.compat.store.api import Fetched, Found, StoreConfig, Stored
-from relax_rt.transport.queue.api import Extent
-from relax_rt.transport.queue.api import Put as QueuePut
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.queue.ledger import admission
-from relax_rt.transport.queue.ledger.callers import Kept
 from relax_rt.transport.queue.ledger.core import ROOM, Core
+from relax_rt.transport.queue.ledger.messages import Put as QueuePut
+from relax_rt.transport.queue.ledger.state import Kept
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 

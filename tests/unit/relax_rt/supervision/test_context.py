@@ -23,10 +23,10 @@ from relax_rt.observe.metrics import read_metrics
 from relax_rt.supervision.channel import ProgressMsg, ReadyMsg, control_pair, decode_from_role
 from relax_rt.supervision.notices import Notices
 from relax_rt.supervision.rundir import RunPaths
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Server, caller, make_hello
-from relax_rt.transport.versions import VersionRecord
 
 RUN = "0badcafe"
 

@@ -29,7 +29,7 @@ from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.scoring import Score
 from relax_rt.roles.rewards.tables import RewardTable
 from relax_rt.roles.training.algorithms.inputs import trajectory
-from relax_rt.transport.queue.api import Ticket
+from relax_rt.transport.queue.ledger.messages import Ticket
 
 TICKET = Ticket(group=4, prompt=9, attempt=1, size=2, version=1, lease_s=60.0)
 CONFIG = """

@@ -32,9 +32,9 @@ from relax_rt.roles.agentic.standstill import (
 from relax_rt.roles.agentic.tally import Tally
 from relax_rt.roles.job.sections import SamplingTable
 from relax_rt.roles.rollout.router.requests import Outcome, Wanted
-from relax_rt.transport.queue.api import Ticket
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.queue.ledger.messages import Ticket
 from relax_rt.transport.rpc.errors import GivenUp
-from relax_rt.transport.versions import VersionRecord
 
 GROUP = 7
 TOO_LATE = {"failed": True, "late": True, "item": TASK.item, "about": ""}

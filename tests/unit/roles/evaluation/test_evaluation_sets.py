@@ -23,8 +23,8 @@ from relax_rt.roles.evaluation.judge import MOST_STUCK, Judge, Text
 from relax_rt.roles.evaluation.sets import MAIN, Course, courses, load_set, recipes
 from relax_rt.roles.job.sections import EvaluationSet, RLConfig
 from relax_rt.roles.models.tokenizer import load_tokenizer
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import RelaxError, Unreachable
-from relax_rt.transport.versions import VersionRecord
 
 TOML = """
 [run]

@@ -12,7 +12,7 @@ from relax_rt.config.loader import load_config
 from relax_rt.roles.base.progress import LEAST_S, ending
 from relax_rt.roles.job.job import RLJob
 from relax_rt.roles.job.sections import ProgressTable, RLConfig
-from relax_rt.transport.queue.api import Loss, ProgressReport, failure_summary
+from relax_rt.transport.queue.ledger.messages import Loss, ProgressReport, failure_summary
 
 LOSS = Loss(
     task="reward",

@@ -19,7 +19,7 @@ from relax_rt.roles.rewards.tables import JudgeTable
 from relax_rt.roles.rollout.engines.base import Chunk, EngineLoad, GroupRequest
 from relax_rt.roles.rollout.generation import Generation, GenerationService
 from relax_rt.roles.rollout.router import Router
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 

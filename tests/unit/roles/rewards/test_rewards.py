@@ -27,7 +27,7 @@ from relax_rt.roles.rewards.loader import RewardFunction, UnreadGold, load_rewar
 from relax_rt.roles.rewards.role import FAILURES_IN_A_ROW, RewardRole
 from relax_rt.roles.rewards.scoring import Caller, Failed, Request, Score, Scorer, Stuck, Worker, read_score
 from relax_rt.roles.rewards.workers.messages import TaskSpec
-from relax_rt.transport.queue.api import SampleKey
+from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.rpc.errors import ProtocolError, RelaxError
 
 

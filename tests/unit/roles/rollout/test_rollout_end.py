@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -30,15 +31,15 @@ def role_with(
     async def give_back(groups: list[int], why: str, *, losses: int) -> None:
         calls.append(f"give back, losses {losses}")
 
-    role = RolloutRole.__new__(RolloutRole)
+    role, resources = RolloutRole.__new__(RolloutRole), AsyncExitStack()
+    resources.push_async_callback(told("close queue"))
     parts = {
+        "resources": resources,
         "_doubtful": False,
         "_measure": lambda: None,
         "failure": lambda _: None,
         "engine": SimpleNamespace(close=told("close engine", error=close_error)),
-        "queue": SimpleNamespace(
-            groups={7}, give_back=give_back, close=told("close queue"), marks=SimpleNamespace(keep=told("mark"))
-        ),
+        "queue": SimpleNamespace(groups={7}, give_back=give_back, marks=SimpleNamespace(keep=told("mark"))),
         "work": SimpleNamespace(
             take_all=lambda: [SimpleNamespace(mark="of a member")], marked=lambda *_: None, tokens_unmarked=31
         ),

@@ -26,8 +26,8 @@ from relax_rt.roles.training.publication.adapters import AdaptedVersions  # noqa
 from relax_rt.roles.training.torch.checks import check_adapters  # noqa: E402
 from relax_rt.roles.training.torch.settings import LoraTable  # noqa: E402
 from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
+from relax_rt.transport.base.versions import VersionRecord  # noqa: E402
 from relax_rt.transport.rpc.errors import Refused, RelaxError  # noqa: E402
-from relax_rt.transport.versions import VersionRecord  # noqa: E402
 from relax_rt.transport.weights.manifest import bucket_digest, bucket_slices, total_digest  # noqa: E402
 from relax_rt.transport.weights.source import add_adapters, base_of  # noqa: E402
 from relax_rt.transport.weights.stage import WeightStage, adapters_of, read_manifest, verify  # noqa: E402

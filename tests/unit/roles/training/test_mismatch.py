@@ -24,7 +24,7 @@ from relax_rt.roles.training.mismatch import beside_gradients, completed  # noqa
 from relax_rt.roles.training.record import step_record  # noqa: E402
 from relax_rt.roles.training.step import Batch, accumulate  # noqa: E402
 from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
-from relax_rt.transport.versions import VersionRecord  # noqa: E402
+from relax_rt.transport.base.versions import VersionRecord  # noqa: E402
 
 WEIGHTS = VersionRecord(3, 2, 1)
 EQUAL = {0: 1.0, 2: 0.5}

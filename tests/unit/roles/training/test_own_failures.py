@@ -19,7 +19,7 @@ from relax_rt.config.problems import BadInput  # noqa: E402
 from relax_rt.roles.training.algorithms.own import OwnPartFailed  # noqa: E402
 from relax_rt.supervision.diagnosis import classify_exception  # noqa: E402
 from relax_rt.transport.queue.client import QueueClient  # noqa: E402
-from relax_rt.transport.queue.ledger import QueueLimits  # noqa: E402
+from relax_rt.transport.queue.ledger.policy import QueueLimits  # noqa: E402
 from relax_rt.transport.rpc.identity import Incarnation  # noqa: E402
 
 MINE = """

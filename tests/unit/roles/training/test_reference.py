@@ -22,7 +22,7 @@ from relax_rt.roles.job.sections import AlgorithmTable, ReferenceSettings, RLCon
 from relax_rt.roles.training.reference.model import FrozenModel  # noqa: E402
 from relax_rt.roles.training.reference.role import FAILURES_IN_A_ROW, ReferenceRole  # noqa: E402
 from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
-from relax_rt.transport.queue.api import SampleKey  # noqa: E402
+from relax_rt.transport.queue.ledger.messages import SampleKey  # noqa: E402
 from relax_rt.transport.rpc.errors import RelaxError  # noqa: E402
 
 TEMPERATURE = 0.8
@@ -104,7 +104,7 @@ class Queue:
     async def __aexit__(self, *_: object) -> None:
         return None
 
-    async def take(self, task: str, *, samples: int, wait_s: float) -> Leases:
+    async def take(self, task: str, *, samples: int, groups: int, wait_s: float) -> Leases:
         assert task == "reference"
         if not self.batches:
             self.stopping.set()

@@ -27,8 +27,8 @@ from relax_rt.roles.training.checkpoint import read_state  # noqa: E402
 from relax_rt.roles.training.publication.publisher import Publisher  # noqa: E402
 from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
 from relax_rt.roles.training.trainer import SKIPPED_IN_A_ROW, TrainerRole  # noqa: E402
+from relax_rt.transport.base.versions import VersionRecord  # noqa: E402
 from relax_rt.transport.rpc.errors import DeadlineExceeded, GivenUp, Refused, RelaxError  # noqa: E402
-from relax_rt.transport.versions import VersionRecord  # noqa: E402
 
 
 @pytest.fixture

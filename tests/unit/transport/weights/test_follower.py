@@ -17,9 +17,9 @@ from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.job.sections import PublicationTable, RLConfig
 from relax_rt.roles.rollout.engines.base import Engine, EngineLoad, KvPolicy, Swap
 from relax_rt.roles.training.publication import EngineOut, WeightFollower, stage_folder
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Refused, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.manifest import Layout, bucket_digest, bucket_slices, layout_of, total_digest
 from relax_rt.transport.weights.source import WeightSource
 from relax_rt.transport.weights.stage import WeightStage

@@ -27,8 +27,8 @@ from relax_rt.roles.training.publication.machine import (
     Settled,
     Swap,
 )
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 TIMEOUT_S = 10.0
 SLOTS = 2

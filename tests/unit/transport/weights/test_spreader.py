@@ -19,9 +19,9 @@ from relax_rt.roles.job.sections import PublicationTable, RLConfig
 from relax_rt.roles.training.publication import stage_folder
 from relax_rt.roles.training.publication.place import offers_folder
 from relax_rt.roles.training.publication.spread import Spreader
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.collective import group as groups
 from relax_rt.transport.weights.collective.carrier import BroadcastSource, HostPlace
 from relax_rt.transport.weights.collective.communicator import CollectiveFailed, Memory

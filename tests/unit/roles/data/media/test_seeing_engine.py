@@ -29,7 +29,7 @@ from relax_rt.roles.training.layout import Costs
 from relax_rt.roles.training.packing import collate, shared_rows
 from relax_rt.roles.training.torch.settings import LoraTable
 from relax_rt.roles.training.torch_backend import TorchBackend
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused
 
 pytest.importorskip("PIL")

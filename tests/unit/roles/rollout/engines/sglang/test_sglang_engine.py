@@ -23,8 +23,8 @@ from relax_rt.roles.rollout.engines.sglang.client import Client, Event, Finish, 
 from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
 from relax_rt.roles.rollout.engines.sglang.hashing import content_hash
 from relax_rt.roles.rollout.engines.sglang.server import Place, ServerDied
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, ProtocolError, Refused, RelaxError, Unreachable
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.manifest import Manifest, layout_of
 
 CONTEXT = 64

@@ -9,12 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relax_rt.transport.queue.loader.packing import (
+from relax_rt.transport.queue.samplers.packing import (
     balanced_partition,
-    pack_by_count,
     pack_by_tokens,
-    pack_ranks,
-    partition_groups,
 )
 from relax_rt.transport.rpc.errors import Refused
 
@@ -71,18 +68,6 @@ def test_a_known_case_of_the_differencing_method() -> None:
 
 
 @UNHURRIED
-@given(st.lists(st.tuples(st.integers(0, 900), st.integers(0, 9)), max_size=50), PARTS, st.booleans())
-def test_groups_stay_whole(samples: list[tuple[int, int]], parts: int, equal: bool) -> None:
-    costs, groups = [cost for cost, _ in samples], [group for _, group in samples]
-    dealt = partition_groups(costs, groups, parts, equal_counts=equal)
-    assert once(dealt, len(costs))
-    owners = [{groups[index] for index in part} for part in dealt]
-    assert sum(map(len, owners)) == len(set(groups))
-    if equal:
-        assert max(map(len, owners)) - min(map(len, owners)) <= 1
-
-
-@UNHURRIED
 @given(COSTS, st.booleans(), st.integers(0, 12))
 def test_micro_batches_keep_the_budget_and_are_as_many_as_asked(
     lengths: list[int], keep_order: bool, count: int
@@ -127,31 +112,6 @@ def test_a_group_over_the_budget_is_named() -> None:
     assert pack_by_tokens([5, 6, 6], 10, groups=groups, oversize="alone") == [[0], [1, 2]]
 
 
-@UNHURRIED
-@given(
-    st.lists(st.integers(1, BUDGET), max_size=40), PARTS, st.integers(1, 4), st.sampled_from(["tokens", "size", "one"])
-)
-def test_all_ranks_get_the_same_number_of_micro_batches(lengths: list[int], ranks: int, multiple: int, by: str) -> None:
-    shares = balanced_partition(lengths, ranks)
-    limit = {"max_tokens": BUDGET} if by == "tokens" else {"size": 3} if by == "size" else {}
-    packed = pack_ranks(shares, lengths, multiple_of=multiple, **limit)
-    for share, own in zip(shares, packed, strict=True):
-        assert sorted(index for micro in own for index in micro) == share
-        assert all(len(micro) <= 3 for micro in own) or by != "size"
-        assert all(total <= BUDGET for total in sums(lengths, own)) or by != "tokens"
-    (number,) = {len(own) for own in packed}
-    assert number % multiple == 0
-    fewest = max(len(own) for own in pack_ranks(shares, lengths, same_count=False, **limit))
-    assert number < fewest + multiple
-
-
-def test_a_rank_with_too_few_samples_gets_empty_micro_batches() -> None:
-    shares = [[0], [1, 2, 3]]
-    assert pack_ranks(shares, [9, 3, 9, 3], max_tokens=10) == [[[0], []], [[1, 3], [2]]]
-    assert pack_ranks(shares, [9, 3, 9, 3], max_tokens=10, same_count=False) == [[[0]], [[1, 3], [2]]]
-    assert pack_by_count(5, 2) == [[0, 1], [2, 3], [4]]
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -159,8 +119,6 @@ def test_a_rank_with_too_few_samples_gets_empty_micro_batches() -> None:
         (lambda: balanced_partition([1], 0), "0 parts were asked for"),
         (lambda: pack_by_tokens([1], 0), "the budget is 0 tokens"),
         (lambda: pack_by_tokens([-1], 5), "length of sample 0: it is -1"),
-        (lambda: pack_by_count(3, 0), "0 samples each"),
-        (lambda: partition_groups([1, 2], ["a"], 2), "1 groups are named for 2 samples"),
     ],
 )
 def test_bad_input_is_refused_with_its_place(call: object, message: str) -> None:

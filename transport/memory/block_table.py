@@ -6,23 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent, Payload, extents_in
 from relax_rt.transport.memory.slab_names import is_slab_name, is_spilled, owner_key, owner_of
-from relax_rt.transport.queue.api import BlobRef, BlockRef, Extent, Put
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
 AliveTest = Callable[[str], bool]
 """Whether the owner with this key can still be told."""
-
-
-def extents_in(puts: Iterable[Put]) -> list[Extent]:
-    """Every extent that the puts bring: their blocks' and their blobs'."""
-    found: list[Extent] = []
-    for put in puts:
-        if put.block.extent is not None:
-            found.append(put.block.extent)
-        found += [blob.extent for blob in put.blobs]
-    return found
 
 
 class Live(msgspec.Struct, array_like=True, gc=False):
@@ -71,19 +61,7 @@ class BlockTable(msgspec.Struct):
     inline_bytes: int = 0
     deduplicated_bytes: int = 0
 
-    def check(self, puts: Sequence[Put], who: Incarnation) -> None:
-        """Raises:
-        Refused: an extent is not in the caller's own slab, is in use, or comes twice; a block's rows do not fit it.
-        """
-        self.check_extents(puts, who)
-        for put in puts:
-            rows = [row.row for row in put.rows]
-            if len(rows) != put.block.rows or sorted(rows) != list(range(len(rows))):
-                raise Refused(
-                    f"put by {who}", why=f"a block of {put.block.rows} rows comes with rows {rows[:8]} of samples"
-                )
-
-    def check_extents(self, puts: Sequence[Put], who: Incarnation) -> None:
+    def check_extents(self, puts: Sequence[Payload], who: Incarnation) -> None:
         """Raises:
         Refused: an extent is not in the caller's own slab, is in use, or comes twice; a block is nowhere.
         """
@@ -104,7 +82,7 @@ class BlockTable(msgspec.Struct):
             if put.block.extent is None and not put.block.inline:
                 raise Refused(f"put by {who}", why="a block has neither an extent nor bytes")
 
-    def add(self, put: Put, rows: int, alive: AliveTest) -> int:
+    def add(self, put: Payload, rows: int, alive: AliveTest) -> int:
         """The put's block is in use by `rows` samples from now on; answers with its id.
 
         A blob that is there already goes straight back to who brought it again.

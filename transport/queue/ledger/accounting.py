@@ -1,13 +1,13 @@
-"""The ledger's account of itself: every sample and every prompt in exactly one place."""
+"""Counts of samples and prompts by state, and the audit of the ledger's invariants."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
 
-from relax_rt.transport.queue.api import SampleKey
 from relax_rt.transport.queue.ledger.admission import surplus
 from relax_rt.transport.queue.ledger.core import Core
+from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.queue.ledger.state import Group, Sample
 
 STATES = ("reserved", "waiting", "ready", "leased", "trained", "freed", "finished")

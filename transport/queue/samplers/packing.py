@@ -1,7 +1,6 @@
-"""Which rank gets which samples, and in which micro-batches: pure functions that every rank computes alike.
+"""Partition samples into parts of equal cost, and pack them into micro-batches by token budget. Pure functions.
 
-Samples are named by their index in the step's batch. Nothing here depends on more than the arguments, so that ranks
-which hold the same lease agree without talking to each other.
+Samples are named by their index. The same arguments give the same answer, so that ranks agree without talking.
 """
 
 from __future__ import annotations
@@ -90,20 +89,6 @@ def _indices(chain: _Chain) -> list[int]:
     return sorted(found)
 
 
-def partition_groups(
-    costs: Sequence[int], groups: Sequence[Hashable], parts: int, *, equal_counts: bool = False
-) -> list[list[int]]:
-    """balanced_partition that keeps the samples of a group together; equal_counts counts groups.
-
-    Args:
-        groups: of each sample the group it belongs to.
-    """
-    members = _by_group(costs, groups)
-    units = [sum(costs[index] for index in group) for group in members]
-    dealt = balanced_partition(units, parts, equal_counts=equal_counts)
-    return [sorted(index for unit in part for index in members[unit]) for part in dealt]
-
-
 def _by_group(costs: Sequence[int], groups: Sequence[Hashable]) -> list[list[int]]:
     if len(groups) != len(costs):
         raise Refused("partition by groups", why=f"{len(groups)} groups are named for {len(costs)} samples")
@@ -133,7 +118,7 @@ def pack_by_tokens(
         lengths: tokens of each sample.
         groups: of each sample the group it belongs to; given, groups are not split.
         oversize: what becomes of a sample, or group, over the budget.
-        count: make at least this many, the last ones empty if there are too few samples (see pack_ranks).
+        count: make at least this many, the last ones empty if there are too few samples.
         names: what errors call the samples; their indices if not given.
 
     Returns:
@@ -228,70 +213,6 @@ def _split(bins: list[list[int]], count: int) -> list[list[int]]:
         heapq.heappush(heap, (-half, number, part[:half]))
         heapq.heappush(heap, (half - len(part), len(heap) + len(bins) + count, part[half:]))
     return [part for _, _, part in heap]
-
-
-def pack_by_count(count_of: int, size: int, *, count: int = 0) -> list[list[int]]:
-    """Micro-batches of `size` neighbours out of count_of samples; at least `count`, the last ones empty if need be.
-
-    Raises:
-        Refused: size is not positive.
-    """
-    if size < 1:
-        raise Refused("micro-batches", why=f"{size} samples each were asked for, it must be at least 1")
-    bins = _split([list(range(at, min(at + size, count_of))) for at in range(0, count_of, size)], count)
-    return sorted(bins, key=_first) + [[] for _ in range(count - len(bins))]
-
-
-def pack_ranks(
-    shares: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-    *,
-    max_tokens: int = 0,
-    size: int = 0,
-    same_count: bool = True,
-    multiple_of: int = 1,
-    keep_order: bool = False,
-    groups: Sequence[Hashable] = (),
-    oversize: Oversize = "refuse",
-    names: Sequence[object] = (),
-) -> list[list[list[int]]]:
-    """Micro-batches of every rank, from the share of the step's samples that each has.
-
-    Args:
-        shares: indices of each rank's samples.
-        lengths, groups, names: of all samples of the step.
-        max_tokens: tokens of a micro-batch (see pack_by_tokens); or
-        size: samples of a micro-batch; with neither, a rank's share is one micro-batch.
-        same_count: every rank gets as many micro-batches as the one with the most, because each micro-batch means
-            collectives that all ranks take part in. Full ones are split for it; a rank with fewer samples than that
-            gets empty ones.
-        multiple_of: the number is rounded up to a multiple (of the stages of an interleaved pipeline).
-    """
-
-    def pack(share: Sequence[int], count: int) -> list[list[int]]:
-        if max_tokens:
-            packed = pack_by_tokens(
-                [lengths[index] for index in share],
-                max_tokens,
-                keep_order=keep_order,
-                groups=[groups[index] for index in share] if groups else (),
-                oversize=oversize,
-                count=count,
-                names=[names[index] if names else index for index in share],
-            )
-        else:
-            packed = pack_by_count(len(share), size or max(1, len(share)), count=count)
-        return [[share[at] for at in micro] for micro in packed]
-
-    packed = [pack(share, 0) for share in shares]
-    wanted = [len(one) for one in packed]
-    if same_count:
-        wanted = [max(wanted, default=0)] * len(packed)
-    wanted = [-(-number // multiple_of) * multiple_of for number in wanted]
-    return [
-        one if len(one) == number else pack(share, number)
-        for one, share, number in zip(packed, shares, wanted, strict=True)
-    ]
 
 
 def _check(values: Sequence[int], what: str) -> None:

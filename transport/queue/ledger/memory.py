@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 
+from relax_rt.transport.memory.block_table import Block
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import is_spilled, owner_of
-from relax_rt.transport.queue.api import Extent
-from relax_rt.transport.queue.ledger.blocks import Block
 from relax_rt.transport.queue.ledger.core import ROOM, Core
 from relax_rt.transport.queue.ledger.events import Spilled
 

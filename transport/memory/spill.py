@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import SPILL_PREFIX, is_spilled, owner_of
-from relax_rt.transport.queue.api import Extent
-from relax_rt.transport.queue.ledger.state import State
 from relax_rt.transport.rpc.errors import OutOfSpace
 
 Moves = list[tuple[int, Extent]]
@@ -105,16 +104,11 @@ class Disk:
             (folder / name).unlink(missing_ok=True)
 
 
-def dead_slabs(names: Sequence[str], state: State) -> list[str]:
-    """Those slabs whose owner is fenced, and spill files, of which no extent is live."""
-    lowest = {slot.replace("/", "-"): low for slot, low in state.callers.lowest.items()}
+def dead_slabs(names: Sequence[str], live: Container[str], ended: Callable[[str], bool]) -> list[str]:
+    """Slabs whose owner has ended, and spill files, of which no extent is live.
 
-    def is_dead(slab: str) -> bool:
-        if slab in state.blocks.live:
-            return False
-        if is_spilled(slab):
-            return True
-        slot, _, epoch = owner_of(slab).rpartition("-")
-        return slot in lowest and epoch.isdigit() and int(epoch) < lowest[slot]
-
-    return [name for name in names if is_dead(name)]
+    Args:
+        live: slabs with live extents.
+        ended: whether the owner with this key (see slab_names.owner_key) puts nothing any more.
+    """
+    return [name for name in names if name not in live and (is_spilled(name) or ended(owner_of(name)))]

@@ -1,7 +1,6 @@
 """Samples used and lost by their length: long generations must not be lost more often than short ones.
 
-Kept in memory only, as what the broker has seen since it started: figures for people, nothing is decided by them.
-"""
+Kept in memory only, as what the broker has seen since it started: figures for people, nothing is decided by them."""
 
 from __future__ import annotations
 

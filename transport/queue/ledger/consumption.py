@@ -1,4 +1,4 @@
-"""Consumers: leases on ready samples, their completion, and what becomes of lapsed ones."""
+"""Consumers: leases on ready samples, their completion, release and lapse."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ from collections.abc import Iterable
 
 import msgspec
 
+from relax_rt.transport.base.targets import did_you_mean
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import owner_of
-from relax_rt.transport.queue.api import Batch, Extent, Put, Run, SampleInfo, SampleKey, Want
-from relax_rt.transport.queue.ledger import progress
-from relax_rt.transport.queue.ledger.admission import MAX_SAMPLES, check_fields, return_extents
-from relax_rt.transport.queue.ledger.choice import Samplers, choose, settle
+from relax_rt.transport.queue.ledger.admission import MAX_SAMPLES, check_fields, check_rows, return_extents
 from relax_rt.transport.queue.ledger.core import Core
 from relax_rt.transport.queue.ledger.events import Abandon, Complete, Take
-from relax_rt.transport.queue.ledger.failures import fail_members, stuck
-from relax_rt.transport.queue.ledger.runs import runs_of
+from relax_rt.transport.queue.ledger.failures import (
+    count_success,
+    fail_members,
+    killed_consumers,
+    reset_failures,
+    stuck,
+)
+from relax_rt.transport.queue.ledger.messages import Batch, Put, Run, SampleInfo, SampleKey, Want
+from relax_rt.transport.queue.ledger.selection import Samplers, select_keys, settle
 from relax_rt.transport.queue.ledger.state import Group, Lease, Part, Sample, Stream
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.targets import did_you_mean
 
 MAX_READERS = 4096
 MAX_STREAMS = 256
@@ -55,7 +60,7 @@ def take(core: Core, who: Incarnation, event: Take, samplers: Samplers) -> tuple
 
 def _choose(core: Core, samplers: Samplers, task: str, want: Want) -> tuple[list[SampleKey], str]:
     try:
-        return choose(core, samplers, task, want)
+        return select_keys(core, samplers, task, want)
     except Refused as error:
         if not core.changed:
             raise
@@ -297,13 +302,13 @@ def _finish(core: Core, lease: Lease) -> None:
         if key not in not_done:
             sample.done.append(task)
             sample.deaths = 0
-            progress.count_success(core, core.state.groups[key.group], task)
+            count_success(core, core.state.groups[key.group], task)
     fail_members(core, task, stuck(core, [(key, sample) for key, sample in held.items() if key not in not_done]))
     for group in groups:
         if group.id in core.state.groups:
             core.refresh(group)
             if group.id in core.step_ready:
-                progress.reset_failures(core)
+                reset_failures(core)
             core.finish_if_done(group)
 
 
@@ -335,7 +340,7 @@ def _check_complete(core: Core, who: Incarnation, event: Complete, lease: Lease)
     for key in put_keys + [failure.key for failure in event.failures]:
         if key not in keys:
             raise Refused(what, why=f"sample {key} is not part of it")
-    core.blocks.check(event.puts, who)
+    check_rows(core, who, event.puts)
     check_fields(core, who, event.puts)
     _check_columns(core, what, event, lease)
 
@@ -363,7 +368,7 @@ def _check_columns(core: Core, what: str, event: Complete, lease: Lease) -> None
 
 
 def _complete_late(core: Core, who: Incarnation, event: Complete) -> list[Extent]:
-    core.blocks.check(event.puts, who)
+    check_rows(core, who, event.puts)
     core.tally("late_completions")
     return_extents(core, event.puts)
     if not event.pinned:
@@ -428,6 +433,60 @@ def lapse(core: Core, lease: Lease, *, ended: set[Incarnation], blame: bool = Tr
         bad = {key.member: "quarantined" for key, sample in group.members() if sample.deaths >= limit}
         # A group on lease to the trainer is frozen; its end is the trainer's.
         if bad and not group.lease:
-            progress.killed_consumers(core, group, lease.task, list(bad), limit)
+            killed_consumers(core, group, lease.task, list(bad), limit)
             core.end(group, "dropped(sibling)", marked=bad, fate="retire")
     _offer_again(core, lease.task, groups, [key for key, _ in samples])
+
+
+def runs_of(held: Iterable[tuple[SampleKey, Sample]], told: set[int], place: dict[int, int]) -> list[Run]:
+    """Samples on lease of a queue without steps, where prompts and versions are of no matter.
+
+    told: blocks to speak of; place: where each is in the batch's list, extended here.
+    """
+    runs: list[Run] = []
+    start, count, by_group = SampleKey(0, 0), 0, False
+    group = member = -1
+    parts: list[Part] = []
+    lengths: list[int] = []
+    for key, sample in held:
+        if count and _next_rows(sample.parts, parts, count):
+            next_group = key.group == group + count and key.member == member
+            if (next_group and (by_group or count == 1)) or (
+                not by_group and key.group == group and key.member == member + count
+            ):
+                by_group, count = next_group, count + 1
+                lengths.append(sample.length)
+                continue
+        if count:
+            runs.append(_run(start, count, by_group, parts, lengths, told, place))
+        start, count, by_group, parts, lengths = key, 1, False, sample.parts, [sample.length]
+        group, member = key.group, key.member
+    if count:
+        runs.append(_run(start, count, by_group, parts, lengths, told, place))
+    return runs
+
+
+def _run(
+    key: SampleKey,
+    count: int,
+    by_group: bool,
+    parts: list[Part],
+    lengths: list[int],
+    told: set[int],
+    place: dict[int, int],
+) -> Run:
+    first = [(place.setdefault(part.block, len(place)), part.row) for part in parts if part.block in told]
+    return Run(key, count, by_group, first, lengths if max(lengths) >= 0 else [])
+
+
+def _next_rows(parts: list[Part], first: list[Part], by: int) -> bool:
+    """Whether these are the rows of the same blocks, `by` further on."""
+    if len(parts) != len(first):
+        return False
+    if len(parts) == 1:
+        return parts[0].row == first[0].row + by and parts[0].block == first[0].block
+    for n, part in enumerate(parts):
+        other = first[n]
+        if part.block != other.block or part.row != other.row + by:
+            return False
+    return True

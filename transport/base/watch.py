@@ -7,8 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from relax_rt.transport.memory.process_stat import start_time
-from relax_rt.transport.queue.ledger.callers import Home
+from relax_rt.transport.base.process_stat import start_time
 from relax_rt.transport.rpc.errors import OutOfSpace
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -36,32 +35,33 @@ class Watch:
         self._gone = gone
         self._fds: dict[Incarnation, int] = {}
 
-    def add(self, home: Home) -> None:
-        """Watch this incarnation's process; one that is dead already is told of at once.
+    def add(self, who: Incarnation, pid: int, started: int) -> None:
+        """Watch an incarnation's process (pid and start time, see process_stat); report one that is dead at once.
 
         Raises:
             OutOfSpace: too many files are open.
         """
-        if not home.pid or home.who in self._fds:
+        if not pid or who in self._fds:
             return
         try:
-            fd = os.pidfd_open(home.pid)
+            fd = os.pidfd_open(pid)
         except ProcessLookupError:
-            self._gone(home.who, f"process {home.pid} is gone")
+            self._gone(who, f"process {pid} is gone")
             return
         except OSError as error:
             hint = "raise the limit of open files (ulimit -n) of the broker's process"
-            raise OutOfSpace(f"watching process {home.pid} of {home.who}", why=str(error), hint=hint) from error
-        if start_time(home.pid) != home.started:
+            raise OutOfSpace(f"watching process {pid} of {who}", why=str(error), hint=hint) from error
+        if start_time(pid) != started:
+            # The pid was reused by another process.
             os.close(fd)
-            self._gone(home.who, f"process {home.pid} is gone")
+            self._gone(who, f"process {pid} is gone")
             return
-        self._fds[home.who] = fd
-        asyncio.get_running_loop().add_reader(fd, self._ended, home)
+        self._fds[who] = fd
+        asyncio.get_running_loop().add_reader(fd, self._ended, who, pid)
 
-    def _ended(self, home: Home) -> None:
-        self.remove(home.who)
-        self._gone(home.who, f"process {home.pid} ended")
+    def _ended(self, who: Incarnation, pid: int) -> None:
+        self.remove(who)
+        self._gone(who, f"process {pid} ended")
 
     def remove(self, who: Incarnation) -> None:
         """Watch it no more."""
