@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 import msgspec
 from structlog.typing import FilteringBoundLogger
 
-from relax_rt.cluster.registry.api import RegistryApi
 from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.rpc.identity import Incarnation
 

@@ -10,6 +10,8 @@ from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.interface import idempotent
 
+REGISTRY_SLOT, QUEUE_SLOT = "registry/0", "queue/0"
+"""Slots of the system roles that every other process of a run talks to."""
 SLOT_STATES = ("starting", "ready", "draining", "lapsed", "gone")
 
 

@@ -1,4 +1,4 @@
-"""The node agent's process: ``python -m relax_rt.supervision``, started by the keeper."""
+"""The head agent's process: ``python -m relax_rt.cluster.head``, started by the keeper."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 
 import structlog
 
+from relax_rt.cluster.nodes.fleet import Fleet
 from relax_rt.config.job import load_job
 from relax_rt.config.loader import read_resolved
 from relax_rt.config.schema import RunConfig
@@ -31,7 +32,7 @@ REASON, SHOWN_LINES = 160, 12
 
 def main(argv: list[str] | None = None) -> int:
     """Run the agent; answers with the run's exit code."""
-    parser = argparse.ArgumentParser(prog="relax_rt.supervision", description="Internal process of `relax-rt up`.")
+    parser = argparse.ArgumentParser(prog="relax_rt.cluster.head", description="Internal process of `relax-rt up`.")
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--run-dir", required=True, type=Path)
     parser.add_argument("--keeper-pid", type=int, default=0)
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         config = read_resolved(paths.run_dir / RESOLVED_CONFIG)
         plans = plan_roles(config, [kind for kind in options.system.split(",") if kind])
         screen = load_screen(options.screen, config, paths.run_dir) if options.screen else None
-        done = run_agent(config, paths, plans, keeper_pid=options.keeper_pid, on_state=screen)
+        done = run_agent(config, paths, plans, Fleet(config, paths), keeper_pid=options.keeper_pid, on_state=screen)
         lines = [*_finish_job(config, paths.run_dir), *describe(done)]
         if screen is None:
             # It may be a file on a full disk; the exit code must still be the run's.

@@ -1,4 +1,4 @@
-"""What is done before a run: a starter, checks of a config, samples without training."""
+"""Commands before a run: init, validate, sample, plan, doctor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from relax_rt.cli.app import BAD_INPUT, BEFORE, DEFAULT_CONFIG, OK, Config, Json, Overrides, app
+from relax_rt.cli.app import BAD_INPUT, BEFORE, DEFAULT_CONFIG, FAILED, OK, Config, Json, Overrides, app
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
@@ -182,3 +182,80 @@ def _sampled_from(config: Path | None, run: Path | None, overrides: Sequence[str
         raise BadInput("--set with a run", why="a run is sampled with the config it was started with", hint=hint)
     run_dir = find_run_dir(run)
     return resolved_config(run_dir), run_dir
+
+
+@app.command(group=BEFORE)
+def plan(
+    config: Config = DEFAULT_CONFIG,
+    *,
+    inventory: Annotated[
+        Path | None, Parameter(help="A nodes.toml: plan for these machines instead of this one; none need be here.")
+    ] = None,
+    overrides: Overrides = None,
+    json: Json = False,
+) -> int:
+    """What a run will need and do, before it starts: on this machine, or on the machines of an inventory."""
+    from relax_rt.cli.display import show_json, show_plan
+    from relax_rt.config.job import load_job
+    from relax_rt.config.loader import load_config
+    from relax_rt.config.problems import ConfigErrors
+
+    try:
+        if inventory is not None:
+            return _on_inventory(config, overrides or (), inventory, as_json=json)
+        loaded = load_config(config, overrides or (), inputs=True)
+    except ConfigErrors as error:
+        if not json:
+            raise
+        show_json({"ok": False, "problems": error.problems})
+        return BAD_INPUT
+    lines = load_job(loaded.run.job).plan(loaded)
+    show_json(lines) if json else show_plan(lines)
+    return OK
+
+
+def _on_inventory(config: Path, overrides: Sequence[str], path: Path, *, as_json: bool) -> int:
+    """Print the plan for an inventory's machines; loading tells every reason why the run does not fit on them."""
+    from relax_rt.cli.display import say, show_json
+    from relax_rt.config.inventory import load_inventory
+    from relax_rt.config.job import Planner, load_job
+    from relax_rt.config.loader import load_config
+    from relax_rt.config.problems import BadInput
+
+    nodes = load_inventory(path)
+    loaded = load_config(config, overrides, inventory=nodes)
+    job = load_job(loaded.run.job)
+    if not isinstance(job, Planner):
+        raise BadInput(f"job '{loaded.run.job}' does not plan for an inventory", hint="plan without --inventory")
+    found = job.plan_on(loaded, nodes)
+    assert not isinstance(found, list), "a config that was loaded for an inventory fits on it"
+    show_json(found) if as_json else say(found.render())
+    return OK
+
+
+@app.command(group=BEFORE)
+def doctor(
+    config: Annotated[
+        Path | None, Parameter(help="A roles.toml: also check that its run fits; ./roles.toml if it is there.")
+    ] = None,
+    *,
+    overrides: Overrides = None,
+    json: Json = False,
+) -> int:
+    """Check this machine, and that a run fits on it: each line ok, warn or fail, with what to do. 1 if any failed."""
+    from relax_rt.cli.display import show_findings, show_json
+    from relax_rt.cli.doctor.fit import check_fit
+    from relax_rt.cli.doctor.machine import check_limits, check_machine
+    from relax_rt.cli.doctor.software import check_boxes, check_gpus, check_software
+    from relax_rt.config.loader import load_config
+
+    if config is None and DEFAULT_CONFIG.is_file():
+        config = DEFAULT_CONFIG
+    loaded = load_config(config, overrides or (), inputs=True) if config is not None else None
+    of_gpus, gpus = check_gpus()
+    findings = [*check_machine(), *check_limits(), *of_gpus, *check_software(gpus)]
+    findings += check_boxes(loaded)
+    if loaded is not None:
+        findings += check_fit(loaded, gpus)
+    show_json(findings) if json else show_findings(findings)
+    return FAILED if any(finding.level == "fail" for finding in findings) else OK

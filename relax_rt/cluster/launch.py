@@ -122,7 +122,7 @@ def _command(run: Prepared, screen: str, system: Sequence[str]) -> list[str]:
     """The keeper's command line, which has the agent's in it; the lock on the run directory goes with it."""
     keeper = [sys.executable, "-m", "relax_rt.supervision.keeper"]
     keeper += ["--run-id", run.paths.run_id, "--run-dir", str(run.paths.run_dir)]
-    agent = [sys.executable, "-m", "relax_rt.supervision", *keeper[3:]]
+    agent = [sys.executable, "-m", "relax_rt.cluster.head", *keeper[3:]]
     agent += ["--screen", screen] if screen else []
     agent += ["--system", ",".join(system)]
     os.set_inheritable(run.lock_fd, True)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from relax_rt.cluster.registry.api import Changes, Member, RegistryApi
+from relax_rt.interfaces.registry import Changes, Member, RegistryApi
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError
 from relax_rt.transport.rpc.identity import Incarnation

@@ -37,9 +37,9 @@ def up(
     Exit code: 0 it has finished, or was ended by `down`; 1 it failed; 2 the config or the run directory is wrong and
     nothing was started, or a role refused its settings; 130 Ctrl-C.
     """
+    from relax_rt.cluster import launch
     from relax_rt.config.loader import load_config, preflight_config
     from relax_rt.config.problems import BadInput
-    from relax_rt.supervision import launch
 
     if joining.join is not None:
         return join(joining)
@@ -63,7 +63,7 @@ def _start(
 ) -> int:
     from relax_rt.cli.brief import brief
     from relax_rt.cli.display import say
-    from relax_rt.supervision import launch
+    from relax_rt.cluster import launch
 
     if not as_json:
         say("\n".join(brief(loaded)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 from relax_rt.config.target import TargetError, load_target
-from relax_rt.hosting.role import Role, RoleInfo
+from relax_rt.interfaces.role import Role, RoleInfo
 
 ROLE_GROUP = "relax_rt.roles"
 
@@ -41,5 +41,5 @@ def load_role(target: str) -> type[Role]:
     """
     found = load_target(target)
     if not (isinstance(found, type) and issubclass(found, Role)):
-        raise TargetError(f"{target} is not a subclass of relax_rt.hosting.role.Role")
+        raise TargetError(f"{target} is not a subclass of relax_rt.interfaces.role.Role")
     return found

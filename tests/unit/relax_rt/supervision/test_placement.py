@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_rt.cluster.nodes.placement import PARTS, Need, Node, Place, Placer, Waiting
+from relax_rt.supervision.placement import PARTS, Need, Node, Place, Placer, Waiting
 from relax_rt.transport.rpc.errors import Refused
 
 

@@ -20,15 +20,14 @@ from pathlib import Path
 
 import msgspec
 
-from relax_rt import __version__
+from relax_rt.cluster.launch import lock_run_dir
 from relax_rt.cluster.nodes.api import DOOR, Facts, HeadApi, NameTaken, Seat
-from relax_rt.cluster.nodes.gpus import count_gpus
 from relax_rt.cluster.nodes.keys import ENVIRONMENT, FILE, curve_keys, read_key, write_key
-from relax_rt.cluster.nodes.listen import check_listen
-from relax_rt.cluster.nodes.machine import physical_mib
+from relax_rt.cluster.nodes.machine import count_gpus, physical_mib
 from relax_rt.cluster.nodes.seat import End, Taken, node_paths, read_end, write_seat
+from relax_rt.config.listen import check_listen
+from relax_rt.config.version import VERSION
 from relax_rt.process import procfs
-from relax_rt.supervision.launch import lock_run_dir
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, clean_stale_runs, update_run
 from relax_rt.transport.rpc.address import parse_address
 from relax_rt.transport.rpc.backoff import Backoff, BackoffPolicy
@@ -313,7 +312,7 @@ def gather_facts(wish: Wish) -> Facts:
         memory_mib=physical_mib(),
         gpus=count_gpus(),
         python=sys.version.split()[0],
-        version=__version__,
+        version=VERSION,
         pid=os.getpid(),
     )
 
