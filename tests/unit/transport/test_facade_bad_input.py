@@ -321,7 +321,7 @@ async def test_a_journal_of_another_version(tmp_path: Path) -> None:
     (segment,) = (folder / "journal").glob("segment-*.log")
     good = segment.read_bytes()
     for data, why in [
-        (good[:7] + b"\2" + good[8:], "it is of version 2, this process reads 1"),
+        (good[:7] + b"\1" + good[8:], "it is of version 1, this process reads 2 .relax-rt 0.1 wrote version 1"),
         (b"SQLite format 3\0" + good, "it does not begin as one"),
     ]:
         segment.write_bytes(data)
