@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.rollout.engines.base import Chunk, Engine, EngineEnded, GroupRequest, Partial
 from relax_rt.roles.rollout.router.admission import CapLimits, EngineCap
 from relax_rt.roles.rollout.router.interface import (

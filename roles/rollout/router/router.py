@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from relax_rt.cluster.registry.api import RegistryApi
-from relax_rt.cluster.registry.client import Discovery, Members
+from relax_rt.interfaces.members import Discovery, Members
+from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.roles.rollout.router.admission import (
     AdmissionAction,
     AdmissionLimits,
