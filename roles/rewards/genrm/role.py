@@ -7,11 +7,12 @@ import time
 from typing import TYPE_CHECKING, ClassVar
 
 from relax_rt.config.loader import role_settings
-from relax_rt.config.schema import RoleSettings
+from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.hosting.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.role import RLRole
-from relax_rt.roles.job.sections import GenrmSettings, RLConfig
+from relax_rt.roles.models.settings import ModelTable
+from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,12 +26,12 @@ REPORT_EVERY_S = 2.0
 IDLE = "questions of reward workers"
 
 
-def genrm_settings(config: RLConfig) -> GenrmSettings:
+def genrm_settings(config: RunConfig) -> GenrmSettings:
     """The table of [roles.genrm], which lies there plainly in the processes of a run."""
     return role_settings(config, "genrm", GenrmSettings)
 
 
-def judge_folder(config: RLConfig, config_dir: Path) -> Path:
+def judge_folder(config: RunConfig, config_dir: Path) -> Path:
     """The folder of the judge's model; a package is converted here.
 
     Raises:
@@ -38,7 +39,7 @@ def judge_folder(config: RLConfig, config_dir: Path) -> Path:
     """
     from relax_rt.roles.models.resolve import resolve_model
 
-    return resolve_model(genrm_settings(config).model or config.model.path, config_dir)
+    return resolve_model(genrm_settings(config).model or config.table(ModelTable).path, config_dir)
 
 
 class GenrmRole(RLRole[GenrmSettings]):
@@ -59,7 +60,6 @@ class GenrmRole(RLRole[GenrmSettings]):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig)
         self.config = ctx.config
         self._measured = (0, time.monotonic())
         self._worked = False

@@ -30,7 +30,7 @@ from relax_rt.roles.agentic.standstill import (
     ending,
 )
 from relax_rt.roles.agentic.tally import Tally
-from relax_rt.roles.job.sections import SamplingTable
+from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.rollout.router.requests import Outcome, Wanted
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import Ticket
