@@ -96,7 +96,7 @@ class EnvRole(RLRole[EnvSettings]):
         "transformers",
         "relax_rt.roles.models.tokenizer",
         "relax_rt.roles.rollout.router",
-        "relax_rt.roles.training.publication",
+        "relax_rt.roles.training.publication.follower",
         "relax_rt.roles.agentic.player",
         "relax_rt.roles.agentic.evaluation",
         "relax_rt.roles.agentic.samples",
@@ -285,7 +285,7 @@ class EnvRole(RLRole[EnvSettings]):
         return self._begun
 
     async def _follow(self) -> None:
-        from relax_rt.roles.training.publication import committed_versions
+        from relax_rt.roles.training.publication.follower import committed_versions
 
         async for record in committed_versions(self.ctx):
             if self.held_out is not None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from relax_rt.roles.rollout.intake import Intake
     from relax_rt.roles.rollout.samples import SampleMaker
     from relax_rt.roles.rollout.work import Due, Job, Work
-    from relax_rt.roles.training.publication import EngineFailure, WeightFollower
+    from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
     from relax_rt.transport.queue.marking import Begun
 
 ADMIT_WAIT_S = 0.25
@@ -66,7 +66,7 @@ class RolloutRole(RLRole[RolloutSettings]):
         "transformers",
         "relax_rt.roles.rollout.engines.embedded",
         "relax_rt.roles.models.tokenizer",
-        "relax_rt.roles.training.publication",
+        "relax_rt.roles.training.publication.follower",
         "relax_rt.roles.data.kept",
         "relax_rt.roles.rollout.samples",
         "relax_rt.roles.rollout.generation",
@@ -102,7 +102,7 @@ class RolloutRole(RLRole[RolloutSettings]):
 
     async def setup(self) -> None:
         from relax_rt.roles.rollout.generation import MOST_REQUESTS, serve_generation
-        from relax_rt.roles.training.publication import EngineFailure, WeightFollower
+        from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
 
         if self.device is not None:
             await self.device.turns.enter()
@@ -216,7 +216,7 @@ class RolloutRole(RLRole[RolloutSettings]):
                     await self.queue.give_back(list(self.queue.groups), LEFT, losses=int(self._doubtful))
 
     async def _follow(self) -> None:
-        from relax_rt.roles.training.publication import committed_versions
+        from relax_rt.roles.training.publication.follower import committed_versions
         from relax_rt.roles.training.sft.waiting import wait_for_weights
 
         self.ctx.progress.waiting("the first committed weights")

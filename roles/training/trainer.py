@@ -111,7 +111,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         from relax_rt.roles.training.algorithms.objective import Objective
         from relax_rt.roles.training.checkpoint import CheckpointStore
         from relax_rt.roles.training.identity import identity_of
-        from relax_rt.roles.training.publication import stage_folder
+        from relax_rt.roles.training.publication.place import stage_folder
         from relax_rt.transport.weights.stage import WeightStage
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from relax_rt.roles.rollout.engines.base import Chunk, Engine
     from relax_rt.roles.rollout.generation import GenerationService
-    from relax_rt.roles.training.publication import EngineFailure, WeightFollower
+    from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
 
 LOAD_ALLOWANCE_S = 120.0
 REPORT_EVERY_S = 2.0
@@ -53,7 +53,7 @@ class GenrmRole(RLRole[GenrmSettings]):
         "transformers",
         "relax_rt.roles.rollout.engines.embedded",
         "relax_rt.roles.rollout.generation",
-        "relax_rt.roles.training.publication",
+        "relax_rt.roles.training.publication.follower",
         *MODEL_CODE,
     )
     Settings: ClassVar[type[RoleSettings]] = GenrmSettings
@@ -70,7 +70,7 @@ class GenrmRole(RLRole[GenrmSettings]):
 
     async def setup(self) -> None:
         from relax_rt.roles.rollout.generation import serve_generation
-        from relax_rt.roles.training.publication import EngineFailure, WeightFollower
+        from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
         await asyncio.to_thread(self._load)
@@ -105,7 +105,7 @@ class GenrmRole(RLRole[GenrmSettings]):
 
     async def _follow(self) -> None:
         if self.settings.follow:
-            from relax_rt.roles.training.publication import committed_versions
+            from relax_rt.roles.training.publication.follower import committed_versions
 
             self.ctx.progress.waiting("the first committed weights")
             async for record in committed_versions(self.ctx):

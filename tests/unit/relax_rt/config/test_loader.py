@@ -386,7 +386,7 @@ class Echo:
 """
 
 OWN_ROLLOUT = """
-from relax_rt.roles.job.sections import RolloutSettings
+from relax_rt.roles.rollout.engines.settings import RolloutSettings
 
 class Settings(RolloutSettings):
     limit: int = 41

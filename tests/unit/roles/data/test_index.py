@@ -359,7 +359,7 @@ from pathlib import Path
 from relax_rt.roles.data.index import RowIndex
 from relax_rt.roles.data.order import epoch_order
 from relax_rt.roles.data.source import ItemIds
-from relax_rt.roles.job.sections import DataTable
+from relax_rt.roles.data.settings import DataTable
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 index = RowIndex.open(DataTable(path=sys.argv[1]), Path())
 epoch_order(0, 0, ItemIds(index.rows["item"]))

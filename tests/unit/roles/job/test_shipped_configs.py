@@ -9,10 +9,10 @@ import pytest
 
 from relax_rt.config.job import load_job
 from relax_rt.config.loader import load_config
+from relax_rt.roles.config import startable
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.gym import GymTask
 from relax_rt.roles.data.source import fill
-from relax_rt.roles.job import startable
 from relax_rt.roles.job.job import RLJob
 from relax_rt.roles.rewards.loader import load_reward
 from relax_rt.roles.rewards.scoring import read_score
