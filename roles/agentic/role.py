@@ -106,7 +106,6 @@ class EnvRole(RLRole[EnvSettings]):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        self.config = ctx.config
         self.record = VersionRecord(0, 0, 0)
         """The newest committed version."""
         self.groups: dict[int, Group] = {}

@@ -59,7 +59,6 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        self.config = ctx.config
         self._worked = False
         self._judges: dict[str, Judge] = {}
         self.items: dict[str, Sequence[PromptItem]] = {}

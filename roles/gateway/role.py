@@ -62,7 +62,6 @@ class GatewayRole(RLRole[GatewaySettings]):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        self.config = ctx.config
         self.tokenizer: ChatTokenizer
         self.template: ChatTemplate
         self.sessions: Sessions

@@ -62,7 +62,6 @@ class RewardRole(RLRole[RewardSettings]):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        self.config = ctx.config
         self.tokenizer: ChatTokenizer
         self.rewards: Rewards
         self.judging: Judging | None = None

@@ -78,7 +78,6 @@ class RolloutRole(RLRole[RolloutSettings]):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        self.config = ctx.config
         self._requests = itertools.count(1)
         self._room, self._news, self._changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._complete = self._worked = False

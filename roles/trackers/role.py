@@ -36,7 +36,6 @@ class WriterRole(RLRole[WriterSettings]):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        self.config = ctx.config
         self._feeds: list[Feed] = []
 
     async def run(self) -> None:

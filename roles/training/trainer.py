@@ -80,7 +80,6 @@ class TrainerRole(RLRole[TrainerSettings]):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        self.config = ctx.config
         self.step = 0
         self.weights = VersionRecord(ROOT, ROOT, 0)
         self._held: Batch | None = None

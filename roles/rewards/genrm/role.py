@@ -60,7 +60,6 @@ class GenrmRole(RLRole[GenrmSettings]):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        self.config = ctx.config
         self._measured = (0, time.monotonic())
         self._worked = False
         self.engine: Engine

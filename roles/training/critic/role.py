@@ -36,7 +36,6 @@ class CriticRole(RLRole[CriticSettings]):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        self.config = ctx.config
 
     async def setup(self) -> None:
         from relax_rt.roles.training.critic.api import CriticApi

@@ -54,7 +54,6 @@ class ReferenceRole(RLRole[ReferenceSettings]):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        self.config = ctx.config
         self.model: FrozenModel
         self._failures_in_a_row = 0
         self._worked = False
