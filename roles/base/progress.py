@@ -1,6 +1,6 @@
 """What roles do about losses: skip retired items, say which setting helps, and end a run that makes no progress.
 
-The queue counts losses (transport/queue/ledger/progress.py). This module has the advice against them, what is
+The queue counts losses (transport/queue/ledger/failures.py). This module has the advice against them, what is
 said of steps that train nothing, the error that ends the run, and the time without movement after which a run counts as
 stalled.
 """

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from relax_rt.cluster.nodes.links import Links
 from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import MIB, RoleSettings
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
+from relax_rt.process.limits import raise_open_files
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.gateway.admission import Load, Marks
 from relax_rt.roles.gateway.api import Access, Closed, GatewayApi, Name, Nonce, SessionLimits
@@ -22,7 +23,6 @@ from relax_rt.roles.gateway.keys import FILE, Keys, run_token
 from relax_rt.roles.gateway.settings import LOOPBACK, OF_THE_NODE, GatewaySettings
 from relax_rt.roles.rollout.engines.settings import RolloutSettings, SamplingTable
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.supervision.limits import raise_open_files
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
 

@@ -15,7 +15,7 @@ from relax_rt.transport.rpc.errors import Refused
 
 if TYPE_CHECKING:
     from relax_rt.config.schema import RunConfig
-    from relax_rt.hosting.role import RoleContext
+    from relax_rt.interfaces.role import RoleContext
     from relax_rt.roles.base.sample import Sample
     from relax_rt.roles.training.algorithms.objective import Objective
     from relax_rt.roles.training.algorithms.settings import AlgorithmTable

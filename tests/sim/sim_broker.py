@@ -15,10 +15,10 @@ from sim_memory import CELL, Memory
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.spill import dead_slabs
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.admission import partials
 from relax_rt.transport.queue.ledger.core import Notice
 from relax_rt.transport.queue.ledger.events import Entry
 from relax_rt.transport.queue.ledger.machine import Ledger
-from relax_rt.transport.queue.ledger.marks import partials
 from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.errors import Refused

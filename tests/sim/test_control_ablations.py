@@ -24,8 +24,8 @@ from relax_rt.cluster.nodes import head as head_module
 from relax_rt.cluster.nodes.api import Orders, Seat
 from relax_rt.cluster.nodes.head import HeadCore
 from relax_rt.cluster.nodes.limb import LimbCore
-from relax_rt.cluster.registry.api import Member
 from relax_rt.cluster.registry.core import RegistryCore
+from relax_rt.interfaces.registry import Member
 from relax_rt.supervision.core import Supervisor
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.lifecycle import Lifecycle
@@ -33,7 +33,7 @@ from relax_rt.supervision.protocol import SlotExited
 from relax_rt.supervision.slots import Slot, Window
 from relax_rt.supervision.tree import RoleNode
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.queue.ledger.callers import Callers
+from relax_rt.transport.queue.ledger.state import Callers
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.pauses import Pauses

@@ -7,8 +7,8 @@ from typing import Any
 
 from relax_rt.transport.base.journal import Journal
 from relax_rt.transport.memory.block_table import BlockTable
-from relax_rt.transport.queue.ledger.callers import Callers
 from relax_rt.transport.queue.ledger.core import Core
+from relax_rt.transport.queue.ledger.state import Callers
 
 EXPECTED = {"journal": {"lost"}, "fence": {"fence"}, "pins": {"digest"}}
 """By sabotage: the checks of which at least one must fire."""

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from relax_rt.cluster.nodes.api import HEAD
-from relax_rt.cluster.nodes.gpus import count_gpus
+from relax_rt.cluster.nodes.machine import count_gpus
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RunConfig
 from relax_rt.roles.evaluation.settings import EvaluatorSettings

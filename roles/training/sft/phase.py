@@ -14,7 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from relax_rt.config.schema import RunConfig
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable

@@ -15,7 +15,6 @@ from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.memory.slab_names import owner_key
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.admission import crowded, obstacle
-from relax_rt.transport.queue.ledger.batch import stragglers
 from relax_rt.transport.queue.ledger.core import ROOM
 from relax_rt.transport.queue.ledger.events import Entry
 from relax_rt.transport.queue.ledger.machine import Ledger, Outcome
@@ -36,6 +35,7 @@ from relax_rt.transport.queue.ledger.messages import (
     Want,
 )
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger.selection import stragglers
 from relax_rt.transport.queue.marking import make_mark
 from relax_rt.transport.queue.samplers.loading import load_sampler
 from relax_rt.transport.rpc.identity import Incarnation

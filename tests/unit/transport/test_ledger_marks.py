@@ -11,8 +11,7 @@ from ledger_driver import AGENT, ENGINE, OTHER, TRAINER, Driver, a_mark, make, s
 
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.admission import crowded
-from relax_rt.transport.queue.ledger.marks import partials
+from relax_rt.transport.queue.ledger.admission import crowded, partials
 from relax_rt.transport.queue.ledger.messages import Mark, SampleKey, Ticket, VersionSpan
 from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.queue.marking import begun, make_mark

@@ -20,7 +20,7 @@ from relax_rt.roles.rollout.engines.sglang.options import (
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 
 if TYPE_CHECKING:
-    from relax_rt.hosting.role import RoleContext
+    from relax_rt.interfaces.role import RoleContext
     from relax_rt.roles.rollout.engines.settings import EngineSettings
     from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
 
