@@ -9,7 +9,7 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.agentic.apart import end_all
 from relax_rt.roles.agentic.episode import NotMade, Played
 from relax_rt.roles.agentic.interface import Task

@@ -90,7 +90,7 @@ def _bounds(config: RLConfig, table: EnvSettings, gateway: GatewaySettings) -> I
 def _reach(config: RLConfig, table: EnvSettings, gateway: GatewaySettings) -> Iterator[Problem]:
     """Programs run on the nodes of their slots. A job keeps roles on the head that it names so."""
     from relax_rt.cluster.nodes.api import HEAD
-    from relax_rt.cluster.nodes.base import kinds_of_one_node
+    from relax_rt.cluster.nodes.checks import kinds_of_one_node
 
     if not config.supervision.nodes.listen:
         return

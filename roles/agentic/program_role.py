@@ -9,7 +9,7 @@ from pathlib import Path
 
 from relax_rt.cluster.nodes.links import Links
 from relax_rt.config.loader import role_settings
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.agentic.episode import Limits
 from relax_rt.roles.agentic.program import Program
 from relax_rt.roles.agentic.program_host import ProgramHost

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from relax_rt.config.schema import RoleSettings
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.agentic.settings import KIND, EnvSettings
 from relax_rt.roles.agentic.standstill import LOSSES, Fruitless, Standstill, ending
 from relax_rt.roles.agentic.tally import Tally

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from relax_rt.roles.models.resolve import resolve_model
 
 if TYPE_CHECKING:
-    from relax_rt.hosting.role import RoleContext
+    from relax_rt.interfaces.role import RoleContext
     from relax_rt.roles.job.sections import RLConfig
 
 MODEL_CODE = ("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3")

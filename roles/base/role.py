@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from relax_rt.config.schema import MIB, RoleSettings, Table
-from relax_rt.hosting.role import Role, RoleContext
+from relax_rt.interfaces.role import Role, RoleContext
 from relax_rt.transport.queue.client import LeasedBatch, QueueClient
 
 S = TypeVar("S", bound=RoleSettings)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from relax_rt.cluster.nodes.links import Links
 from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import MIB, RoleSettings
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.process.limits import raise_open_files
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.gateway.admission import Load, Marks

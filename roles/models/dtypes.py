@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from relax_rt.cluster.nodes.gpus import count_gpus
+from relax_rt.cluster.nodes.machine import count_gpus
 from relax_rt.config.schema import Chosen
 from relax_rt.roles.job.sections import EngineSettings, GenrmSettings, RLConfig, ShardedSettings
 from relax_rt.roles.models.precision import NARROW, Choice, choose_for_gpu, cpu_dtype, gpu_capabilities

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.job.sections import RewardSettings, RLConfig
 from relax_rt.transport.rpc.errors import ProtocolError, RelaxError

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.progress import without_retired

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 from relax_rt.config.schema import RoleSettings
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.job.sections import RLConfig, WriterSettings
 

@@ -12,7 +12,7 @@ from relax_rt.roles.training.algorithms.registry import bind
 from relax_rt.transport.rpc.errors import Refused
 
 if TYPE_CHECKING:
-    from relax_rt.hosting.role import RoleContext
+    from relax_rt.interfaces.role import RoleContext
     from relax_rt.roles.base.sample import Sample
     from relax_rt.roles.job.sections import AlgorithmTable, RLConfig
     from relax_rt.roles.training.algorithms.objective import Objective

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from relax_rt.config.problems import BadInput
 from relax_rt.config.schema import RoleSettings
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE, model_folder
 from relax_rt.roles.base.progress import NoProgress, ending, no_advantage, no_token
 from relax_rt.roles.base.role import RLRole

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from relax_rt.hosting.role import RoleContext
+    from relax_rt.interfaces.role import RoleContext
     from relax_rt.roles.job.sections import EngineSettings
     from relax_rt.roles.rollout.engines.base import Engine
 

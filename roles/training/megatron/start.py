@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from relax_rt.hosting.gang import Gang
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import model_folder
 from relax_rt.roles.job.sections import EngineSettings, RLConfig, TrainerSettings
 from relax_rt.roles.models.opening import refused_for_good

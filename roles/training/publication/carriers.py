@@ -9,7 +9,7 @@ from pathlib import Path
 
 from relax_rt.cluster.nodes.api import HEAD
 from relax_rt.cluster.nodes.links import Links
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import config_dir
 from relax_rt.roles.job.sections import RLConfig, RolloutSettings
 from relax_rt.roles.training.publication.place import stage_folder

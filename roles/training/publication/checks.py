@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from relax_rt.cluster.nodes.api import HEAD
-from relax_rt.cluster.nodes.gpus import count_gpus
+from relax_rt.cluster.nodes.machine import count_gpus
 from relax_rt.config.problems import Problem
 from relax_rt.roles.job.sections import EvaluatorSettings, RLConfig, RolloutSettings, TrainerSettings
 from relax_rt.roles.models.dtypes import EXPLICIT, setting

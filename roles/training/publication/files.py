@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from relax_rt.config.problems import BadInput
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import model_folder
 from relax_rt.roles.job.sections import RLConfig
 from relax_rt.roles.training.publication.carriers import files_folder

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable
 
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.job.sections import RLConfig
 from relax_rt.roles.rollout.engines.base import Engine, KvPolicy
 from relax_rt.roles.rollout.engines.base import Swap as Swapped

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.job.sections import PublicationTable
 from relax_rt.roles.training.base import TrainerBackend
 from relax_rt.roles.training.publication.adapters import AdaptedVersions, Adapters

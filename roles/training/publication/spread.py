@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.job.sections import PublicationTable, RLConfig
 from relax_rt.roles.training.publication.checks import communicator_of
 from relax_rt.roles.training.publication.place import offers_folder, stage_folder

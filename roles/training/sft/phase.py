@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec.structs import replace
 
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.job.sections import AlgorithmTable, RLConfig
 from relax_rt.roles.training.sft.data import ColdData, ColdItem, Floats, load, samples_of
 from relax_rt.roles.training.sft.kept import (

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 from pathlib import Path
 
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.job.sections import RLConfig
 from relax_rt.roles.training.sft.kept import finished
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Unreachable

@@ -7,7 +7,7 @@ import os
 import torch
 
 from relax_rt.hosting.gang import Gang
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import model_folder
 from relax_rt.roles.job.sections import RLConfig, TrainerSettings
 from relax_rt.roles.models.device import open_device

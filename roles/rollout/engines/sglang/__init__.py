@@ -19,7 +19,7 @@ from relax_rt.roles.rollout.engines.sglang.options import (
 )
 
 if TYPE_CHECKING:
-    from relax_rt.hosting.role import RoleContext
+    from relax_rt.interfaces.role import RoleContext
     from relax_rt.roles.job.sections import EngineSettings
     from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
 

@@ -12,12 +12,12 @@ from typing import Any, ClassVar, Protocol
 
 import pytest
 
-from relax_rt.cluster.registry.api import Changes, Member, RegistryApi, Renewed
 from relax_rt.config.problems import BadInput
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.hosting.context import HostContext, ProgressReporter, derive_seed
 from relax_rt.hosting.host import LiveProbeFailed, live, probe
-from relax_rt.hosting.role import Role
+from relax_rt.interfaces.registry import Changes, Member, RegistryApi, Renewed
+from relax_rt.interfaces.role import Role
 from relax_rt.observe.events import read_events
 from relax_rt.observe.metrics import read_metrics
 from relax_rt.process.child import packet_pair

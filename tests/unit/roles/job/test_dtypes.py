@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from relax_rt.cli.brief import choices
+from relax_rt.cluster import launch
 from relax_rt.config.loader import config_digest, load_config, read_resolved, write_resolved
 from relax_rt.config.problems import ConfigErrors
 from relax_rt.roles.job.job import RLJob
@@ -23,7 +24,6 @@ from relax_rt.roles.job.sections import (
 )
 from relax_rt.roles.models.dtypes import choose_dtypes, model_width
 from relax_rt.roles.models.precision import Choice
-from relax_rt.supervision import launch
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, update_run
 from relax_rt.transport.rpc.errors import RelaxError
 

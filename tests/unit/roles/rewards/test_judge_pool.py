@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-from relax_rt.cluster.registry.api import Changes
 from relax_rt.cluster.registry.core import RegistryCore, Stored
+from relax_rt.interfaces.registry import Changes
 from relax_rt.roles.rewards.judge import Judge, Judging, Late, Verdict
 from relax_rt.roles.rewards.scoring import Request
 from relax_rt.roles.rewards.tables import JudgeTable

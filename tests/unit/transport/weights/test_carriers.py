@@ -19,7 +19,7 @@ from weight_versions import LAYOUT, fill, version_of
 from relax_rt.cluster.nodes.links import Links
 from relax_rt.config.problems import BadInput
 from relax_rt.config.schema import SupervisionTable
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.job.checks import check
 from relax_rt.roles.job.sections import PublicationTable, RLConfig, RolloutSettings, TrainerSettings
 from relax_rt.roles.training.publication import files as weight_files

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import structlog
 
-from relax_rt.cluster.registry.api import Changes
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.registry import Changes
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.job.sections import PublicationTable, RLConfig
 from relax_rt.roles.rollout.engines.base import Engine, EngineLoad, KvPolicy, Swap
 from relax_rt.roles.training.publication import EngineOut, WeightFollower, stage_folder

@@ -14,7 +14,7 @@ import pytest
 import structlog
 from weight_versions import LAYOUT, fill
 
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.job.sections import PublicationTable, RLConfig
 from relax_rt.roles.training.publication import stage_folder
 from relax_rt.roles.training.publication.place import offers_folder
