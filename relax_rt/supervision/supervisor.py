@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.supervision.placement import Need, Node, Placement, Placer, Waiting
+from relax_rt.supervision.placement import Need, Node, NoRoom, Placement, Placer
 from relax_rt.supervision.protocol import (
     Action,
     Done,
@@ -143,9 +143,9 @@ class Supervisor:
             InvalidTransition: the event cannot happen in the slot's state.
             Refused: what an operator or a node requests cannot be done, and why.
         """
-        if now - self._now > PAUSE_S:
+        if now - self._now > PAUSE_S and self._progressed_at > float("-inf"):
             # The machine or the agent was suspended, so reports could not arrive.
-            self._progressed_at = max(self._progressed_at, now - PAUSE_S) if self._progressed_at > float("-inf") else self._progressed_at
+            self._progressed_at = max(self._progressed_at, now - PAUSE_S)
         self._now = max(self._now, now)
         self._out = []
         match event:
@@ -469,7 +469,7 @@ class Supervisor:
             s.waiting = reason
             return
         found = self._find_room([s])
-        if isinstance(found, Waiting):
+        if isinstance(found, NoRoom):
             self._await_room([s], found.reason)
         else:
             self._out.append(self._order_start(s, found[0]))
@@ -493,7 +493,7 @@ class Supervisor:
     def _start_gang(self, role: RoleNode) -> None:
         """Start all ranks at once: a new generation, which no rank of an older one can be part of."""
         found = self._find_room(role.slots)
-        if isinstance(found, Waiting):
+        if isinstance(found, NoRoom):
             self._await_room(role.slots, found.reason)
             return
         role.generation += 1
@@ -510,14 +510,14 @@ class Supervisor:
         self._enter(s, "requested", s.spec.spawn_timeout_s)
         return Start(s.name, at.node, at.devices)
 
-    def _find_room(self, slots: Sequence[Slot]) -> list[Placement] | Waiting:
+    def _find_room(self, slots: Sequence[Slot]) -> list[Placement] | NoRoom:
         if self._placer is None:
             return [Placement(s.name, "") for s in slots]
         needs = [Need(s.name, s.spec.kind, s.spec.threads, s.spec.gpus, s.spec.node, s.spec.memory_mib) for s in slots]
         if len(needs) > 1:
             return self._placer.place_gang(needs)
         found = self._placer.place(needs[0])
-        return found if isinstance(found, Waiting) else [found]
+        return found if isinstance(found, NoRoom) else [found]
 
     def _await_room(self, slots: Iterable[Slot], reason: str) -> None:
         for s in slots:
