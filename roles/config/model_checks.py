@@ -8,9 +8,10 @@ from pathlib import Path
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import MIB
 from relax_rt.roles.agentic.settings import env_settings, longest_tokens
-from relax_rt.roles.job.checks import batch_samples, needed_bytes, retained_batches, settings
-from relax_rt.roles.job.sections import EngineSettings, RLConfig, RolloutSettings
+from relax_rt.roles.config.checks import batch_samples, needed_bytes, retained_batches
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rollout.engines.routing import RoutingShape, sparse_layers
+from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
 from relax_rt.roles.rollout.engines.sglang.options import unlike_the_model
 from relax_rt.roles.rollout.generation import MOST_ROW_BYTES
 from relax_rt.transport.queue.ledger.policy import QueueLimits
@@ -33,7 +34,7 @@ def check_engine_model(config: RLConfig, folder: Path) -> Iterator[Problem]:
         if isinstance(engine, EngineSettings) and engine.engine == "sglang" and (why := unlike_the_model(folder)):
             hint = 'set engine = "embedded", or train another model'
             yield Problem(("roles", kind, "engine"), f"SGLang's Qwen3-MoE {why}", hint)
-    if settings(config, "rollout", RolloutSettings).routing:
+    if config.role("rollout", RolloutSettings).routing:
         try:
             shape, _ = sparse_layers(folder)
         except Refused as error:
@@ -94,7 +95,7 @@ def _memory_of_episodes(config: RLConfig, shape: RoutingShape) -> Iterator[str]:
 
 def engine_warnings(config: RLConfig, folder: Path) -> Iterator[str]:
     """What may work but is probably not meant."""
-    table = settings(config, "rollout", RolloutSettings)
+    table = config.role("rollout", RolloutSettings)
     if not table.routing:
         return
     try:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from relax_rt.config.schema import Filled, Table
-from relax_rt.roles.training.rates import Schedule
+from relax_rt.roles.training.algorithms.settings import Schedule
 
 
 class ColdStartTable(Table):

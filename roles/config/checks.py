@@ -5,35 +5,30 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator
-from typing import TypeVar
 
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import MIB, RoleSettings
 from relax_rt.roles.agentic.checks import check_environment
 from relax_rt.roles.agentic.settings import env_settings, longest_tokens
 from relax_rt.roles.base.progress import slowest_s
+from relax_rt.roles.config.bound_checks import check_bound
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.columns import TARGETS
 from relax_rt.roles.data.order import check_weights
+from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.evaluation.checks import check_evaluation
-from relax_rt.roles.job.bound_checks import check_bound
-from relax_rt.roles.job.sections import (
-    DataTable,
-    EvaluatorSettings,
-    ReferenceSettings,
-    RewardSettings,
-    RLConfig,
-    RolloutSettings,
-    TrainerSettings,
-)
+from relax_rt.roles.evaluation.settings import EvaluatorSettings
 from relax_rt.roles.rewards.checks import check_reward
 from relax_rt.roles.rewards.genrm.checks import check_judge
+from relax_rt.roles.rewards.settings import RewardSettings
 from relax_rt.roles.rollout.engines.checks import check_engines, check_mode
+from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.training.algorithms.checks import check_algorithm
+from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.publication.checks import check_publication
 from relax_rt.roles.training.rates import check_rates
+from relax_rt.roles.training.reference.settings import ReferenceSettings
 from relax_rt.roles.training.sft.checks import check_cold_start
-
-S = TypeVar("S", bound=RoleSettings)
 
 BYTES_A_TOKEN = 9
 """int32 token, uint8 mask, float32 log-probability."""
@@ -41,12 +36,6 @@ REFERENCE_BYTES_A_TOKEN = 4
 """float32 log-probability of the reference."""
 BYTES_A_SAMPLE = 2048
 """Meta (sampling, digests, answer, metadata) and the alignment of the columns."""
-
-
-def settings(config: RLConfig, kind: str, type_: type[S]) -> S:
-    """A role's table, defaults if there is none; a role of the user's own has other settings: then defaults too."""
-    table = config.roles.get(kind)
-    return table if isinstance(table, type_) else type_()
 
 
 def check(config: RLConfig) -> list[Problem]:
@@ -160,16 +149,16 @@ def _roles(config: RLConfig) -> Iterator[Problem]:
             continue
         if (table.count if isinstance(table, RoleSettings) else type_().count) < 1:
             yield Problem(("roles", kind, "count"), f"a run needs at least one {kind}")
-    if "reference" in config.roles and settings(config, "reference", ReferenceSettings).count < 1:
+    if "reference" in config.roles and config.role("reference", ReferenceSettings).count < 1:
         yield Problem(("roles", "reference", "count"), "training would wait for a reference for ever", "at least 1")
-    reward = settings(config, "reward", RewardSettings)
+    reward = config.role("reward", RewardSettings)
     if reward.count and config.reward.timeout_s >= reward.hang_after_s:
         message = (
             f"reward.timeout_s = {config.reward.timeout_s:g} is not below roles.reward.hang_after_s = "
             f"{reward.hang_after_s:g}: a slow call would be killed as a hang"
         )
         yield Problem(("reward", "timeout_s"), message, "raise roles.reward.hang_after_s")
-    rollout, evaluator = settings(config, "rollout", RolloutSettings), settings(config, "evaluator", EvaluatorSettings)
+    rollout, evaluator = config.role("rollout", RolloutSettings), config.role("evaluator", EvaluatorSettings)
     if evaluator.count and rollout.dtype != evaluator.dtype:
         message = f"roles.evaluator.dtype = {evaluator.dtype} and roles.rollout.dtype = {rollout.dtype} differ"
         yield Problem(("roles", "evaluator"), f"{message}: weights are published in one dtype", "use one for both")

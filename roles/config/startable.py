@@ -8,8 +8,11 @@ from pathlib import Path
 
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RoleSettings
-from relax_rt.roles.job.sections import EngineSettings, RLConfig, ShardedSettings, TrainedSettings, TrainerSettings
+from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.models.settings import ShardedSettings, TrainedSettings
+from relax_rt.roles.rollout.engines.settings import EngineSettings
 from relax_rt.roles.training.algorithms.objective import read_parts
+from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.megatron.limits import unsupported
 
 HINT = "`relax-rt plan --inventory nodes.toml` plans it"

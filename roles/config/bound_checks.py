@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 
 from relax_rt.config.problems import Problem
-from relax_rt.roles.job.sections import AlgorithmTable, RLConfig
+from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 
 BOUND = "set a max_staleness"
 

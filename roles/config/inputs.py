@@ -11,9 +11,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from relax_rt.config.problems import KeyPath, Problem, did_you_mean, dotted
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.files import is_pattern, missing_hint
 from relax_rt.roles.data.gym import find_fault
-from relax_rt.roles.job.sections import DataTable, EvaluationSet, RLConfig
+from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.evaluation.settings import EvaluationSet
 from relax_rt.roles.models.resolve import check_model
 from relax_rt.transport.rpc.errors import RelaxError
 

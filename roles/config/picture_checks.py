@@ -10,10 +10,12 @@ from relax_rt.config.problems import Problem
 from relax_rt.config.schema import MIB, RoleSettings
 from relax_rt.roles.agentic.program_checks import is_program
 from relax_rt.roles.agentic.settings import env_settings
+from relax_rt.roles.config.checks import batch_samples, needed_bytes, retained_batches
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.media.sight import sees
 from relax_rt.roles.gateway.settings import GatewaySettings
-from relax_rt.roles.job.checks import batch_samples, needed_bytes, retained_batches, settings
-from relax_rt.roles.job.sections import EngineSettings, RLConfig, TrainerSettings
+from relax_rt.roles.rollout.engines.settings import EngineSettings
+from relax_rt.roles.training.backend.settings import TrainerSettings
 
 BLIND = {
     "reference": "the reference would compute log-probabilities without the pictures",
@@ -33,7 +35,7 @@ def check_pictures(config: RLConfig, folder: Path) -> Iterator[Problem]:
         if isinstance(engine, EngineSettings) and engine.engine == "sglang":
             message = "the model sees, and pictures are not handed on to SGLang"
             yield Problem(("roles", kind, "engine"), message, 'set engine = "embedded"')
-    trainer = settings(config, "trainer", TrainerSettings)
+    trainer = config.role("trainer", TrainerSettings)
     if trainer.backend != "torch":
         message = "the model sees, and gangs of Megatron-Core compute texts alone"
         yield Problem(("roles", "trainer", "backend"), message, 'set backend = "torch"')
@@ -56,7 +58,7 @@ def _capacity(config: RLConfig) -> Iterator[Problem]:
     if (env := env_settings(config)) is None:
         return
     program = is_program(env)
-    kib = settings(config, "gateway", GatewaySettings).session_media_kib if program else env.media_kib
+    kib = config.role("gateway", GatewaySettings).session_media_kib if program else env.media_kib
     need = needed_bytes(config) + int(retained_batches(config) * batch_samples(config) * kib * 1024)
     have = (config.queue.capacity_mib + config.queue.spill_mib) * MIB
     if need > have:
