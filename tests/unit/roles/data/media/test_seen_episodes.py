@@ -52,7 +52,7 @@ class World:
 
     async def generate(self, wanted: GenerationRequest) -> Outcome:
         self.asked.append(wanted)
-        life = RequestState(len(self.asked), wanted, 0.0, 3, lowest=0)
+        life = RequestState(len(self.asked), wanted, 0.0, 3, lowest_version=0)
         life.assign(0.0, "rollout/0", 1)
         order = SequenceRequest(
             prompt=list(wanted.prompt),
