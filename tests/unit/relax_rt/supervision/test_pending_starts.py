@@ -1,4 +1,4 @@
-"""Starts under way: who answers for a slot when starts are called off, forgotten and begun again in between."""
+"""Pending starts: who answers for a slot when starts are called off, forgotten and begun again in between."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_rt.supervision.agent import Agent
-from relax_rt.supervision.core import Supervisor
 from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.supervision.executor import GangOrder, Rendezvous, StartOrder, gang_orders
+from relax_rt.supervision.executor import GangOrder, PendingStarts, Rendezvous, StartAttempt, StartOrder, gang_orders
 from relax_rt.supervision.local import unspawned
 from relax_rt.supervision.placement import Node, Placer
 from relax_rt.supervision.protocol import KillRequested, NodeLost, RunStarted, StartGang, StopRequested, Tick
-from relax_rt.supervision.spec import RoleSpec, SlotSpec
-from relax_rt.supervision.starts import Attempt, Starts
+from relax_rt.supervision.supervisor import Supervisor
+from relax_rt.supervision.tree import RoleSpec, SlotSpec
 
 
 def off(slot: str) -> Diagnosis:
@@ -26,7 +25,7 @@ def off(slot: str) -> Diagnosis:
 
 
 def test_a_start_is_settled_once_and_says_what_it_was_called_off_with() -> None:
-    starts = Starts()
+    starts = PendingStarts()
     attempt = starts.begin(["w/0", "w/1"])
     why = off("w/1")
     assert starts.call_off(why) is attempt and attempt.broken
@@ -36,7 +35,7 @@ def test_a_start_is_settled_once_and_says_what_it_was_called_off_with() -> None:
 
 
 def test_an_old_start_says_nothing_of_the_next_one() -> None:
-    starts = Starts()
+    starts = PendingStarts()
     old = starts.begin(["w/0"])
     assert starts.forget(["w/0", "w/1"]) == [old] and old.broken
     new = starts.begin(["w/0"])
@@ -46,7 +45,7 @@ def test_an_old_start_says_nothing_of_the_next_one() -> None:
 
 
 def test_a_gang_of_which_a_part_is_forgotten_answers_for_the_rest() -> None:
-    starts = Starts()
+    starts = PendingStarts()
     gang = starts.begin(["w/0", "w/1"])
     starts.forget(["w/1"])
     assert gang.broken, "a part of a gang is not started"
@@ -54,7 +53,7 @@ def test_a_gang_of_which_a_part_is_forgotten_answers_for_the_rest() -> None:
 
 
 def test_what_is_called_off_while_the_attempt_is_settled_is_not_lost() -> None:
-    starts = Starts()
+    starts = PendingStarts()
     gang = starts.begin(["w/0", "w/1", "w/2"])
     found = []
     for slot, why in starts.settle(gang):
@@ -71,8 +70,8 @@ STEPS = st.lists(st.tuples(st.sampled_from(["begin", "call_off", "forget", "sett
 
 @given(STEPS)
 def test_each_start_is_answered_for_exactly_once(steps: list[tuple[str, int]]) -> None:
-    starts, attempts = Starts(), []
-    owner: dict[str, Attempt] = {}
+    starts, attempts = PendingStarts(), []
+    owner: dict[str, StartAttempt] = {}
     for what, n in steps:
         slot = f"w/{n % 3}"
         if what == "begin":
@@ -135,7 +134,7 @@ class BareAgent(Agent):
         specs = [SlotSpec(slot=f"w/{n}", kind="w", threads=2) for n in range(count)]
         placer = Placer([Node("head", 1), Node("b", 80)])
         self._core = Supervisor(specs, lambda: 0.0, [RoleSpec(kind="w", gang=gang)], placer)
-        self._starts = Starts()
+        self._starts = PendingStarts()
         self._under_way, self._lives, self._nodes = {}, {}, {}
         self._events = self._notices = self._fleet = self._local = far  # type: ignore[assignment]
         self._log, self._status, self._next_tick = structlog.get_logger(), "draining", 0.0

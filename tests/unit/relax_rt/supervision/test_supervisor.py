@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from supervisor_bench import Bench, spec
 
-from relax_rt.supervision.core import InvalidTransition
 from relax_rt.supervision.diagnosis import Kind
 from relax_rt.supervision.protocol import (
     DumpStacks,
@@ -25,6 +24,7 @@ from relax_rt.supervision.protocol import (
     StopRequested,
     Tick,
 )
+from relax_rt.supervision.supervisor import InvalidTransition
 from relax_rt.transport.rpc.errors import Refused
 
 

@@ -11,9 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from relax_rt.supervision.core import Supervisor
 from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.supervision.placement import Node, Place, Placer, Waiting
+from relax_rt.supervision.placement import Node, NoRoom, Placement, Placer
 from relax_rt.supervision.protocol import (
     Action,
     Done,
@@ -37,8 +36,8 @@ from relax_rt.supervision.protocol import (
     StopRequested,
     Tick,
 )
-from relax_rt.supervision.slots import Slot
-from relax_rt.supervision.spec import RoleSpec, SlotSpec
+from relax_rt.supervision.supervisor import Supervisor
+from relax_rt.supervision.tree import RoleSpec, Slot, SlotSpec
 from relax_rt.transport.rpc.errors import Refused
 
 
@@ -385,15 +384,15 @@ class World(RuleBasedStateMachine):
             if s.state == "backoff":
                 assert s.deadline is not None or (s.cohort is not None and s.cohort.missing), s.name
             elif s.state == "pending":
-                if s.roomless:
+                if s.without_room:
                     slots = s.role.slots if s.role.rules.gang else [s]
-                    assert isinstance(self.room_for(slots), Waiting), f"there is room for {s.name}"
-                assert s.roomless or (s.gated and self.core._tree.not_ready_below(s.spec.tier)), s.name
+                    assert isinstance(self.room_for(slots), NoRoom), f"there is room for {s.name}"
+                assert s.without_room or (s.gated and self.core._tree.not_ready_below(s.spec.tier)), s.name
                 assert s.view().waiting, "what is not started says why"
             elif s.live and s.state != "ready":
                 assert s.deadline is not None, s.name
 
-    def room_for(self, slots: list[Slot]) -> list[Place] | Waiting:
+    def room_for(self, slots: list[Slot]) -> list[Placement] | NoRoom:
         """What a look for room would find now."""
         real, self.core._placer = self.core._placer, copy.deepcopy(self.core._placer)
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from supervisor_bench import spec
 
-from relax_rt.supervision.core import PAUSE_S, Supervisor
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.protocol import (
     Action,
@@ -20,7 +19,8 @@ from relax_rt.supervision.protocol import (
     SlotSpawned,
     Tick,
 )
-from relax_rt.supervision.spec import RoleSpec
+from relax_rt.supervision.supervisor import PAUSE_S, Supervisor
+from relax_rt.supervision.tree import RoleSpec
 
 STALL_S = 300.0
 

@@ -30,7 +30,7 @@ from relax_rt.supervision.protocol import (
     StopRequested,
     Tick,
 )
-from relax_rt.supervision.spec import RoleSpec
+from relax_rt.supervision.tree import RoleSpec
 from relax_rt.transport.rpc.errors import Refused
 
 
@@ -395,7 +395,7 @@ def test_drained_node_takes_slots_again_once_it_is_restarted() -> None:
     b.dies("p/0", "clean"), b(Tick(), after=1)
     assert b.state("p/0") == "pending" and "`relax-rt restart n2`" in b.view("p/0").waiting
     for name in ("p", "p/0"):
-        with pytest.raises(Refused, match="no room: node 'n2': it is drained"):
+        with pytest.raises(Refused, match="no room for it: node 'n2': it is drained"):
             b(RestartRequested(name))
     b(RestartRequested("n2"))
     assert b.starts == ["p/0"] and b.told("node_opened") == [{"node": "n2"}]

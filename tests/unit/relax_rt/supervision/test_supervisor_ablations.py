@@ -7,13 +7,10 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from test_core_properties import World
+from test_supervisor_properties import World
 
-from relax_rt.supervision.gang import Cohort
-from relax_rt.supervision.lifecycle import Lifecycle
-from relax_rt.supervision.requests import Requests
-from relax_rt.supervision.slots import Window
-from relax_rt.supervision.tree import RoleNode, Tree
+from relax_rt.supervision.supervisor import Supervisor
+from relax_rt.supervision.tree import Cohort, RestartWindow, RoleNode, Tree
 
 FIND = settings(
     max_examples=5000, stateful_step_count=50, deadline=None, phases=[Phase.generate], database=None, derandomize=True
@@ -23,11 +20,15 @@ SAFEGUARDS: dict[str, tuple[type, str, Any]] = {
     "a gang waits until all its ranks have exited": (Cohort, "missing", property(lambda self: [])),
     "a gang starts again whole": (RoleNode, "restarted_with", lambda self, slot: [slot]),
     "higher tiers wait for lower ones": (Tree, "not_ready_below", lambda self, tier: []),
-    "restarts of a slot are limited": (Window, "failed", lambda self, diagnosis: 0),
+    "restarts of a slot are limited": (RestartWindow, "failed", lambda self, diagnosis: 0),
     "restarts of a role are limited": (RoleNode, "may_restart", lambda self, slot: True),
-    "what was drained stays down": (Requests, "_end_by_request", lambda self, slot: self._regroup([slot], 0.0, "")),
-    "room is looked for again": (Lifecycle, "_look_for_room_again", lambda self: None),
-    "a kill reaches every process": (Lifecycle, "_kill_all", lambda self, slots, reason: None),
+    "what was drained stays down": (
+        Supervisor,
+        "_end_by_request",
+        lambda self, slot: self._restart_together([slot], 0.0, ""),
+    ),
+    "room is looked for again": (Supervisor, "_retry_placement", lambda self: None),
+    "a kill reaches every process": (Supervisor, "_kill_all", lambda self, slots, reason: None),
 }
 
 
