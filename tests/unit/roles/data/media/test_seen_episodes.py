@@ -33,7 +33,7 @@ from relax_rt.roles.rollout.generation import GenerationService
 from relax_rt.roles.rollout.router.core import GenerationRequest, Outcome, RequestState
 from relax_rt.roles.rollout.router.interface import SequenceRequest
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.torch_backend import TorchBackend
+from relax_rt.roles.training.torch.backend import TorchBackend
 from relax_rt.transport.queue.ledger.messages import Ticket
 
 pytest.importorskip("torch")
