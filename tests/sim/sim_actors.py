@@ -326,36 +326,6 @@ def _work(p: Process, task: str, puts: str, batch: Batch) -> Steps:
         yield from p.call(ev.Unpin([batch.lease]))
 
 
-def rank(number: int, stream: str) -> Callable[[Process], Steps]:
-    """One of two that read the same batches of a stream; each puts columns for its half."""
-
-    def main(p: Process) -> Steps:
-        rng, index = p.world.kernel.random, 0
-        while True:
-            want = Want(samples=4, stream=stream, index=index, readers=2)
-            batch = yield from p.call(ev.Take("reference", want), may_refuse=True)
-            if isinstance(batch, Refused):
-                index += 1
-                continue
-            if not batch.lease:
-                yield rng.uniform(0.2, 0.4)
-                continue
-            p.held.add(batch.lease)
-            seen = p.read(batch)
-            yield rng.uniform(0.05, 0.3)
-            p.read(batch, seen)
-            half = {key: digest for n, (key, digest) in enumerate(seen.items()) if n % 2 == number}
-            new = yield from p.columns(half, "reference")
-            answer = yield from p.call(ev.Complete("reference", batch.lease, new, [], False), may_refuse=True)
-            if isinstance(answer, Refused):
-                # Its batch was offered again as one of another member list; what it put is not wanted.
-                p.take_back(new)
-            p.held.discard(batch.lease)
-            index += 1
-
-    return main
-
-
 # --- the trainer
 
 

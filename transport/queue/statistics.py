@@ -105,9 +105,8 @@ def _leases(core: Core) -> dict[str, Any]:
     state = core.state
     return {
         "held": dict(Counter(lease.task for lease in state.leases.values())),
-        "ended_but_pinned": len(state.lapsed),
+        "ended_but_pinned": len(state.pinned),
         "tickets": sum(group.holder is not None for group in state.groups.values()),
         "groups_reopened": len(state.reopened),
         "ready": {**{task: len(keys) for task, keys in core.ready.items()}, "groups_for_step": len(core.step_ready)},
-        "streams": {name: stream.next_index for name, stream in state.streams.items()},
     }

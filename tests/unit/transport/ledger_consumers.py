@@ -1,4 +1,4 @@
-"""Rules of the ledger's random test: consumers that reward samples, and ranks that compute values together."""
+"""Rules of the ledger's random test: consumers that reward samples, and critics that compute their values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ledger_model import Model
 from relax_rt.transport.memory.refs import BlockRef, Extent
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.messages import Batch, Put, RowPut, SampleKey
-from relax_rt.transport.rpc.errors import Refused, StaleEpoch
+from relax_rt.transport.rpc.errors import StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 
 OUTCOMES = ("done", "done", "done", "done", "pinned", "failed", "abandoned")
@@ -25,11 +25,10 @@ class Consumers(RuleBasedStateMachine):
     version: int
     dead: list[Incarnation]
     judges: list[Incarnation]
-    ranks: list[Incarnation]
+    critics: list[Incarnation]
     work: list[tuple[Incarnation, Batch]]
     reads: list[tuple[Incarnation, int]]
-    index: list[int]
-    shared: list[Batch | None]
+    values: list[Batch | None]
 
     def fresh(self, slot: str) -> Incarnation:
         raise NotImplementedError
@@ -115,49 +114,34 @@ class Consumers(RuleBasedStateMachine):
         self.gone(self.judges[i])
         self.judges[i] = self.fresh(f"reward/{i}")
 
-    # --- the ranks that compute values together
+    # --- critics
 
     @rule(i=st.integers(0, 1), samples=st.integers(1, 4))
     def take_values(self, i: int, samples: int) -> None:
-        if self.shared[i] is not None:
+        if self.values[i] is not None:
             return
-        who, index, live = self.ranks[i], self.index[i], {lease.index: lease for lease in self.m.leases.values()}
-        try:
-            batch = self.d.take(who, "values", samples, stream="s", index=index, readers=2)
-        except Refused:
-            done = index in live and (who in live[index].finished or len(live[index].finished) > 0)
-            assert done or (index < self.m.next_index and index not in live)
-            self.index[i] = self.m.next_index if index not in live else index + 1
-            return
+        batch = self.d.take(self.critics[i], "values", samples)
         keys = [info.key for info in batch.samples]
-        if index in live:
-            assert (batch.lease, keys) == (live[index].id, live[index].keys)
-            live[index].holders.add(who)
-        elif index == self.m.next_index:
-            self.chosen(keys, samples, self.m.ready("values"))
-            if keys:
-                self.m.grant(who, batch.lease, "values", keys, index, readers=2)
-                self.sees_its_columns(batch)
-        else:
-            assert not batch.lease and batch.waiting_on
-        if batch.lease:
-            self.shared[i] = batch
-            self.index[i] = index + 1
+        self.chosen(keys, samples, self.m.ready("values"))
+        if keys:
+            self.m.grant(self.critics[i], batch.lease, "values", keys)
+            self.sees_its_columns(batch)
+            self.values[i] = batch
 
     @rule(i=st.integers(0, 1), outcome=st.sampled_from(OUTCOMES), late=st.booleans())
     def finish_values(self, i: int, outcome: str, late: bool) -> None:
-        """Each rank puts the values of its half of the samples; some are of the weights before the last."""
-        batch, self.shared[i] = self.shared[i], None
+        """Some values are of the weights before the last."""
+        batch, self.values[i] = self.values[i], None
         if batch is None:
             return
         version = max((v for v in self.m.parents if v < self.version), default=0) if late else self.version
-        keys = [info.key for info in batch.samples if info.key.member % 2 == i][outcome == "failed" :]
-        self.complete(self.ranks[i], "values", batch, outcome, self.columns(self.ranks[i], "values", keys, version))
+        keys = [info.key for info in batch.samples][outcome == "failed" :]
+        self.complete(self.critics[i], "values", batch, outcome, self.columns(self.critics[i], "values", keys, version))
 
     @rule(i=st.integers(0, 1), told=st.booleans())
-    def kill_rank(self, i: int, told: bool) -> None:
+    def kill_critic(self, i: int, told: bool) -> None:
         if told:
-            self.gone(self.ranks[i])
-        self.dead.append(self.ranks[i])
-        self.ranks[i] = self.fresh(f"critic/{i}")
-        self.shared[i] = None
+            self.gone(self.critics[i])
+        self.dead.append(self.critics[i])
+        self.critics[i] = self.fresh(f"critic/{i}")
+        self.values[i] = None

@@ -78,12 +78,11 @@ class LedgerMachine(Consumers):
     def new_node(self) -> None:
         self.engines = [self.fresh(f"rollout/{i}") for i in range(2)]
         self.judges = [self.fresh(f"reward/{i}") for i in range(2)]
-        self.ranks = [self.fresh(f"critic/{i}") for i in range(2)]
+        self.critics = [self.fresh(f"critic/{i}") for i in range(2)]
         self.engine_version = [0, 0]
         self.tickets: dict[int, tuple[Incarnation, Ticket, list[int]]] = {}
         self.work: list[tuple[Incarnation, Batch]] = []
-        self.index = [0, 0]
-        self.shared: list[Batch | None] = [None, None]
+        self.values: list[Batch | None] = [None, None]
         self.reads: list[tuple[Incarnation, int]] = []
         self.new_trainer()
 
@@ -416,7 +415,7 @@ class LedgerMachine(Consumers):
     def node_agent_dies(self) -> None:
         self.d.reopen(f"run-{next(self.worlds)}")
         self.m.new_memory()
-        self.dead += [*self.engines, *self.judges, *self.ranks, self.trainer]
+        self.dead += [*self.engines, *self.judges, *self.critics, self.trainer]
         self.brought, self.returned, self.copied, self.d.last = {}, {}, [], None
         self.new_node()
 
@@ -461,11 +460,11 @@ class LedgerMachine(Consumers):
         if not hasattr(self, "d"):
             return
         self.d.check_replay()
-        self.copied, self.shared, self.work = [], [None, None], []
+        self.copied, self.values, self.work = [], [None, None], []
         for who in list(self.dead):
             self.gone(who)  # those whose end nobody noticed may be reading still
         for i in (0, 1):
-            self.kill_rank(i, told=True)
+            self.kill_critic(i, told=True)
             self.kill_judge(i)
             self.kill_engine(i, told=True)
         self.tickets.clear()

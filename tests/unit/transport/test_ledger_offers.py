@@ -348,7 +348,7 @@ def test_durable_payloads_outlive_the_node() -> None:
     d.reopen("run-2")
     account = d.ledger.account()
     assert (account.get("lost", 0), account["trained"], account["dropped(producer gone)"]) == (0, 4, 1)
-    assert not d.ledger.state.leases and not d.ledger.state.lapsed and d.ledger.audit() == []
+    assert not d.ledger.state.leases and not d.ledger.state.pinned and d.ledger.audit() == []
     d.restart()
     trainer, engine, judge = Incarnation("trainer/0", 20), Incarnation("rollout/0", 21), Incarnation("reward/0", 22)
     v3 = d.rollback(trainer, 0, v1)
@@ -435,14 +435,3 @@ def test_a_replay_needs_no_sampler() -> None:
         d.take(READER, "a", samples=1)
     d.restart()
     assert d.ledger.audit() == []
-
-
-def test_a_stream_in_use_is_remembered_and_one_that_is_not_there_begins_with_0() -> None:
-    d = free()
-    d.offer(ENGINE, 2)
-    want = Want(samples=1, stream="main", index=0)
-    first = d.call(READER, ev.Take("a", want))
-    assert isinstance(first, Batch)
-    d.complete(READER, "a", first)
-    with pytest.raises(Refused, match="begins with 0"):
-        d.call(READER, ev.Take("a", Want(samples=1, stream="other", index=3)))

@@ -303,9 +303,9 @@ def test_a_repeated_call_gets_the_first_answer_and_changes_nothing() -> None:
     d.tick(61.0)
     repeated = d.apply(event, who, seq)
     assert repeated == Batch(batch.lease, [])  # named, because its memory is pinned until it is given back
-    assert d.ledger.state.lapsed
+    assert d.ledger.state.pinned
     d.call(judge, ev.Abandon(batch.lease, "it ended before its answer arrived"))
-    assert not d.ledger.state.lapsed
+    assert not d.ledger.state.pinned
 
 
 def test_answers_are_kept_for_a_bounded_number_of_calls() -> None:
@@ -464,7 +464,6 @@ def test_what_a_put_may_hold() -> None:
         (ev.Take("nonsense", Want(1)), "tasks are"),
         (ev.Take("train", Want(1)), "whole groups"),
         (ev.Take("reward", Want()), "neither"),
-        (ev.Take("reward", Want(1, stream="s", readers=0)), "readers 0"),
         (ev.Admit(1, 0), "at least one"),
         (ev.Committed(5, "x"), "last step trained is 0"),
         (ev.Rollback(-1, VersionRecord(9, 0, 0)), "begin at 0"),

@@ -101,9 +101,7 @@ def test_another_caller_and_whole_batches_wait_for_the_parts() -> None:
     assert "not finished" in d.take(OTHER, "train", groups=1, at_least=1).waiting_on
 
 
-@pytest.mark.parametrize(
-    "want", [{"groups": 1, "at_least": 2}, {"groups": 1, "at_least": 1, "stream": "s"}, {"samples": 1, "at_least": 1}]
-)
+@pytest.mark.parametrize("want", [{"groups": 1, "at_least": 2}, {"samples": 1, "at_least": 1}])
 def test_parts_that_cannot_be(want: dict[str, object]) -> None:
     d, _ = started()
     with pytest.raises(Refused, match=r"at_least is for training|say how many"):
@@ -157,9 +155,9 @@ def test_a_lease_of_which_all_is_left_out_ends() -> None:
     first, second = ready(d, v1, 2)
     batch = d.take(TRAINER, "train", groups=2)
     filtered(d, batch, first, second, pinned=True)
-    assert not d.ledger.state.leases and list(d.ledger.state.lapsed) == [batch.lease]
+    assert not d.ledger.state.leases and list(d.ledger.state.pinned) == [batch.lease]
     d.unpin(TRAINER, batch.lease)
-    assert not d.ledger.state.lapsed and d.ledger.state.blocks.payload_bytes == 0
+    assert not d.ledger.state.pinned and d.ledger.state.blocks.payload_bytes == 0
     ready(d, v1, 1)
     assert d.take(TRAINER, "train", groups=1).samples
 

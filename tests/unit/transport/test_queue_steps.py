@@ -92,7 +92,7 @@ async def test_when_one_part_lapsed_the_other_goes_back_too(tmp_path: Path) -> N
         with pytest.raises(Refused, match="lapsed"):
             await trainer.trained([one, other], 1, VersionRecord(2, 1, 1))  # type: ignore[list-item]
         state = w.broker._ledger.state
-        assert (state.leases, state.lapsed, trainer.leases) == ({}, {}, set())
+        assert (state.leases, state.pinned, trainer.leases) == ({}, {}, set())
         assert (await w.broker.account())["ready"] == 4
 
 
@@ -103,4 +103,4 @@ async def test_a_filter_on_a_lapsed_lease_says_so_and_holds_no_memory(tmp_path: 
         w.broker._apply(Lapse([], [one.lease]))  # type: ignore[attr-defined]
         with pytest.raises(Refused, match="lapsed"):
             await trainer.filtered(one, [one.samples[0].key.group], "rule: why")  # type: ignore[arg-type, attr-defined]
-        assert w.broker._ledger.state.lapsed == {}
+        assert w.broker._ledger.state.pinned == {}

@@ -39,7 +39,7 @@ async def judge_all(judge: QueueClient) -> None:
 
 def pinned(w: World) -> int:
     assert w.broker is not None
-    return len(w.broker._ledger.state.lapsed)
+    return len(w.broker._ledger.state.pinned)
 
 
 @pytest.mark.parametrize("skipped", [False, True])

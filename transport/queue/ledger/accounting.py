@@ -150,7 +150,6 @@ def _audit_memory(core: Core) -> list[str]:
     rows: Counter[int] = Counter()
     for group in [*state.groups.values(), *state.trained.values()]:
         rows.update(part.block for sample in group.samples for part in sample.parts)
-    rows.update(part.block for lease in state.leases.values() for _, part, _ in lease.pending)
     rows.update(core.store.references())
     wrong = core.store.audit()
     counted = {id_: block.rows for id_, block in table.blocks.items()}
@@ -161,7 +160,7 @@ def _audit_memory(core: Core) -> list[str]:
         wrong.append("blobs are not named as often as counted")
     extents = [block.ref.extent for block in table.blocks.values() if block.ref.extent is not None]
     extents += [blob.extent for blob in table.blobs.values()]
-    for lease in [*state.leases.values(), *state.lapsed.values()]:
+    for lease in [*state.leases.values(), *state.pinned.values()]:
         extents += lease.pins
     for pin in state.store.pins.values():
         extents += pin.extents

@@ -284,7 +284,7 @@ class Ledger:
                 if lease is None:
                     # It lapsed before its answer arrived, and its memory is pinned until the caller gives it back.
                     return Batch(kept.lease, [])
-                return consumption.batch_of(self.core, lease, who)
+                return consumption.batch_of(self.core, lease)
             case _:
                 return None
 
@@ -314,8 +314,8 @@ class Ledger:
         failures.lose_memory(core, who)
         core.store.forget(who)
         self._end_work(lambda other: other == who, process_ended=True)
-        for lease in core.read_still(who):
-            core.unread(lease, who)
+        for lease in [lease for lease in core.state.pinned.values() if lease.holder == who]:
+            core.release_pins(lease)
 
     def _end_work(self, of: Callable[[Incarnation], bool], *, process_ended: bool) -> None:
         core = self.core
@@ -323,9 +323,8 @@ class Ledger:
             admission.reopen(core, group, "dropped(producer gone)", losses=1)
         # The newest first, so that the samples of the oldest are offered first again.
         for lease in reversed(list(core.state.leases.values())):
-            dead = {who for who in lease.holders if of(who)}
-            if dead:
-                consumption.lapse(core, lease, ended=dead if process_ended else set())
+            if of(lease.holder):
+                consumption.lapse(core, lease, pinned=not process_ended)
 
     def _lapse(self, groups: list[int], leases: list[int]) -> None:
         core = self.core
@@ -337,7 +336,7 @@ class Ledger:
         for id_ in reversed(leases):
             lease = core.state.leases.get(id_)
             if lease is not None:
-                consumption.lapse(core, lease, ended=set())
+                consumption.lapse(core, lease, pinned=True)
 
     # --- not journaled
 
@@ -346,11 +345,9 @@ class Ledger:
         core, lost = self.core, []
         for id_ in ids:
             group, lease = core.state.groups.get(id_), core.state.leases.get(id_)
-            if group is not None and group.holder == who:
-                core.renew(id_, None, now)
-            elif lease is not None and who in lease.holders:
-                core.renew(id_, who if lease.stream else None, now)
-            elif lease is None or who not in lease.finished:
+            if (group is not None and group.holder == who) or (lease is not None and lease.holder == who):
+                core.renew(id_, now)
+            else:
                 lost.append(id_)
         return lost
 
@@ -358,14 +355,11 @@ class Ledger:
         """All tickets and leases run at full length from now: after the broker's restart, or after a pause."""
         core = self.core
         core.deadlines.clear()
-        core.shared.clear()
         for group in core.state.groups.values():
             if group.holder is not None:
-                core.renew(group.id, None, now)
+                core.renew(group.id, now)
         for lease in core.state.leases.values():
-            core.renew(lease.id, None, now)
-            for who in lease.holders if lease.stream else ():
-                core.renew(lease.id, who, now)
+            core.renew(lease.id, now)
 
     def due(self, now: float) -> ev.Lapse | None:
         """The lapse that is due, if any deadline has passed."""
@@ -408,7 +402,7 @@ def configure(core: Core, policy: LedgerPolicy, limits: QueueLimits) -> None:
     if before is not None:
         for lease in list(state.leases.values()):
             if lease.task not in policy.tasks:
-                lapse(core, lease, ended=set(), blame=False)
+                lapse(core, lease, pinned=True, blame=False)
     state.policy, state.limits = policy, limits
     failures.configured(core)
     for group in [*state.groups.values(), *state.trained.values()]:

@@ -171,20 +171,14 @@ class Want(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         samples: up to this many samples.
         groups: exactly this many whole groups (samples is not looked at then).
-        at_least: for training by one caller alone: fewer groups will do, but not fewer than this; 0: exactly `groups`.
+        at_least: for training: fewer groups will do, but not fewer than this; 0: exactly `groups`.
             `groups` is what the step still lacks then, and several leases may be held until `trained` ends them all.
         tokens: no more than this many tokens in all (0: no limit; one sample always goes).
-        stream: name of a sequence of batches that several ranks read in step; empty: none.
-        index: place in the stream: the batch of an index is granted once, and every rank of `readers` gets the same.
-        readers: how many ranks read each batch of the stream; it is finished when all have completed it.
     """
 
     samples: Count = 0
     groups: Count = 0
     tokens: Count = 0
-    stream: str = ""
-    index: Count = 0
-    readers: Count = 1
     at_least: Count = 0
 
 

@@ -439,10 +439,9 @@ def settle(core: Core, who: Incarnation, want: Want) -> tuple[Want | None, str]:
         return None, "the trainer has not announced its weights yet"
     refuse_stale(core)
     for lease in state.leases.values():
-        alone = want.at_least and not lease.stream and lease.holders == [who]
-        if lease.task == core.policy.step_task and not alone:
-            holder = (lease.holders or lease.finished)[0]
-            return None, f"lease {lease.id} of {holder} is not finished; its update decides what is stale"
+        beside = want.at_least and lease.holder == who
+        if lease.task == core.policy.step_task and not beside:
+            return None, f"lease {lease.id} of {lease.holder} is not finished; its update decides what is stale"
     granted, waiting_on = _granted(core, want)
     if granted < (want.at_least or want.groups) or granted < 1:
         return None, waiting_on

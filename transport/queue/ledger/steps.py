@@ -39,7 +39,7 @@ def trained(core: Core, who: Incarnation, event: Trained) -> Advice:
     _offer_others_again(core, event.leases)
     for lease in leases:
         _train(core, lease, event)
-        end_for(core, lease, who, pinned=lease.id in event.pinned)
+        core.close(lease, pinned=lease.id in event.pinned)
     if event.weights.version != before:
         state.since_update = 0
     elif not event.skipped:
@@ -62,8 +62,7 @@ def step_lease(core: Core, who: Incarnation, id_: int, what: str) -> Lease:
         Refused: it is not the caller's (any more).
     """
     lease = core.state.leases.get(id_)
-    mine = lease is not None and (who in lease.holders or who in lease.finished)
-    if lease is None or not mine or lease.task != core.policy.step_task:
+    if lease is None or lease.holder != who or lease.task != core.policy.step_task:
         raise Refused(
             what,
             why=f"train lease {id_} is not the caller's: it lapsed, and its samples were offered again",
@@ -79,7 +78,7 @@ def _offer_others_again(core: Core, ids: Collection[int] = ()) -> None:
             continue
         groups = core.groups_of(lease)
         # The holder lives, and may still look at what it had taken.
-        lapse(core, lease, ended=set(), blame=False)
+        lapse(core, lease, pinned=True, blame=False)
         for group in groups:
             if group.id in core.state.groups:
                 core.lapse_columns(group)
@@ -108,14 +107,6 @@ def _skip(core: Core, group: Group) -> None:
     for _, sample in group.members():
         core.losses.lost(sample.length, "skipped")
         core.drop_parts(sample)
-
-
-def end_for(core: Core, lease: Lease, who: Incarnation, *, pinned: bool) -> None:
-    """The caller is done with the lease, whose memory it may still read."""
-    lease.holders = [holder for holder in lease.holders if holder != who]
-    if pinned and who not in lease.reading:
-        lease.reading.append(who)
-    core.close(lease)
 
 
 def early_checkpoint(core: Core) -> str:
@@ -245,7 +236,7 @@ def lose_payloads(core: Core) -> None:
     state = core.state
     core.store.lose_payloads()
     state.blocks.clear()
-    state.leases, state.lapsed, state.streams = {}, {}, {}
+    state.leases, state.pinned = {}, {}
     state.callers.answers, state.callers.homes = {}, {}
     for group in [*state.groups.values(), *state.trained.values()]:
         group.lease = 0
@@ -262,7 +253,6 @@ def lose_payloads(core: Core) -> None:
     state.payloads_lost = sorted(state.trained)
     state.trainer_version, state.blocked_since, state.since_update = None, None, 0
     core.deadlines.clear()
-    core.shared.clear()
     core.changed = True
 
 
@@ -284,14 +274,11 @@ def _keep_marked(core: Core, group: Group) -> None:
 def keep_payloads(core: Core) -> None:
     """Every process of before is gone, but payloads lie in files that are still there: only the work in hand ends."""
     state = core.state
-    holders = {who for lease in [*state.leases.values(), *state.lapsed.values()] for who in lease.holders}
     for lease in list(state.leases.values()):
-        lapse(core, lease, ended=holders, blame=False)
-    for lease in list(state.lapsed.values()):
-        for who in list(lease.holders):
-            core.unread(lease, who)
+        lapse(core, lease, pinned=False, blame=False)
+    for lease in list(state.pinned.values()):
+        core.release_pins(lease)
     core.store.end_reading()
-    state.streams = {}
     state.callers.answers, state.callers.homes = {}, {}
     state.blocks.freed = {}
     for group in list(state.groups.values()):
@@ -315,8 +302,6 @@ def filtered(core: Core, who: Incarnation, event: Filtered) -> None:
     lease = step_lease(core, who, event.lease, what)
     gone = dict.fromkeys(event.groups)
     strange = [id_ for id_ in gone if id_ not in lease.groups()]
-    if lease.stream:
-        raise Refused(what, why="its ranks read it together", hint="take the batch by one caller alone")
     if strange or not gone:
         raise Refused(what, why=f"groups {strange or 'none'} are not part of it")
     core.changed = True
@@ -325,7 +310,7 @@ def filtered(core: Core, who: Incarnation, event: Filtered) -> None:
         core.tally(_rule(core, event.reason), group.size)
         core.end(group, "dropped(filter)", fate="filter", reason=event.reason)
     if not lease.keys:
-        end_for(core, lease, who, pinned=event.pinned)
+        core.close(lease, pinned=event.pinned)
     elif not event.pinned:
         _let_go(core, lease)
 
