@@ -23,12 +23,12 @@ from relax_rt.cluster.nodes.where import WhereApi
 from relax_rt.config.job import absent_kinds, finished, stall_after_s
 from relax_rt.config.schema import RunConfig
 from relax_rt.observe.events import EventLog
-from relax_rt.supervision import procfs
+from relax_rt.process import procfs
 from relax_rt.supervision.api import AgentApi, NodeStatus, RunStatus, SlotStatus
 from relax_rt.supervision.core import InvalidTransition, SlotView, Supervisor
 from relax_rt.supervision.diagnosis import Diagnosis, Kind
 from relax_rt.supervision.executor import Executor, GangOrder, StartOrder, gang_orders
-from relax_rt.supervision.local import LocalExecutor, unspawned
+from relax_rt.supervision.local import KeeperWatch, LocalExecutor, unspawned
 from relax_rt.supervision.notices import AGENT_SLOT, Notices
 from relax_rt.supervision.plan import RolePlan
 from relax_rt.supervision.protocol import (
@@ -55,7 +55,6 @@ from relax_rt.supervision.protocol import (
 )
 from relax_rt.supervision.rundir import RunPaths, owner_of, slot_file, update_run
 from relax_rt.supervision.scaling import check_count
-from relax_rt.supervision.standin import KeeperWatch
 from relax_rt.supervision.starts import Attempt, Starts
 from relax_rt.transport.rpc.errors import Refused, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation

@@ -14,6 +14,7 @@ from relax_rt.cluster.nodes.links import Links
 from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import MIB, RoleSettings
 from relax_rt.hosting.role import RoleContext
+from relax_rt.process.limits import raise_open_files
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.gateway.admission import Load, Marks
 from relax_rt.roles.gateway.api import Access, Closed, GatewayApi, Name, Nonce, SessionLimits
@@ -21,7 +22,6 @@ from relax_rt.roles.gateway.gate import Gate
 from relax_rt.roles.gateway.keys import FILE, Keys, run_token
 from relax_rt.roles.gateway.settings import LOOPBACK, OF_THE_NODE, GatewaySettings
 from relax_rt.roles.job.sections import RLConfig, RolloutSettings
-from relax_rt.supervision.limits import raise_open_files
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
 

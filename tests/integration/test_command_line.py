@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from live_run import WAIT_S, environment, until
 
-from relax_rt.supervision import procfs
+from relax_rt.process import procfs
 from relax_rt.supervision.rundir import RunPaths, read_run
 
 pytestmark = pytest.mark.integration

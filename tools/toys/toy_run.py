@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from relax_rt.observe.events import EventFollower
-from relax_rt.supervision import control, procfs
+from relax_rt.process import procfs
+from relax_rt.supervision import control
 from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.rundir import RunPaths, read_run
 from relax_rt.transport.rpc.errors import RelaxError

@@ -27,7 +27,7 @@ from relax_rt.cluster.nodes.keys import ENVIRONMENT, FILE, curve_keys, read_key,
 from relax_rt.cluster.nodes.listen import check_listen
 from relax_rt.cluster.nodes.machine import physical_mib
 from relax_rt.cluster.nodes.seat import End, Taken, node_paths, read_end, write_seat
-from relax_rt.supervision import procfs
+from relax_rt.process import procfs
 from relax_rt.supervision.launch import lock_run_dir
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, clean_stale_runs, update_run
 from relax_rt.transport.rpc.address import parse_address

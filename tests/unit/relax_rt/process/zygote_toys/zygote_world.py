@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from relax_rt.supervision.channel import control_pair
-from relax_rt.supervision.limits import Limits
-from relax_rt.supervision.nursery import Birth, NoZygote, Nursery, ZygoteKey
-from relax_rt.supervision.spawn import Spawner
+from relax_rt.process.child import packet_pair
+from relax_rt.process.limits import Limits
+from relax_rt.process.zygote_pool import ForkFailed, ForkRequest, ZygoteKey, ZygotePool
+from relax_rt.supervision.spawner import Spawner
 
 TOYS = Path(__file__).parent
 WAIT_S = 120
@@ -40,16 +40,15 @@ class World:
         self.log = folder / "log"
         self.events: list[dict[str, Any]] = []
         self.spawner = Spawner(lambda kind, **fields: self.events.append({"kind": kind, **fields}))
-        self.nursery: Nursery = self.spawner.with_zygotes(folder / "zygote.log", folder / "config.json", RUN_ID)
-        self.nursery.config = ""
-        plain = self.nursery.environment
+        self.zygotes: ZygotePool = self.spawner.use_zygotes(folder / "zygote.log", None, RUN_ID)
+        plain = self.zygotes.environment
         path = os.pathsep.join([str(TOYS), os.environ.get("PYTHONPATH", "")])
-        self.nursery.environment = lambda own: {**plain(own), "PYTHONPATH": path, "OF_ZYGOTE": "1"}
-        self.nursery.want(KEY, "", modules)
-        self.family = self.nursery.families[KEY]
+        self.zygotes.environment = lambda own: {**plain(own), "PYTHONPATH": path, "OF_ZYGOTE": "1"}
+        self.zygotes.preload(KEY, "", modules)
+        self.pair = self.zygotes.pairs[KEY]
 
     async def __aenter__(self) -> Self:
-        self.nursery.start()
+        self.zygotes.start()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -67,10 +66,10 @@ class World:
         return found
 
     async def fork(self, *, needs: Sequence[str] = ("zygote_probe",), nice: int = 0, **env: str) -> Probe:
-        ours, theirs = control_pair()
+        ours, theirs = packet_pair()
         try:
             pid = await self._fork(theirs, needs, nice, env)
-        except NoZygote:
+        except ForkFailed:
             ours.close()
             raise
         ours.settimeout(WAIT_S)
@@ -80,15 +79,16 @@ class World:
 
     async def _fork(self, theirs: socket.socket, needs: Sequence[str], nice: int, env: dict[str, str]) -> int:
         with theirs, self.log.open("ab", buffering=0) as log:
-            return await self.nursery.fork(
-                Birth(
+            return await self.zygotes.fork(
+                ForkRequest(
                     key=KEY,
-                    target="",
+                    entry="relax_rt.hosting.host:main",
                     needs=needs,
                     argv=[sys.executable, "-m", "relax_rt.hosting.host", "toy/0"],
                     env={"RELAX_SLOT": "toy/0", "RELAX_EPOCH": "7", **env},
                     log_fd=log.fileno(),
                     fds={"RELAX_CONTROL_FD": theirs.fileno()},
+                    tags=("RELAX_SLOT", "RELAX_EPOCH"),
                     limits=Limits(nice=nice),
                 )
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_rt.supervision import limits, procfs
+from relax_rt.process import limits, procfs
 
 MIB = 1 << 20
 SLEEP = [sys.executable, "-c", "import sys; sys.stdin.read()"]
@@ -99,9 +99,9 @@ def test_own_memory_is_what_was_touched_and_not_what_is_shared() -> None:
     assert limits.own_memory(2**22 + 1) == 0
 
 
-def test_family_is_measured_as_a_whole(child: subprocess.Popen[bytes]) -> None:
+def test_memory_is_measured_with_all_descendants(child: subprocess.Popen[bytes]) -> None:
     measured = {child.pid: 5 * MIB, os.getpid(): 3 * MIB}
-    used = limits.family_memory([os.getpid()], lambda pid: measured.get(pid, 0))
+    used = limits.tree_memory([os.getpid()], lambda pid: measured.get(pid, 0))
     assert used[os.getpid()] == 8 * MIB
     assert limits.over_memory(used, {os.getpid(): 8}) == {}
     assert limits.over_memory(used, {os.getpid(): 7}) == {
@@ -110,9 +110,9 @@ def test_family_is_measured_as_a_whole(child: subprocess.Popen[bytes]) -> None:
     assert limits.over_memory({}, {1: 7}) == {}
 
 
-def test_all_families_are_found_in_one_walk(child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_trees_are_found_in_one_walk(child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     walks: list[None] = []
     pids = procfs.pids
     monkeypatch.setattr(procfs, "pids", lambda: (walks.append(None), pids())[1])
-    used = limits.family_memory([os.getpid(), child.pid], lambda pid: pid == child.pid)
+    used = limits.tree_memory([os.getpid(), child.pid], lambda pid: pid == child.pid)
     assert used == {os.getpid(): 1, child.pid: 1} and len(walks) == 1

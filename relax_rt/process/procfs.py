@@ -1,4 +1,7 @@
-"""Processes as /proc shows them. Standard library only: the keeper uses it."""
+"""Read /proc and end process trees: for everything that hosts child processes, and for tests.
+
+Standard library only: the keeper and the guards import this module.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,19 @@ def become_subreaper() -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> bool:
+    """Have the kernel send this process a signal when its parent ends. False: the parent is dead already.
+
+    PR_SET_PDEATHSIG is of a thread in both directions: it fires when the *thread* that forked this process ends, and
+    the setting is cleared in what this process forks.
+    """
+    prctl(PR_SET_PDEATHSIG, number)
+    # A parent that ended before the call above sends no signal any more.
+    return os.getppid() == parent
+
+
 def cpuinfo_field(names: Sequence[str], cpuinfo: Path = CPUINFO) -> str | None:
-    """Value of the first line of /proc/cpuinfo that has one of these names; None: no line has, or it is unreadable."""
+    """Return the value of the first line of /proc/cpuinfo with one of these names; None without one."""
     try:
         lines = cpuinfo.read_text(errors="replace").splitlines()
     except OSError:
@@ -49,7 +63,7 @@ def cpuinfo_field(names: Sequence[str], cpuinfo: Path = CPUINFO) -> str | None:
 
 
 def boot_id() -> str:
-    """Changes with every boot of the host."""
+    """Return the id of this boot of the host."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -57,23 +71,23 @@ def boot_id() -> str:
 
 
 def pid_namespace() -> str:
-    """Names the pid namespace; pids mean nothing in another one."""
+    """Return the name of our pid namespace; our pids mean nothing in another one."""
     return str(Path("/proc/self/ns/pid").readlink())
 
 
 def pids() -> list[int]:
-    """Every process that /proc shows."""
+    """Return the pid of every process in /proc."""
     return [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
 
 
 def session_of(pid: int) -> int:
-    """The session of a living process; 0 when it is gone."""
+    """Return the session of a living process; 0 when it is gone."""
     fields = stat_fields(pid)
     return 0 if fields is None or fields[0] in "ZX" else int(fields[3])
 
 
 def children(root: int) -> list[int]:
-    """Living direct children."""
+    """Return the living direct children."""
     listed = _listed_children(root)
     found = []
     for pid in pids() if listed is None else listed:
@@ -84,7 +98,7 @@ def children(root: int) -> list[int]:
 
 
 def _listed_children(root: int) -> list[int] | None:
-    """Children as the kernel lists them for each thread; None where it is built without that list."""
+    """Return children as the kernel lists them for each thread; None where the kernel has no such list."""
     found = []
     try:
         for thread in Path(f"/proc/{root}/task").iterdir():
@@ -95,38 +109,38 @@ def _listed_children(root: int) -> list[int] | None:
 
 
 def descendants(root: int) -> set[int]:
-    """Living descendants of a process, without itself."""
+    """Return the living descendants of a process."""
     return descendants_of_each([root])[root]
 
 
 def descendants_of_each(roots: Iterable[int]) -> dict[int, set[int]]:
-    """Living descendants of each of these processes, without itself: one walk over /proc for all."""
-    kin: dict[int, list[int]] = {}
+    """Return the living descendants of each of these processes, from one walk over /proc."""
+    children_of: dict[int, list[int]] = {}
     zombies = set()
     for pid in pids():
         fields = stat_fields(pid)
         if fields is not None:
-            kin.setdefault(int(fields[1]), []).append(pid)
+            children_of.setdefault(int(fields[1]), []).append(pid)
             if fields[0] in "ZX":
                 zombies.add(pid)
-    return {root: _below(root, kin) - zombies for root in roots}
+    return {root: _below(root, children_of) - zombies for root in roots}
 
 
-def _below(root: int, kin: Mapping[int, list[int]]) -> set[int]:
+def _below(root: int, children_of: Mapping[int, list[int]]) -> set[int]:
     found: set[int] = set()
-    todo = list(kin.get(root, []))
+    todo = list(children_of.get(root, []))
     while todo:
         pid = todo.pop()
         if pid not in found:
             found.add(pid)
-            todo += kin.get(pid, [])
+            todo += children_of.get(pid, [])
     return found
 
 
 def in_exec(pid: int) -> bool:
-    """True in the instants of execve in which a program is loaded while /proc does not show its environment yet.
+    """Return whether the process is inside execve and /proc does not show its environment yet.
 
-    Those who spawned it may already be told that it runs: descriptors with close-on-exec are closed before that point.
+    Its parent may already be told that it runs: descriptors with close-on-exec are closed before that point.
     """
     fields = stat_fields(pid)
     if fields is None or fields[0] in "ZX" or int(fields[48]) != 0:
@@ -138,13 +152,13 @@ def in_exec(pid: int) -> bool:
 
 
 def has_environment(pid: int, *pairs: str, limit_s: float = 1.0) -> bool:
-    """True when the process was started with all of these ``NAME=value`` pairs in its environment.
+    """Return whether the process was started with all of these ``NAME=value`` pairs in its environment.
 
-    One that is being loaded is waited for, `limit_s` at most.
+    Waits at most `limit_s` for a process that is inside execve.
     """
     end = time.monotonic() + limit_s
     while True:
-        # Asked before the read: a load that ends between the two would leave an empty answer that is believed.
+        # Before the read: an execve that ends between the two would leave an empty environment that looks final.
         loading = in_exec(pid)
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
@@ -157,15 +171,15 @@ def has_environment(pid: int, *pairs: str, limit_s: float = 1.0) -> bool:
 
 
 def members_of_run(run_id: str) -> set[int]:
-    """Living processes started with this run's id in their environment, except ourselves."""
+    """Return the living processes with this run id in their environment, except ourselves."""
     tag = f"RELAX_RUN_ID={run_id}"
     return {pid for pid in pids() if pid != os.getpid() and has_environment(pid, tag) and start_time(pid)}
 
 
 def kill_until_none(find: Callable[[], Iterable[int]], *, reap: bool, limit_s: float = 20.0) -> list[int]:
-    """SIGKILL what `find` finds until it finds nothing; answers with what would not die.
+    """SIGKILL what `find` returns until it returns nothing; return what would not die.
 
-    reap: also reap every dead child of this process, as only a process whose children are all of its own making may.
+    reap: also reap every dead child of this process. Only for a process that waits for no child elsewhere.
     """
     end = time.monotonic() + limit_s
     while True:
@@ -183,8 +197,10 @@ def kill_until_none(find: Callable[[], Iterable[int]], *, reap: bool, limit_s: f
 
 
 def kill_descendants(limit_s: float = 10.0) -> None:
-    """End and reap all that this process, a subreaper, has below it. They are stopped first, until none is left that
-    runs: what is stopped forks no more."""
+    """Kill and reap all descendants of this process, which must be a subreaper.
+
+    They are stopped first, until none runs any more: a stopped process cannot fork while the others are killed.
+    """
     end = time.monotonic() + limit_s
     stopped: set[int] = set()
     while (fresh := descendants(os.getpid()) - stopped) and time.monotonic() < end:
@@ -195,6 +211,24 @@ def kill_descendants(limit_s: float = 10.0) -> None:
                 continue
         stopped |= fresh
     kill_until_none(lambda: descendants(os.getpid()), reap=True, limit_s=limit_s)
+
+
+def kill_orphans(tags: Iterable[str], session: int = 0, limit_s: float = 2.0) -> None:
+    """Kill what a dead child left behind: we are the subreaper, so its orphans are our children.
+
+    They have its tags (``NAME=value``) in their environment, or are in its session, whose number cannot be reused
+    while they live.
+    """
+    own = tuple(tags)
+
+    def orphans() -> list[int]:
+        return [
+            pid
+            for pid in children(os.getpid())
+            if (session and session_of(pid) == session) or has_environment(pid, *own)
+        ]
+
+    kill_until_none(orphans, reap=False, limit_s=limit_s)
 
 
 def reap_all() -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from zygote_world import World
 
-from relax_rt.supervision import procfs
+from relax_rt.process import procfs
 
 
 async def main() -> None:
     procfs.become_subreaper()
     async with World(Path(sys.argv[1])) as world:
         probe = await world.fork()
-        sys.stdout.write(" ".join(map(str, [*world.nursery.pids, probe.found["pid"]])) + "\n")
+        sys.stdout.write(" ".join(map(str, [*world.zygotes.pids, probe.found["pid"]])) + "\n")
         sys.stdout.flush()
         await asyncio.sleep(600)
 

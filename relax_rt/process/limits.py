@@ -1,10 +1,10 @@
-"""What a process may take: cores, niceness, open files, threads; and a watchdog over its memory.
+"""Limits of a process: cores, niceness, open files, threads; and the measurement of its memory.
 
-Memory is measured, not limited with RLIMIT_AS: that one counts address space, and torch, CUDA and the run's shared
-memory map tens of gigabytes that they never touch, so any limit that they survive would limit nothing. What counts is
-what the process has of its own: resident anonymous pages and what of them is in swap. Pages of shared memory and of
-files belong to nobody in particular and are left out. Pages that a forked role still shares with its zygote do count:
-the kernel's exact figure would walk all page tables of the process, under a lock that holds up its allocations.
+Memory is measured, not limited with RLIMIT_AS: that limit counts address space, and torch, CUDA and shared memory map
+tens of gigabytes that they never touch, so any limit that they survive would limit nothing. What counts are a process's
+own pages: resident anonymous ones and those in swap. Pages of shared memory and of files are left out. Pages that a
+forked process still shares with its zygote do count: the kernel's exact figure would walk all page tables of the
+process, under a lock that delays its allocations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from relax_rt.supervision import procfs
+from relax_rt.process import procfs
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -43,10 +43,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def apply(limits: Limits, pid: int = 0) -> list[str]:
-    """Put limits on a process (0: ourselves) that has only just begun: threads that it has already keep theirs.
+    """Apply limits to a process (0: ourselves) that has just started; threads that it already has keep their own.
 
     Returns:
-        What could not be done, in words; a role runs without it.
+        What was refused, in words; the process runs without it.
     """
     problems = []
     if limits.nice:
@@ -67,12 +67,12 @@ def apply(limits: Limits, pid: int = 0) -> list[str]:
 
 
 def _nice_session(nice: int, pid: int) -> list[str]:
-    """Give the process's session the niceness too.
+    """Apply the niceness to the process's session, too.
 
     With CONFIG_SCHED_AUTOGROUP (on by default in Debian, Ubuntu and Fedora) the scheduler shares cores between sessions
-    first, and `nice` weighs only the processes within one: see sched(7), "The autogroup feature". Every role has a
-    session of its own. From users other than root the kernel takes one such change every 0.1 s in all, so that roles
-    that start together wait for each other, at irregular intervals.
+    first, and `nice` weighs only the processes within one: see sched(7), "The autogroup feature". Every child has a
+    session of its own. From users other than root the kernel accepts one such change every 0.1 s in all, so children
+    that start together retry at random intervals.
     """
     try:
         if os.getsid(pid) != (pid or os.getpid()) or AUTOGROUP.read_text().strip() != "1":
@@ -87,7 +87,7 @@ def _nice_session(nice: int, pid: int) -> list[str]:
         return []  # a kernel without autogroups, or the process has ended
     except OSError as error:
         return [f"nice = {nice} was refused for the session, whose weight counts here: {error}"]
-    return [f"nice = {nice} was not taken for the session: the kernel was busy with other such changes"]
+    return [f"nice = {nice} was not applied to the session: the kernel was busy with other such changes"]
 
 
 def _limit_files(wanted: int, pid: int) -> list[str]:
@@ -97,11 +97,11 @@ def _limit_files(wanted: int, pid: int) -> list[str]:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (allowed, hard))
     except OSError as error:
         return [f"open_files = {wanted} was refused: {error}"]
-    return [] if allowed == wanted else [f"open_files = {wanted} is above the hard limit: {allowed} it is"]
+    return [] if allowed == wanted else [f"open_files = {wanted} is above the hard limit: {allowed} is used"]
 
 
 def raise_open_files(wanted: int) -> int:
-    """Let this process have so many open files, as far as its hard limit goes; says how many it may have then."""
+    """Raise this process's limit of open files, as far as its hard limit allows; return the limit that holds."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted
@@ -112,7 +112,7 @@ def raise_open_files(wanted: int) -> int:
 
 
 def own_memory(pid: int) -> int:
-    """Bytes that a process has of its own, resident or in swap; 0 when it is gone."""
+    """Return the bytes of a process's own pages, resident or in swap; 0 when it is gone."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -120,14 +120,14 @@ def own_memory(pid: int) -> int:
     return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith(("RssAnon:", "VmSwap:"))) * KIB
 
 
-def family_memory(leaders: Iterable[int], measure: Callable[[int], int] = own_memory) -> dict[int, int]:
-    """Bytes of each of these processes together with all their descendants. Blocking: one walk over /proc for all."""
-    families = procfs.descendants_of_each(leaders)
-    return {pid: measure(pid) + sum(map(measure, below)) for pid, below in families.items()}
+def tree_memory(leaders: Iterable[int], measure: Callable[[int], int] = own_memory) -> dict[int, int]:
+    """Return the bytes of each of these processes with its descendants. Blocking: one walk over /proc for all."""
+    trees = procfs.descendants_of_each(leaders)
+    return {pid: measure(pid) + sum(map(measure, below)) for pid, below in trees.items()}
 
 
 def over_memory(used: Mapping[int, int], limits_mib: Mapping[int, int]) -> dict[int, str]:
-    """Which processes are above their limit, and what to say of it. Pure."""
+    """Return the processes above their limit, each with the reason. Pure."""
     return {
         pid: f"had {used[pid] // MIB} MiB of its own, above memory_mib = {limit}"
         for pid, limit in limits_mib.items()
