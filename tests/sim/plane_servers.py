@@ -309,7 +309,7 @@ class Queue(Role):
         if isinstance(value, RelaxError):
             raise value
         # Nothing came of a call that was told to wait, so it is no matter who hears so again.
-        if not isinstance(event, ev.Gone) and not getattr(value, "waiting_on", ""):
+        if not isinstance(event, ev.ProcessExited) and not getattr(value, "waiting_on", ""):
             self.world.checker.effect("queue", who, f": {event} -> {value}")
         return value
 

@@ -6,32 +6,14 @@ import time
 from collections import Counter
 from typing import Any
 
-import msgspec
-
-from relax_rt.transport.base.calls import CallStatistics
 from relax_rt.transport.base.journal import Journal
 from relax_rt.transport.base.waits import Waits
-from relax_rt.transport.memory.arena import ReaderStatistics, WriterStatistics
 from relax_rt.transport.queue.ledger import accounting, admission
 from relax_rt.transport.queue.ledger.core import Core
 from relax_rt.transport.queue.ledger.machine import Ledger
 
 CHEAP_S = 0.001
 """A count that takes longer is not made anew before twenty times as long has passed."""
-
-
-class ClientStatistics(msgspec.Struct, frozen=True):
-    """Numbers of a client: its calls, the messages and samples of its offers, its own memory, what it maps."""
-
-    calls: CallStatistics
-    offer_messages: int
-    offered_samples: int
-    leases: int
-    pinned_leases: int
-    tickets: int
-    waiting_on: str
-    arena: WriterStatistics
-    reader: ReaderStatistics
 
 
 class States:

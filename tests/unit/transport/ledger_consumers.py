@@ -9,7 +9,7 @@ from ledger_model import Model
 
 from relax_rt.transport.memory.refs import BlockRef, Extent
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.messages import Batch, Put, RowPut, SampleKey
+from relax_rt.transport.queue.ledger.messages import LeaseGrant, Put, RowPut, SampleKey
 from relax_rt.transport.rpc.errors import StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -26,9 +26,9 @@ class Consumers(RuleBasedStateMachine):
     dead: list[Incarnation]
     judges: list[Incarnation]
     critics: list[Incarnation]
-    work: list[tuple[Incarnation, Batch]]
+    work: list[tuple[Incarnation, LeaseGrant]]
     reads: list[tuple[Incarnation, int]]
-    values: list[Batch | None]
+    values: list[LeaseGrant | None]
 
     def fresh(self, slot: str) -> Incarnation:
         raise NotImplementedError
@@ -39,7 +39,7 @@ class Consumers(RuleBasedStateMachine):
     def gone(self, who: Incarnation) -> None:
         raise NotImplementedError
 
-    def sees_its_columns(self, batch: Batch) -> None:
+    def sees_its_columns(self, batch: LeaseGrant) -> None:
         pins = self.m.leases[batch.lease].pins
         assert {block.extent for block in batch.blocks if block.extent} <= set(pins)
         assert {blob.extent for blob in batch.blobs} <= set(pins)
@@ -76,15 +76,15 @@ class Consumers(RuleBasedStateMachine):
             return [Put(BlockRef(None, len(rows), (field,), INLINE), rows, version=version)]
         return [self.d.rows(who, rows, field, version=version)]
 
-    def complete(self, who: Incarnation, task: str, batch: Batch, outcome: str, puts: list[Put]) -> None:
+    def complete(self, who: Incarnation, batch: LeaseGrant, outcome: str, puts: list[Put]) -> None:
         failed = {batch.samples[0].key} if outcome == "failed" and batch.samples else set()
         try:
             if outcome == "abandoned":
-                self.d.call(who, ev.Abandon(batch.lease, "test"))
+                self.d.call(who, ev.ReleaseLease(batch.lease, "test"))
                 self.m.abandon(who, batch.lease)
                 return
             pinned = outcome == "pinned"
-            freed = self.d.complete(who, task, batch, *puts, failed=sorted(failed), pinned=pinned)
+            freed = self.d.complete(who, batch, *puts, failed=sorted(failed), pinned=pinned)
         except StaleEpoch:
             assert who in self.dead
             return
@@ -98,7 +98,7 @@ class Consumers(RuleBasedStateMachine):
     def finish_reward(self, pick: int, outcome: str) -> None:
         who, batch = self.work.pop(pick % len(self.work))
         keys = [info.key for info in batch.samples][outcome == "failed" :]
-        self.complete(who, "reward", batch, outcome, self.columns(who, "reward", keys))
+        self.complete(who, batch, outcome, self.columns(who, "reward", keys))
 
     @precondition(lambda self: self.reads)
     @rule(pick=PICK)
@@ -136,7 +136,7 @@ class Consumers(RuleBasedStateMachine):
             return
         version = max((v for v in self.m.parents if v < self.version), default=0) if late else self.version
         keys = [info.key for info in batch.samples][outcome == "failed" :]
-        self.complete(self.critics[i], "values", batch, outcome, self.columns(self.critics[i], "values", keys, version))
+        self.complete(self.critics[i], batch, outcome, self.columns(self.critics[i], "values", keys, version))
 
     @rule(i=st.integers(0, 1), told=st.booleans())
     def kill_critic(self, i: int, told: bool) -> None:

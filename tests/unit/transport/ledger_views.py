@@ -12,7 +12,7 @@ from ledger_model_parts import Group as ModelGroup
 from ledger_model_parts import Lease as ModelLease
 
 from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.queue.ledger.state import Group, Held, Lease, State
+from relax_rt.transport.queue.ledger.state import Group, Lease, PartialTokens, State
 
 
 def of_ledger(state: State) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _model_group(group: ModelGroup) -> tuple[Any, ...]:
     return (*place, group.issue, group.idle, group.recycled, group.holder, sorted(group.making), group.lease, samples)
 
 
-def _held(mark: Held | None) -> list[tuple[int, int]]:
+def _held(mark: PartialTokens | None) -> list[tuple[int, int]]:
     """Tokens, each with its version."""
     if mark is None:
         return []

@@ -30,7 +30,7 @@ class Driver:
         self.offset = 0
         self.free: list[Extent] = []
         self.enter(ev.Configure(policy, limits or QueueLimits()))
-        self.enter(ev.Open("run"))
+        self.enter(ev.OpenRun("run"))
         for who in WHO.values():
             self.enter(ev.Join(issued=True), who)
         if config is not None:
@@ -62,7 +62,7 @@ class Driver:
         return answer
 
     def gone(self, name: str) -> None:
-        self.enter(ev.Gone(WHO[name], "killed"))
+        self.enter(ev.ProcessExited(WHO[name], "killed"))
 
     def block(self, name: str, rows: int, fields: tuple[str, ...]) -> BlockRef:
         """A block of 64 bytes a row in a slab of the caller's."""

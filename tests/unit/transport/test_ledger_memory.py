@@ -153,11 +153,11 @@ def test_a_trainer_may_read_on_after_its_step(how: str) -> None:
     d.reward_all(JUDGE)
     batch = d.take(TRAINER, "train", groups=1)
     if how == "trained":
-        d.call(TRAINER, ev.Trained([batch.lease], 1, VersionRecord(9, version, 1), pinned=[batch.lease]))
+        d.call(TRAINER, ev.CompleteStep([batch.lease], 1, VersionRecord(9, version, 1), pinned=[batch.lease]))
     else:
-        d.call(TRAINER, ev.Abandon(batch.lease, "stopping", pinned=True))
+        d.call(TRAINER, ev.ReleaseLease(batch.lease, "stopping", pinned=True))
         other = d.take(TRAINER, "train", groups=1)
-        d.call(TRAINER, ev.Trained([other.lease], 1, VersionRecord(9, version, 1)))
+        d.call(TRAINER, ev.CompleteStep([other.lease], 1, VersionRecord(9, version, 1)))
     d.committed(TRAINER, 1)
     assert len(extents(d)) == 1
     assert len(d.unpin(TRAINER, batch.lease)) == 0 and not extents(d)
@@ -175,7 +175,7 @@ def test_a_reader_that_is_fenced_keeps_its_pin_until_it_is_dead() -> None:
     assert len(extents(d)) == 1
     with pytest.raises(Refused):
         d.unpin(JUDGE, batch.lease)
-    d.own(ev.Gone(JUDGE, "seen dead"))
+    d.own(ev.ProcessExited(JUDGE, "seen dead"))
     assert not extents(d)
 
 

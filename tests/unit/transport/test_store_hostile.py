@@ -93,7 +93,7 @@ odd: st.SearchStrategy[sv.StoreEvent] = st.one_of(
     st.builds(sv.Configure, odd_configs),
 )
 offers = st.builds(
-    lambda at, field: ev.Offer([Put(BlockRef(Extent("a-0-1-1.slab", at * 64, 64), 1, (field,)), [])], [1]),
+    lambda at, field: ev.PutGroups([Put(BlockRef(Extent("a-0-1-1.slab", at * 64, 64), 1, (field,)), [])], [1]),
     st.integers(0, 1 << 16),
     st.sampled_from("xy"),
 )
@@ -119,7 +119,7 @@ class Hostile:
     def __init__(self) -> None:
         self.ledger, self.restarted = Ledger(), Ledger()
         self.n = 0
-        for event in (ev.Configure(POLICY, LIMITS), ev.Open("run")):
+        for event in (ev.Configure(POLICY, LIMITS), ev.OpenRun("run")):
             self.apply(event, None, 0)
         for who in WHO:
             self.apply(ev.Join(issued=True), who, 0)
@@ -158,7 +158,7 @@ def test_hostile_calls_are_answered_or_refused(config: StoreConfig | None, scrip
     for who, seq, event in script:
         hostile.apply(event, who, seq)
     for who in WHO:
-        hostile.apply(ev.Gone(who, "killed"), None, 0)
+        hostile.apply(ev.ProcessExited(who, "killed"), None, 0)
     assert hostile.ledger.core.store.statistics()["pins"] == 0
 
 

@@ -261,7 +261,7 @@ def test_all_rows_are_lost_with_the_shared_memory() -> None:
     driver = Driver()
     driver.put("a", "p", ["k"], "x")
     driver.get("b", Rows("p", ["k"]))
-    driver.enter(ev.Open("another run"))
+    driver.enter(ev.OpenRun("another run"))
     assert driver.ledger.core.store.list_keys(None) == {}
     assert driver.ledger.audit() == []
     assert driver.replayed().snapshot() == driver.ledger.snapshot()

@@ -52,7 +52,7 @@ def test_first_columns_wait_for_room_and_later_ones_do_not() -> None:
 
 def test_rows_count_beside_the_samples_of_the_queue() -> None:
     driver = tight(capacity_samples=3)
-    offered = ev.Offer([Put(driver.block("a", 1, ("x",)), [])], [1])
+    offered = ev.PutGroups([Put(driver.block("a", 1, ("x",)), [])], [1])
     driver.seq["a"] += 1
     driver.enter(offered, WHO["a"], driver.seq["a"])
     assert put(driver, "k", "l") == ""

@@ -9,7 +9,7 @@ from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import owner_of
 from relax_rt.transport.queue.ledger.admission import MAX_SAMPLES, check_fields, check_rows, return_extents
 from relax_rt.transport.queue.ledger.core import Core
-from relax_rt.transport.queue.ledger.events import Abandon, Complete, Take
+from relax_rt.transport.queue.ledger.events import CompleteLease, ReleaseLease, RequestLease
 from relax_rt.transport.queue.ledger.failures import (
     count_success,
     fail_members,
@@ -17,14 +17,14 @@ from relax_rt.transport.queue.ledger.failures import (
     reset_failures,
     stuck,
 )
-from relax_rt.transport.queue.ledger.messages import Batch, Put, Run, SampleInfo, SampleKey, Want
+from relax_rt.transport.queue.ledger.messages import LeaseGrant, LeaseRequest, Put, Run, SampleInfo, SampleKey
 from relax_rt.transport.queue.ledger.selection import Samplers, select_keys, settle
 from relax_rt.transport.queue.ledger.state import Group, Lease, Part, Sample
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
 
-def take(core: Core, who: Incarnation, event: Take, samplers: Samplers) -> tuple[Batch, list[SampleKey]]:
+def take(core: Core, who: Incarnation, event: RequestLease, samplers: Samplers) -> tuple[LeaseGrant, list[SampleKey]]:
     """Lease ready samples for a task, or say what is waited for; also answers with the keys that were chosen.
 
     An event from the journal carries its keys: what was chosen then is granted again, whatever samplers do now.
@@ -36,7 +36,7 @@ def take(core: Core, who: Incarnation, event: Take, samplers: Samplers) -> tuple
     if keys is None:
         keys, waiting_on = _choose(core, samplers, task, settled) if settled is not None else ([], waiting_on)
     if not keys:
-        return Batch(0, [], waiting_on=waiting_on), []
+        return LeaseGrant(0, [], waiting_on=waiting_on), []
     groups = core.state.groups
     samples = [groups[key.group].samples[key.member] for key in keys]
     if event.keys is None:
@@ -45,7 +45,7 @@ def take(core: Core, who: Incarnation, event: Take, samplers: Samplers) -> tuple
     return batch_of(core, lease, zip(keys, samples, strict=True)), keys
 
 
-def _choose(core: Core, samplers: Samplers, task: str, want: Want) -> tuple[list[SampleKey], str]:
+def _choose(core: Core, samplers: Samplers, task: str, want: LeaseRequest) -> tuple[list[SampleKey], str]:
     try:
         return select_keys(core, samplers, task, want)
     except Refused as error:
@@ -56,7 +56,7 @@ def _choose(core: Core, samplers: Samplers, task: str, want: Want) -> tuple[list
 
 
 def _suspect_alone(
-    core: Core, task: str, keys: list[SampleKey], samples: list[Sample], want: Want
+    core: Core, task: str, keys: list[SampleKey], samples: list[Sample], want: LeaseRequest
 ) -> tuple[list[SampleKey], list[Sample]]:
     """A sample that its consumers' next death would set aside is leased by itself: its neighbours are not to blame."""
     last = core.state.limits.quarantine_after - 1
@@ -69,7 +69,7 @@ def _suspect_alone(
     return [keys[suspect]], [samples[suspect]]
 
 
-def _check_take(core: Core, who: Incarnation, task: str, want: Want) -> None:
+def _check_take(core: Core, who: Incarnation, task: str, want: LeaseRequest) -> None:
     what = f"take for task '{task}' by {who}"
     if task not in core.policy.tasks:
         tasks = sorted(core.policy.tasks)
@@ -110,7 +110,7 @@ def _grant(core: Core, who: Incarnation, task: str, keys: list[SampleKey], sampl
     return lease
 
 
-def batch_of(core: Core, lease: Lease, held: Iterable[tuple[SampleKey, Sample]] | None = None) -> Batch:
+def batch_of(core: Core, lease: Lease, held: Iterable[tuple[SampleKey, Sample]] | None = None) -> LeaseGrant:
     """What the holder of a lease is told.
 
     Columns that came after the lease was granted are not in it: their memory is not pinned for its holder.
@@ -126,7 +126,7 @@ def batch_of(core: Core, lease: Lease, held: Iterable[tuple[SampleKey, Sample]] 
         runs = runs_of(core.samples_of(lease) if held is None else held, told, place)
     blocks = [core.blocks.blocks[id_].ref for id_ in place]
     blobs = core.blocks.blob_refs(place)
-    return Batch(lease.id, infos, runs, blocks, blobs, _remote(core, lease), core.state.limits.lease_s)
+    return LeaseGrant(lease.id, infos, runs, blocks, blobs, _remote(core, lease), core.state.limits.lease_s)
 
 
 def _remote(core: Core, lease: Lease) -> dict[str, str]:
@@ -161,7 +161,7 @@ def _infos(core: Core, lease: Lease, told: set[int], place: dict[int, int]) -> l
     return infos
 
 
-def complete(core: Core, who: Incarnation, event: Complete) -> list[Extent]:
+def complete(core: Core, who: Incarnation, event: CompleteLease) -> list[Extent]:
     """Finish a lease: its samples get their new columns, and failed ones go the way the policy says.
 
     A lapsed lease is finished without effect on the samples: its columns are not kept and its pins are released.
@@ -193,7 +193,7 @@ def _new_columns(core: Core, lease: Lease, puts: list[Put]) -> list[tuple[Sample
     return found
 
 
-def _finish(core: Core, lease: Lease, event: Complete) -> None:
+def _finish(core: Core, lease: Lease, event: CompleteLease) -> None:
     """Failures come first: they decide whose new columns are of use."""
     task, pending = lease.task, _new_columns(core, lease, event.puts)
     held, groups = dict(core.samples_of(lease)), core.groups_of(lease)
@@ -229,7 +229,7 @@ def _finish(core: Core, lease: Lease, event: Complete) -> None:
             core.finish_if_done(group)
 
 
-def _finish_without_news(core: Core, lease: Lease, event: Complete) -> None:
+def _finish_without_news(core: Core, lease: Lease, event: CompleteLease) -> None:
     # The usual end of a lease: the task is done with its samples, and nothing new is ready for another.
     task, tasks = lease.task, len(core.policy.tasks)
     held = core.samples_of(lease)
@@ -243,12 +243,10 @@ def _finish_without_news(core: Core, lease: Lease, event: Complete) -> None:
     fail_members(core, task, stuck(core, held))
 
 
-def _check_complete(core: Core, who: Incarnation, event: Complete, lease: Lease) -> None:
+def _check_complete(core: Core, who: Incarnation, event: CompleteLease, lease: Lease) -> None:
     what = f"completion of lease {event.lease} by {who}"
-    if event.task != lease.task:
-        raise Refused(what, why=f"it was taken for task '{lease.task}', not '{event.task}'")
-    if event.task == core.policy.step_task and (event.puts or not event.failures):
-        raise Refused(what, why="training is finished with `trained`; complete only reports samples that failed")
+    if lease.task == core.policy.step_task and (event.puts or not event.failures):
+        raise Refused(what, why="training is finished with `complete_step`; complete only reports samples that failed")
     if not event.puts and not event.failures:
         return
     keys = set(lease.keys)
@@ -261,7 +259,7 @@ def _check_complete(core: Core, who: Incarnation, event: Complete, lease: Lease)
     _check_columns(core, what, event, lease)
 
 
-def _check_columns(core: Core, what: str, event: Complete, lease: Lease) -> None:
+def _check_columns(core: Core, what: str, event: CompleteLease, lease: Lease) -> None:
     """No column comes twice, none was computed with weights that are not known."""
     seen: dict[SampleKey, set[str]] = {}
     blocks, versioned = core.blocks.blocks, set(core.policy.versioned)
@@ -281,7 +279,7 @@ def _check_columns(core: Core, what: str, event: Complete, lease: Lease) -> None
             there.update(item.block.fields)
 
 
-def _complete_late(core: Core, who: Incarnation, event: Complete) -> list[Extent]:
+def _complete_late(core: Core, who: Incarnation, event: CompleteLease) -> list[Extent]:
     check_rows(core, who, event.puts)
     core.tally("late_completions")
     return_extents(core, event.puts)
@@ -300,7 +298,7 @@ def unpin(core: Core, who: Incarnation, leases: list[int]) -> None:
             core.changed = True
 
 
-def abandon(core: Core, who: Incarnation, event: Abandon) -> None:
+def abandon(core: Core, who: Incarnation, event: ReleaseLease) -> None:
     """The caller gives a lease back undone: its samples are offered again, no death is counted."""
     lease = core.state.leases.get(event.lease)
     if lease is None or lease.holder != who:

@@ -13,13 +13,13 @@ from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import is_spilled, owner_key
 from relax_rt.transport.queue.ledger.messages import (
     Admission,
-    Advice,
-    Chosen,
+    GroupsPut,
+    ItemsAssigned,
     Loss,
-    Marked,
-    Offered,
     Retired,
     SampleKey,
+    SavedPartials,
+    StepReply,
     VersionSpan,
 )
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
@@ -38,17 +38,17 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     """
 
     admission: Admission | None = None
-    offered: Offered | None = None
+    offered: GroupsPut | None = None
     lease: int = 0
     freed: list[Extent] = []
-    advice: Advice | None = None
+    advice: StepReply | None = None
     rows: list[tuple[int, int]] = []
     pin: int = 0
-    marked: Marked | None = None
-    chosen: Chosen | None = None
+    marked: SavedPartials | None = None
+    chosen: ItemsAssigned | None = None
 
 
-class Home(msgspec.Struct, frozen=True, array_like=True):
+class ClientProcess(msgspec.Struct, frozen=True, array_like=True):
     """Where an incarnation lives.
 
     Attributes:
@@ -74,7 +74,7 @@ class Callers(msgspec.Struct):
 
     lowest: dict[str, int] = {}
     answers: dict[str, dict[int, Kept]] = {}
-    homes: dict[str, Home] = {}
+    homes: dict[str, ClientProcess] = {}
     node: str = ""
     payloads: str = ""
 
@@ -180,7 +180,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
     version: int = -1
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class PartialTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of an unfinished member, from the first one on (see Mark)."""
 
     tokens: bytes
@@ -230,7 +230,7 @@ class Sample(msgspec.Struct, array_like=True, gc=False):
     done: list[str] = []
     deaths: int = 0
     left_out: bool = False
-    mark: Held | None = None
+    mark: PartialTokens | None = None
     most: int = 0
 
 

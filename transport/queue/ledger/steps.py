@@ -14,16 +14,23 @@ from relax_rt.transport.queue.ledger.admission import (
 )
 from relax_rt.transport.queue.ledger.consumption import lapse
 from relax_rt.transport.queue.ledger.core import REFUSED, REFUSED_TOKENS, ROOM, Core
-from relax_rt.transport.queue.ledger.events import Ask, Choose, Committed, Filtered, Rollback, Trained
+from relax_rt.transport.queue.ledger.events import (
+    AssignItems,
+    Commit,
+    CompleteStep,
+    FilterGroups,
+    RequestSurplus,
+    Rollback,
+)
 from relax_rt.transport.queue.ledger.failures import REPORT_EVERY_S, report_losses, reset_failures
-from relax_rt.transport.queue.ledger.messages import Advice, Chosen
+from relax_rt.transport.queue.ledger.messages import ItemsAssigned, StepReply
 from relax_rt.transport.queue.ledger.selection import refuse_stale
 from relax_rt.transport.queue.ledger.state import Group, Lease, Sample, TrainedGroup
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
 
-def trained(core: Core, who: Incarnation, event: Trained) -> Advice:
+def trained(core: Core, who: Incarnation, event: CompleteStep) -> StepReply:
     """The step over the groups of the leases is done; the trainer's weights are now `weights`."""
     state = core.state
     what = f"step {event.step} of {who}"
@@ -52,7 +59,7 @@ def trained(core: Core, who: Incarnation, event: Trained) -> Advice:
     refuse_stale(core, surplus(core))
     keep_what_was_asked(core)
     told, state.refused_told = state.refused_told, state.tallies.get(REFUSED_TOKENS, 0)
-    return Advice(early_checkpoint(core), refused_tokens=state.refused_told - told)
+    return StepReply(early_checkpoint(core), refused_tokens=state.refused_told - told)
 
 
 def step_lease(core: Core, who: Incarnation, id_: int, what: str) -> Lease:
@@ -84,7 +91,7 @@ def _offer_others_again(core: Core, ids: Collection[int] = ()) -> None:
                 core.lapse_columns(group)
 
 
-def _train(core: Core, lease: Lease, event: Trained) -> None:
+def _train(core: Core, lease: Lease, event: CompleteStep) -> None:
     path = core.state.path.setdefault(event.step, [])
     for group in core.groups_of(lease):
         core.leave(group)
@@ -119,7 +126,7 @@ def early_checkpoint(core: Core) -> str:
     return f"{used} of {limits.capacity_bytes} payload bytes are in use, {held} samples wait for a checkpoint"
 
 
-def committed(core: Core, who: Incarnation, event: Committed) -> None:
+def committed(core: Core, who: Incarnation, event: Commit) -> None:
     """A checkpoint covers all steps up to `step`: their samples are finished and their memory is free."""
     if event.step > core.state.step:
         raise Refused(f"commit of step {event.step} by {who}", why=f"the last step trained is {core.state.step}")
@@ -296,7 +303,7 @@ RULES = 32
 """Rules whose groups the account counts apart; the others' are counted together."""
 
 
-def filtered(core: Core, who: Incarnation, event: Filtered) -> None:
+def filtered(core: Core, who: Incarnation, event: FilterGroups) -> None:
     """Groups of a train lease end as dropped(filter), whatever becomes of the step; the lease keeps the others."""
     what = f"filtering groups of lease {event.lease} by {who}"
     lease = step_lease(core, who, event.lease, what)
@@ -332,7 +339,7 @@ def _let_go(core: Core, lease: Lease) -> None:
     lease.pins = pins
 
 
-def ask(core: Core, who: Incarnation, event: Ask) -> None:
+def ask(core: Core, who: Incarnation, event: RequestSurplus) -> None:
     """So many groups may be under way beyond the bound until the next step; a later word counts instead."""
     what = f"asking for {event.groups} groups by {who}"
     if not core.policy.group_size:
@@ -345,7 +352,7 @@ def ask(core: Core, who: Incarnation, event: Ask) -> None:
     core.touched.add(ROOM)
 
 
-def choose(core: Core, who: Incarnation, event: Choose) -> Chosen:
+def choose(core: Core, who: Incarnation, event: AssignItems) -> ItemsAssigned:
     """Which data item prompts are of that were not yet given out; answers with the first of these."""
     what = f"choosing prompts by {who}"
     if not core.policy.group_size:
@@ -355,4 +362,4 @@ def choose(core: Core, who: Incarnation, event: Choose) -> Chosen:
     if far >= pool.cursor + MAX_AHEAD:
         raise Refused(what, why=f"place {far} is {far - pool.cursor} ahead", hint=f"choose at most {MAX_AHEAD} ahead")
     core.changed = pool.choose({index: item for index, item in event.items.items() if end is None or index < end})
-    return Chosen(pool.cursor)
+    return ItemsAssigned(pool.cursor)
