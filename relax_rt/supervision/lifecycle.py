@@ -88,7 +88,7 @@ class Lifecycle:
             s.renew()
             s.gated, s.waiting, s.roomless = gated, reason, True
             self._enter(s, "pending", None)
-            self._emit("slot_without_room", s, reason=reason)
+            self._emit("slot_unplaced", s, reason=reason)
 
     def _give_up_place(self, s: Slot) -> None:
         if self._placer is not None:

@@ -69,7 +69,7 @@ class Requests(Pacing):
         if not self._placer.closed(name):
             raise Refused(refusal, why="the node is not drained", hint="slots and roles on it are restarted by name")
         self._placer.open(name)
-        self._out.append(Emit("node_opened", {"node": name}))
+        self._out.append(Emit("node_reopened", {"node": name}))
         self._look_for_room_again()
 
     def _restart(self, s: Slot) -> None:
@@ -182,7 +182,7 @@ class Requests(Pacing):
             self._tree.forget(s)
         else:
             s.waiting = "drained: it starts again when it is restarted or its role is scaled"
-        self._emit("drained", s, retired=s.retired)
+        self._emit("slot_drained", s, retired=s.retired)
 
     def _on_node_joined(self, node: Node) -> None:
         if self._placer is None:

@@ -42,15 +42,15 @@ def step_record(
         "length_mean": float(np.mean([int(s.loss_mask.sum()) for s in samples])),
         **{k: getattr(result, k) for k in result.__struct_fields__ if k not in ("applied", "why")},
         "sampled_entropy": sampled_entropy(samples),
-        "tokens_refused": batch.refused_tokens,
-        "tokens_masked": sum(end - start for s in batch.leased for start, end in s.masked),
-        "tokens_left_out": batch.left_out_tokens,
+        "refused_tokens": batch.refused_tokens,
+        "stale_tokens": sum(end - start for s in batch.leased for start, end in s.masked),
+        "masked_tokens": batch.left_out_tokens,
         "parts": batch.parts,
         **_filtered(batch),
         "skipped": "" if result.applied else result.why,
         "wait_s": batch.spent["wait"],
         "train_s": batch.spent["train"],
-        "held_s": batch.held_s,
+        "stage_wait_s": batch.stage_wait_s,
         "publish_s": batch.spent["publish"],
         "elapsed_s": elapsed_s,
         "digests": batch.digests,
@@ -61,4 +61,4 @@ def _filtered(batch: Batch) -> dict[str, Any]:
     """What filters did, where there are any: groups that came, those left out by filter, the share kept."""
     if not batch.scored:
         return {}
-    return {"scored": batch.scored, "filtered": batch.filtered, "kept_share": batch.groups / batch.scored}
+    return {"scored": batch.scored, "filtered": batch.filtered, "kept_fraction": batch.groups / batch.scored}

@@ -57,7 +57,7 @@ class Batch:
         beside: what compares the policies over tokens without gradients (`mismatch.beside_gradients`).
         left_out_tokens: whose advantage the loss took away before the update.
         refused_tokens: of samples that the queue refused as over-stale since the step before.
-        spent: on `wait`, `train` and `publish`. held_s: how long the update waited for the weights to be copied.
+        spent: on `wait`, `train` and `publish`. stage_wait_s: how long the update waited for the weights to be copied.
     """
 
     spent: Spent = field(default_factory=Spent)
@@ -75,7 +75,7 @@ class Batch:
     beside: Metrics = field(default_factory=dict)
     left_out_tokens: int = 0
     refused_tokens: int = 0
-    held_s: float = 0.0
+    stage_wait_s: float = 0.0
 
     def add(self, lease: LeasedBatch, samples: list[Sample]) -> None:
         """Further groups: those of a lease, with its samples as they were read."""

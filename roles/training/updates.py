@@ -24,7 +24,7 @@ T = TypeVar("T")
 OVER_MEASURED = ("ratio_mean", "clip_fraction", "kl_behaviour", "difference_mean", "sampled_entropy")
 """Fields of a StepResult that are means over its measured tokens; so are those that may be None."""
 PERHAPS = ("drift_mean", "entropy", "kl_reference")
-ADDED = ("tokens", "measured_tokens", "tokens_rejected", "updates")
+ADDED = ("tokens", "measured_tokens", "rejected_tokens", "updates")
 LARGEST = ("ratio_max_deviation", "difference_max")
 
 

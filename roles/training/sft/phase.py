@@ -105,7 +105,7 @@ class ColdStart:
             raise RelaxError(f"the weights after the cold start in {folder}", why=str(error), hint=hint) from error
         temperature = self._config.sampling.temperature
         await asyncio.to_thread(self._backend.use, objective, self._config.algorithm, temperature=temperature)
-        self._ctx.event("cold_start_taken_up", checkpoint=folder.name)
+        self._ctx.event("cold_start_adopted", checkpoint=folder.name)
 
     def _taken_up(self, folder: Path) -> None:
         from relax_rt.roles.training.checkpoint import read_state
