@@ -36,10 +36,11 @@ def make_run(name: str, alive: bool = False, age_s: float = 0.0, **fields: Any) 
     """A run directory as the agent leaves it; a living one belongs to this process."""
     run_dir = Path("runs") / name
     (run_dir / "logs").mkdir(parents=True)
-    record = {"run_id": "0123abcd", "name": name, "status": "running" if alive else "finished", "exit_code": 0}
+    status = "running" if alive else "finished"
+    record = {"format": RUN_FORMAT, "run_id": "0123abcd", "name": name, "status": status, "exit_code": 0}
     write_json(
         run_dir / "run.json",
-        {"format": RUN_FORMAT, **record, **fields, **({"agent": owner_of(os.getpid())} if alive else {})},
+        {**record, **fields, **({"agent": owner_of(os.getpid())} if alive else {})},
     )
     stamp = time.time() - age_s
     os.utime(run_dir / "run.json", (stamp, stamp))
