@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from relax_rt.hosting.role import RoleContext
-from relax_rt.transport.weights.api import STAGE_DIR
+from relax_rt.transport.weights.served import STAGE_DIR
 
 OFFERS_DIR = "broadcasts"
 
