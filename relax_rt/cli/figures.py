@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.cluster.registry.api import Changes, RegistryApi
+from relax_rt.interfaces.registry import Changes, RegistryApi
 from relax_rt.observe.metrics import METRICS
 from relax_rt.observe.tail import Tail
 from relax_rt.supervision.api import RunStatus

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from relax_rt.cluster.nodes.placement import Placer
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.lifecycle import Ending, InvalidTransition
+from relax_rt.supervision.placement import Placer
 from relax_rt.supervision.protocol import (
     Action,
     Done,

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
-from relax_rt.cluster.nodes.placement import Need, Place, Placer, Waiting
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.gang import Cohort
+from relax_rt.supervision.placement import Need, Place, Placer, Waiting
 from relax_rt.supervision.protocol import Action, Done, DumpStacks, Emit, Event, Kill, Start, StartGang, Stop
 from relax_rt.supervision.slots import Slot, State
 from relax_rt.supervision.tree import RoleNode, Tree

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relax_rt.cluster.nodes.placement import Node
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.pacing import Pacing
+from relax_rt.supervision.placement import Node
 from relax_rt.supervision.protocol import Emit, NodeLost
 from relax_rt.supervision.slots import Slot
 from relax_rt.supervision.tree import RoleNode

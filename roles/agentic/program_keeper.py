@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from relax_rt.process import procfs
 from relax_rt.roles.rewards.box import prepare
-from relax_rt.supervision import procfs
 
 CANNOT_START = 127
 ORDERS = frozenset({signal.SIGTERM, signal.SIGCHLD})

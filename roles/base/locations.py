@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_rt.roles.models.resolve import resolve_model
+from relax_rt.roles.models.settings import ModelTable
 
 if TYPE_CHECKING:
-    from relax_rt.hosting.role import RoleContext
-    from relax_rt.roles.job.sections import RLConfig
+    from relax_rt.interfaces.role import RoleContext
 
 MODEL_CODE = ("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3")
 """Code of the models that the examples train: transformers imports it only when such a model is made."""
@@ -22,5 +22,4 @@ def config_dir(ctx: RoleContext) -> Path:
 
 def model_folder(ctx: RoleContext) -> Path:
     """The Hugging Face folder of the model; a package was converted at the launch."""
-    config: RLConfig = ctx.config  # type: ignore[assignment]
-    return resolve_model(config.model.path, config_dir(ctx))
+    return resolve_model(ctx.config.table(ModelTable).path, config_dir(ctx))

@@ -13,8 +13,8 @@ from relax_rt.roles.models.precision import cpu_dtype
 from relax_rt.transport.rpc.errors import Refused
 
 if TYPE_CHECKING:
-    from relax_rt.hosting.role import RoleContext
-    from relax_rt.roles.job.sections import ShardedSettings
+    from relax_rt.interfaces.role import RoleContext
+    from relax_rt.roles.models.settings import ShardedSettings
 
 CPU = torch.device("cpu")
 PINNED_BYTES = 16 << 20

@@ -9,7 +9,8 @@ import msgspec
 
 from relax_rt.config.inventory import Inventory
 from relax_rt.config.problems import Problem
-from relax_rt.roles.job.sections import RLConfig, ShardedSettings
+from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.models.settings import ShardedSettings
 from relax_rt.roles.planning.division import divides_model, divisible
 from relax_rt.roles.planning.fit import (
     GpuAccount,

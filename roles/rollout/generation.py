@@ -21,7 +21,7 @@ from relax_rt.transport.queue.ledger.messages import Finite, VersionSpan
 from relax_rt.transport.rpc.interface import idempotent
 
 if TYPE_CHECKING:
-    from relax_rt.hosting.role import RoleContext
+    from relax_rt.interfaces.role import RoleContext
     from relax_rt.roles.rollout.engines.base import Chunk, Engine
 
 FIRST_REQUEST = 1 << 48

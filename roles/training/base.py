@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_rt.roles.base.sample import Sample
-from relax_rt.roles.job.sections import AlgorithmTable
 from relax_rt.roles.training.algorithms.objective import Objective
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.weights.manifest import Layout
 
 if TYPE_CHECKING:

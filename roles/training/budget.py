@@ -14,7 +14,7 @@ from relax_rt.roles.models.device import CPU, free_cached
 from relax_rt.transport.rpc.errors import GivenUp, RelaxError
 
 if TYPE_CHECKING:
-    from relax_rt.hosting.role import RoleContext
+    from relax_rt.interfaces.role import RoleContext
     from relax_rt.roles.training.packing import Row
 
 T = TypeVar("T")

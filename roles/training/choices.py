@@ -6,16 +6,19 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.training.algorithms.filters.history import PromptHistory
 from relax_rt.roles.training.algorithms.filters.samplers import Ahead, PromptSampler
 from relax_rt.roles.training.algorithms.registry import bind
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.rpc.errors import Refused
 
 if TYPE_CHECKING:
-    from relax_rt.hosting.role import RoleContext
+    from relax_rt.config.schema import RunConfig
+    from relax_rt.interfaces.role import RoleContext
     from relax_rt.roles.base.sample import Sample
-    from relax_rt.roles.job.sections import AlgorithmTable, RLConfig
     from relax_rt.roles.training.algorithms.objective import Objective
+    from relax_rt.roles.training.algorithms.settings import AlgorithmTable
     from relax_rt.transport.queue.client import QueueClient
 
 MOST_AHEAD = 4096
@@ -35,7 +38,12 @@ class PromptChoices:
 
     @classmethod
     def of(
-        cls, ctx: RoleContext, config: RLConfig, queue: QueueClient, objective: Objective, history: PromptHistory | None
+        cls,
+        ctx: RoleContext,
+        config: RunConfig,
+        queue: QueueClient,
+        objective: Objective,
+        history: PromptHistory | None,
     ) -> PromptChoices:
         """The choices of a run with a sampler. Reads the data, so call it in a thread.
 
@@ -50,13 +58,13 @@ class PromptChoices:
         from relax_rt.roles.data.source import Places, PromptSource
         from relax_rt.roles.models.tokenizer import load_tokenizer
 
-        table, base, seed = config.algorithm, Path(config.config_dir), config.run.seed
+        table, base, seed = config.table(AlgorithmTable), Path(config.config_dir), config.run.seed
         assert table.sampler is not None
         rule = bind("sampler", table.sampler, ("algorithm", "sampler"), base=base, defaults={})
         if isinstance(rule, list):
             raise Refused("algorithm.sampler", why=rule[0].message, hint=rule[0].hint)
         tokenizer = load_tokenizer(model_folder(ctx))
-        source = PromptSource.load(config.data, tokenizer, seed=seed, config_dir=base, run_dir=ctx.run_dir)
+        source = PromptSource.load(config.table(DataTable), tokenizer, seed=seed, config_dir=base, run_dir=ctx.run_dir)
         known = PromptHistory() if history is None else history
         ids = source.train.ids
         sampler = PromptSampler(rule, ids, source.place, seed=seed, history=known, places=Places(ids))

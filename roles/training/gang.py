@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 
 from relax_rt.config.problems import BadInput
 from relax_rt.roles.base.sample import Sample
-from relax_rt.roles.job.sections import AlgorithmTable
 from relax_rt.roles.training.algorithms.objective import Objective
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.base import AdapterBackend, Partial, StepResult
 from relax_rt.roles.training.blocks import failure_of
 from relax_rt.roles.training.channel import GATHER_S, ORDER_S

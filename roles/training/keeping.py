@@ -13,7 +13,7 @@ from typing import NamedTuple
 from safetensors import SafetensorError
 
 from relax_rt.config.problems import BadInput
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.training.checkpoint import PARTIAL, CheckpointState, CheckpointStore, passing
 from relax_rt.transport.rpc.errors import Corrupt, Refused, RelaxError, StaleEpoch
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal, Protocol
+from typing import Protocol
 
 from relax_rt.config.problems import KeyPath, Problem
-
-Schedule = Literal["constant", "linear", "cosine"]
+from relax_rt.roles.training.algorithms.settings import Schedule
 
 
 class Rates(Protocol):

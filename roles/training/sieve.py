@@ -12,11 +12,12 @@ from relax_rt.roles.training.algorithms.filters.options import RefillOptions
 from relax_rt.roles.training.algorithms.filters.refill import Refill
 from relax_rt.roles.training.algorithms.filters.rules import ScoredGroup
 from relax_rt.roles.training.algorithms.registry import Bound, bind
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.rpc.errors import Refused
 
 if TYPE_CHECKING:
+    from relax_rt.config.schema import RunConfig
     from relax_rt.roles.base.sample import Sample
-    from relax_rt.roles.job.sections import RLConfig
     from relax_rt.roles.training.algorithms.objective import Objective
     from relax_rt.roles.training.step import Batch
     from relax_rt.transport.queue.client import LeasedBatch, QueueClient
@@ -53,13 +54,13 @@ class Sieve:
         self._asked = self._told = 0
 
     @classmethod
-    def of(cls, config: RLConfig, queue: QueueClient, objective: Objective, event: Callable[..., None]) -> Sieve:
+    def of(cls, config: RunConfig, queue: QueueClient, objective: Objective, event: Callable[..., None]) -> Sieve:
         """The sieve of a run with filters.
 
         Raises:
             Refused: a filter is unknown or wrong.
         """
-        table, base = config.algorithm, Path(config.config_dir)
+        table, base = config.table(AlgorithmTable), Path(config.config_dir)
         groups = table.prompts_per_step
         found = [bind("filter", given, ("algorithm", "filters"), base=base, defaults={}) for given in table.filters]
         for problem in (problem for one in found if isinstance(one, list) for problem in one):

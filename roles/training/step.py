@@ -14,7 +14,7 @@ from relax_rt.roles.training.algorithms.tensors import Metrics
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
-    from relax_rt.hosting.role import Progress
+    from relax_rt.interfaces.role import Progress
     from relax_rt.roles.training.algorithms.objective import Objective
     from relax_rt.roles.training.base import TrainerBackend
     from relax_rt.roles.training.sieve import Sieve

@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM
 from relax_rt.roles.base.sample import Sample, bare_meta
 from relax_rt.roles.data.media.eyes import Eyes, load_seeing
 from relax_rt.roles.data.media.sight import sees
-from relax_rt.roles.job.sections import AlgorithmTable
 from relax_rt.roles.models.device import CPU
 from relax_rt.roles.models.forward import check_plain
 from relax_rt.roles.models.numerics import denormals_flushed
 from relax_rt.roles.training.algorithms.objective import Objective
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.algorithms.tensors import Metrics, TokenTensors, merge
+from relax_rt.roles.training.backend.settings import LoraTable
 from relax_rt.roles.training.base import Partial, StepResult, step_result, thrown_away
 from relax_rt.roles.training.budget import Accumulation, Budget, Fitting
 from relax_rt.roles.training.layout import Laid, lay_out, packing_costs
@@ -31,7 +32,6 @@ from relax_rt.roles.training.rates import learning_rate
 from relax_rt.roles.training.torch.adapters import add_adapters
 from relax_rt.roles.training.torch.pieces import Scored, shard
 from relax_rt.roles.training.torch.ranks import TorchRanks
-from relax_rt.roles.training.torch.settings import LoraTable
 from relax_rt.roles.training.torch.snapshot import Snapshots
 from relax_rt.roles.training.torch.weights import Weights
 from relax_rt.transport.rpc.errors import Refused

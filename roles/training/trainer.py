@@ -10,14 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from relax_rt.config.problems import BadInput
-from relax_rt.config.schema import RoleSettings
-from relax_rt.hosting.role import RoleContext
+from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE, model_folder
 from relax_rt.roles.base.progress import NoProgress, ending, no_advantage, no_token
 from relax_rt.roles.base.role import RLRole
-from relax_rt.roles.job.sections import RLConfig, RolloutSettings, TrainerSettings
+from relax_rt.roles.base.settings import ProgressTable
 from relax_rt.roles.models.opening import refused_for_good
-from relax_rt.roles.rollout.engines.tables import SHARING
+from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable
+from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
+from relax_rt.roles.training.backend.settings import TrainerSettings
+from relax_rt.roles.training.checkpoints.settings import CheckpointTable
+from relax_rt.roles.training.publication.settings import PublicationTable
+from relax_rt.roles.training.sft.settings import ColdStartTable
 from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.queue.ledger.messages import failure_summary
 from relax_rt.transport.rpc.errors import DeadlineExceeded, GivenUp, RelaxError, Unreachable
@@ -75,8 +80,6 @@ class TrainerRole(RLRole[TrainerSettings]):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig)
-        self.config = ctx.config
         self.step = 0
         self.weights = VersionRecord(ROOT, ROOT, 0)
         self._held: Batch | None = None
@@ -103,36 +106,37 @@ class TrainerRole(RLRole[TrainerSettings]):
         return isinstance(settings, TrainerSettings) and (settings.backend == "megatron" or settings.count > 1)
 
     async def setup(self) -> None:
+        algorithm = self.table(AlgorithmTable)
         from relax_rt.roles.training.algorithms.objective import Objective
         from relax_rt.roles.training.checkpoint import CheckpointStore
         from relax_rt.roles.training.identity import identity_of
-        from relax_rt.roles.training.publication import stage_folder
+        from relax_rt.roles.training.publication.place import stage_folder
         from relax_rt.transport.weights.stage import WeightStage
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
         with refused_for_good():
             # A user's file may have changed since validation.
             self.objective = Objective.of(
-                self.config.algorithm,
+                algorithm,
                 base=Path(self.config.config_dir),
-                longest=self.config.sampling.max_new_tokens,
+                longest=self.table(SamplingTable).max_new_tokens,
             )
         await asyncio.to_thread(self._load)
         if self._follower is not None:
             return
-        if self.config.algorithm.mode in SHARING:
+        if algorithm.mode in SHARING:
             from relax_rt.roles.rollout.engines.turns import TrainerTurns, TurnsApi
 
-            self.turns = TrainerTurns(self.ctx, self.config.colocation.give_way_s)
+            self.turns = TrainerTurns(self.ctx, self.table(ColocationTable).give_way_s)
             self.ctx.serve(TurnsApi, self.turns)
         model = await asyncio.to_thread(identity_of, model_folder(self.ctx))
-        folder, keep = self.ctx.run_dir / "checkpoints", self.config.checkpoint.keep
+        folder, keep = self.ctx.run_dir / "checkpoints", self.table(CheckpointTable).keep
         self.store = CheckpointStore(folder, self.ctx.who.epoch, keep, model)
         self.stage = WeightStage(stage_folder(self.ctx), self.ctx.who.epoch)
         self.resources.callback(self.stage.close)
         await self.open_queue(fetch_s=FETCH_S)
         self._open_collector()
-        if self.config.algorithm.sampler is not None:
+        if algorithm.sampler is not None:
             from relax_rt.roles.training.choices import PromptChoices
 
             history = self._sieve.history if self._sieve is not None else None
@@ -147,7 +151,7 @@ class TrainerRole(RLRole[TrainerSettings]):
     def _open_collector(self) -> None:
         from relax_rt.roles.training.step import Collector
 
-        table = self.config.algorithm
+        table = self.table(AlgorithmTable)
         if table.filters:
             from relax_rt.roles.training.sieve import Sieve
 
@@ -164,7 +168,7 @@ class TrainerRole(RLRole[TrainerSettings]):
     @property
     def _streams(self) -> bool:
         """Whether gradients are computed before the last group of a step is there."""
-        return self.config.algorithm.streaming and self.objective.streams
+        return self.table(AlgorithmTable).streaming and self.objective.streams
 
     def _load(self) -> None:
         """Of a gang, rank 0 does all that a trainer does; the others do as it tells them."""
@@ -198,6 +202,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         self.ctx.progress.extend(max(STEP_ALLOWANCE_S, 2 * self._longest_s), "asked to stop: finishing the step")
 
     async def _work(self) -> None:
+        algorithm = self.table(AlgorithmTable)
         if self._follower is not None:
             await self.ctx.ready()
             await asyncio.to_thread(self._follower.run)
@@ -206,7 +211,7 @@ class TrainerRole(RLRole[TrainerSettings]):
             await asyncio.to_thread(self.backend.close)
             return
         try:
-            while self.step < self.config.algorithm.steps and not self.ctx.stopping.is_set():
+            while self.step < algorithm.steps and not self.ctx.stopping.is_set():
                 await self._one_step()
         except BadInput:
             # It is nothing that the samples have done: no death may count against their prompts.
@@ -223,7 +228,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         await self.publisher.through()
         await self.publisher.filed()
         await asyncio.to_thread(self.backend.close)
-        self.ctx.event("training_finished", step=self.step, target=self.config.algorithm.steps)
+        self.ctx.event("training_finished", step=self.step, target=algorithm.steps)
 
     async def _give_back(self, reason: str) -> None:
         """All groups that were taken and not trained on."""
@@ -283,7 +288,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         Args:
             found: the checkpoint that the trainer goes on from; what came before is done then.
         """
-        if found is not None or not self.config.cold_start.wanted:
+        if found is not None or not self.table(ColdStartTable).wanted:
             return True
         from relax_rt.roles.training.sft.phase import ColdStart
 
@@ -304,7 +309,7 @@ class TrainerRole(RLRole[TrainerSettings]):
             self.stage,
             self.backend,
             dtype=published_dtype(self.config),
-            table=self.config.publication,
+            table=self.table(PublicationTable),
             engines=engines,
             committed=committed,
             files=files,
@@ -364,7 +369,7 @@ class TrainerRole(RLRole[TrainerSettings]):
             return
         if not batch.full:
             if self._streams and batch.waiting_tokens() >= self._part_tokens:
-                self._doing(f"computing on {batch.groups} of {self.config.algorithm.prompts_per_step} groups")
+                self._doing(f"computing on {batch.groups} of {self.table(AlgorithmTable).prompts_per_step} groups")
                 await asyncio.to_thread(self._accumulate, batch)
                 batch.spent.on("train")
             return
@@ -386,7 +391,7 @@ class TrainerRole(RLRole[TrainerSettings]):
 
     def _doing(self, what: str) -> None:
         """Say what is done for the step that is being made."""
-        step, steps = self.step + 1, self.config.algorithm.steps
+        step, steps = self.step + 1, self.table(AlgorithmTable).steps
         self.ctx.progress.advance(0, f"step {step} of {steps}: {what}{self._skipped_checkpoints}")
 
     async def _collect(self) -> Batch | None:
@@ -433,7 +438,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         def before_update() -> None:
             batch.held_s += self.publisher.weights_may_change()
 
-        number, over, updates = self.step + 1, self.settings.mismatch, self.config.algorithm.updates_per_step
+        number, over, updates = self.step + 1, self.settings.mismatch, self.table(AlgorithmTable).updates_per_step
         if updates > 1:
             return take_updates(
                 batch,
@@ -477,7 +482,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         self._note_empty(batch, result, empty=empty)
         self.step += 1
         # The last step's version is what the other roles take for the end of the run, whatever is in it.
-        publishes = not empty or self.step >= self.config.algorithm.steps
+        publishes = not empty or self.step >= self.table(AlgorithmTable).steps
         if publishes:
             version = await self._patiently(self.ctx.registry.issue_version)
             self.weights = VersionRecord(version, self.weights.version, self.step, changed=result.changed)
@@ -506,7 +511,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         elif all(self.objective.idle(sample) for sample in batch.samples):
             self._empty_why = no_advantage(self.config, batch.samples, batch.left_out_tokens)
         self._empty = self._empty + 1 if self._empty_why else 0
-        times, rest = divmod(self._empty, self.config.progress.empty_steps)
+        times, rest = divmod(self._empty, self.table(ProgressTable).empty_steps)
         if times and not rest and not times & (times - 1):
             self.ctx.event("steps_empty", step=self.step + 1, steps=self._empty, why=self._empty_why)
             self.ctx.log.warning("steps that trained nothing", steps=self._empty, why=self._empty_why)
@@ -515,10 +520,10 @@ class TrainerRole(RLRole[TrainerSettings]):
         """The step's record, and a line of the log."""
         from relax_rt.roles.training.record import step_record
 
-        epoch, steps = self.ctx.who.epoch, self.config.algorithm.steps
+        epoch, steps = self.ctx.who.epoch, self.table(AlgorithmTable).steps
         elapsed_s = self._trained_before_s + time.monotonic() - self._started
         record = step_record(batch, result, step=self.step, weights=self.weights, epoch=epoch, elapsed_s=elapsed_s)
-        reported = self._empty >= self.config.progress.empty_steps
+        reported = self._empty >= self.table(ProgressTable).empty_steps
         record |= {"empty_steps": self._empty, "empty_why": self._empty_why if reported else ""}
         self.ctx.metrics(record)
         if not self._worked:
@@ -532,8 +537,8 @@ class TrainerRole(RLRole[TrainerSettings]):
         if self._saving is not None and self._saving.done():
             # A save that failed ends the trainer now, not at the next checkpoint.
             self._saving.result()
-        final = self.step >= self.config.algorithm.steps
-        due = final or self.step % self.config.checkpoint.every_steps == 0
+        final = self.step >= self.table(AlgorithmTable).steps
+        due = final or self.step % self.table(CheckpointTable).every_steps == 0
         if self._early and not due and (self._saving is None or self._saving.done()):
             self.ctx.event("early_checkpoint", step=self.step, why=self._early)
             due = True
@@ -619,7 +624,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         return found[1].step if found else 0
 
 
-def published_dtype(config: RLConfig) -> str:
+def published_dtype(config: RunConfig) -> str:
     """The dtype of published weights: that of the engines, which validation holds to one."""
     dtype: str = config.roles["rollout"].dtype
     return dtype

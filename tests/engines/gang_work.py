@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from relax_rt.roles.base.sample import Sample
-from relax_rt.roles.job.sections import AlgorithmTable
 from relax_rt.roles.training.algorithms.objective import Objective
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.base import StepResult
 from relax_rt.roles.training.gang import Follower, Leader
 from relax_rt.roles.training.sharing import share

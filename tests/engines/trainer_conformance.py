@@ -15,8 +15,8 @@ from harness import Driver, MemorySource, model_of
 from numpy.typing import NDArray
 
 from relax_rt.roles.base.sample import Sample, bare_meta
-from relax_rt.roles.job.sections import AlgorithmTable
 from relax_rt.roles.rollout.engines.base import Completion, GroupRequest
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 TEMPERATURE = 0.8

@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[1] / "engines"))
 from gang_harness import samples
 from harness import VOCABULARY
 
-from relax_rt.roles.job.sections import AlgorithmTable
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.sharing import share
 from relax_rt.roles.training.torch.ranks import TorchRanks
 from relax_rt.roles.training.torch_backend import TorchBackend

@@ -31,10 +31,10 @@ from relax_rt.cluster.nodes.api import (
 from relax_rt.cluster.nodes.fleet import RemoteExecutor
 from relax_rt.cluster.nodes.head import TICK_S, Departure, HeadCore
 from relax_rt.cluster.nodes.limb import LimbCore
-from relax_rt.cluster.nodes.placement import Node, Placer
 from relax_rt.supervision.core import InvalidTransition, Supervisor
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.executor import Rendezvous, StartOrder, gang_orders
+from relax_rt.supervision.placement import Node, Placer
 from relax_rt.supervision.protocol import (
     Done,
     Emit,

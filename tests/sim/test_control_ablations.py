@@ -24,8 +24,8 @@ from relax_rt.cluster.nodes import head as head_module
 from relax_rt.cluster.nodes.api import Orders, Seat
 from relax_rt.cluster.nodes.head import HeadCore
 from relax_rt.cluster.nodes.limb import LimbCore
-from relax_rt.cluster.registry.api import Member
 from relax_rt.cluster.registry.core import RegistryCore
+from relax_rt.interfaces.registry import Member
 from relax_rt.supervision.core import Supervisor
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.lifecycle import Lifecycle

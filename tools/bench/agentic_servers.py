@@ -23,8 +23,8 @@ import uvloop
 from peers.slots import ANSWER, TOKEN, Slots, name_of
 
 from relax_rt.actors.directory import Directory
-from relax_rt.cluster.registry.api import Changes, RegistryApi
 from relax_rt.cluster.registry.core import RegistryCore, Stored
+from relax_rt.interfaces.registry import Changes, RegistryApi
 from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
 from relax_rt.roles.gateway.admission import Marks
 from relax_rt.roles.gateway.api import SessionLimits

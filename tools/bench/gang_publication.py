@@ -152,7 +152,8 @@ def rank_main(rank: int, folder: Path, rounds: int) -> None:
     """One rank, in a process of its own."""
     import torch.distributed as dist
 
-    from relax_rt.roles.job.sections import AlgorithmTable, TrainerSettings
+    from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+    from relax_rt.roles.training.backend.settings import TrainerSettings
     from relax_rt.roles.training.megatron.backend import MegatronBackend
     from relax_rt.roles.training.megatron.model import sizes_of
     from relax_rt.roles.training.megatron.ranks import Ranks

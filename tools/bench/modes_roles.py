@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.base.sample import Sample
-from relax_rt.roles.job.sections import RolloutSettings, TrainerSettings
 from relax_rt.roles.rollout.engines.base import (
     Chunk,
     EngineLoad,
@@ -28,7 +27,9 @@ from relax_rt.roles.rollout.engines.base import (
     Swap,
     extend_spans,
 )
+from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.rollout.role import RolloutRole
+from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.base import Partial, StepResult
 from relax_rt.roles.training.trainer import TrainerRole
 from relax_rt.transport.base.versions import ROOT, VersionRecord

@@ -28,8 +28,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from relax_rt.process import procfs
 from relax_rt.roles.rewards.box import kernel, layout, prepare
-from relax_rt.supervision import procfs
 
 CONTROL, REPORT = 0, 1
 TICK_S = 0.05

@@ -6,23 +6,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relax_rt.config.problems import Problem
-from relax_rt.roles.job.sections import RLConfig
+from relax_rt.config.schema import RunConfig
+from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.training.algorithms.idle_checks import check_idle
 from relax_rt.roles.training.algorithms.objective import Parts, read_parts
 from relax_rt.roles.training.algorithms.registry import bind
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 
 BESIDE = {"reference": "log-probabilities of a reference policy or teacher", "values": "the values of a critic"}
 ROLE = {"reference": "reference", "values": "critic"}
 
 
-def check_algorithm(config: RLConfig) -> Iterator[Problem]:
+def check_algorithm(config: RunConfig) -> Iterator[Problem]:
     """Unknown parts and options, and parts that do not go together."""
-    table, base = config.algorithm, Path(config.config_dir)
+    table, base = config.table(AlgorithmTable), Path(config.config_dir)
     yield from _filters(config, base)
     if table.sampler is not None:
         found = bind("sampler", table.sampler, ("algorithm", "sampler"), base=base, defaults={})
         yield from found if isinstance(found, list) else ()
-    parts = read_parts(table, base=base, longest=config.sampling.max_new_tokens)
+    parts = read_parts(table, base=base, longest=config.table(SamplingTable).max_new_tokens)
     if isinstance(parts, list):
         yield from parts
         return
@@ -41,8 +44,8 @@ def check_algorithm(config: RLConfig) -> Iterator[Problem]:
     yield from check_idle(config, parts)
 
 
-def _filters(config: RLConfig, base: Path) -> Iterator[Problem]:
-    table = config.algorithm
+def _filters(config: RunConfig, base: Path) -> Iterator[Problem]:
+    table = config.table(AlgorithmTable)
     for index, given in enumerate(table.filters):
         place = ("algorithm", "filters", index)
         found = bind("filter", given, place, base=base, defaults={})
@@ -51,16 +54,16 @@ def _filters(config: RLConfig, base: Path) -> Iterator[Problem]:
         elif table.group_size < 2 and "groups" in found.part.traits:
             message = f"group_size = 1, and filter '{found.part.name}' compares the samples of a group"
             yield Problem(place, message, "leave the filter out, or set group_size to 2 or more")
-    if table.filters and config.data.epochs is not None:
+    if table.filters and config.table(DataTable).epochs is not None:
         message = "filters leave prompts out, so that data.epochs would end before algorithm.steps are full"
         yield Problem(("data", "epochs"), message, "leave data.epochs out", at="key")
     if not table.filters and "refill" in table.model_fields_set:
         yield Problem(("algorithm", "refill"), "refill has no effect without filters", "leave it out", at="key")
 
 
-def _streaming(config: RLConfig, parts: Parts) -> Iterator[Problem]:
+def _streaming(config: RunConfig, parts: Parts) -> Iterator[Problem]:
     """Gradients before the batch is whole, asked for where there can be none."""
-    if not config.algorithm.streaming:
+    if not config.table(AlgorithmTable).streaming:
         return
     whole = next((part for part in parts.all() if part.needs & {"batch", "values"}), None)
     if whole is not None:
@@ -70,9 +73,9 @@ def _streaming(config: RLConfig, parts: Parts) -> Iterator[Problem]:
         yield Problem(("algorithm", "streaming"), message, "leave it out")
 
 
-def _updates(config: RLConfig, parts: Parts) -> Iterator[Problem]:
+def _updates(config: RunConfig, parts: Parts) -> Iterator[Problem]:
     """Several updates of one step, where there cannot be as many."""
-    table, place = config.algorithm, ("algorithm", "updates_per_step")
+    table, place = config.table(AlgorithmTable), ("algorithm", "updates_per_step")
     if table.updates_per_step == 1:
         return
     asked = f"updates_per_step = {table.updates_per_step}"
@@ -93,7 +96,7 @@ def _updates(config: RLConfig, parts: Parts) -> Iterator[Problem]:
         yield Problem(place, message, "set updates_per_step = 1")
 
 
-def _columns(config: RLConfig, parts: Parts) -> Iterator[Problem]:
+def _columns(config: RunConfig, parts: Parts) -> Iterator[Problem]:
     """Columns that a role of its own has to compute."""
     for part in parts.all():
         for need in sorted(part.needs & ROLE.keys()):

@@ -11,17 +11,20 @@ from pathlib import Path
 import msgspec
 
 from relax_rt.config.problems import Problem
-from relax_rt.roles.job.sections import RLConfig, ShardedSettings
+from relax_rt.config.schema import RunConfig
 from relax_rt.roles.models.cache import say
+from relax_rt.roles.models.settings import ShardedSettings
+from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.training.algorithms.dry_run_calls import Asked, Found
 from relax_rt.roles.training.algorithms.objective import read_parts
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 
 CALLS = "relax_rt.roles.training.algorithms.dry_run_calls"
 LOAD_S, CALLS_S = 120.0, 30.0
 """For its process to import torch and the user's files, and for all the calls."""
 
 
-def check_own_parts(config: RLConfig, *, calls_s: float = CALLS_S) -> list[Problem]:
+def check_own_parts(config: RunConfig, *, calls_s: float = CALLS_S) -> list[Problem]:
     """What goes wrong first when the parts of [algorithm] that are a user's own are called; nothing, without any.
 
     They are called in a process of their own, on the CPU. What they raise there is said on standard error only, where
@@ -30,7 +33,11 @@ def check_own_parts(config: RLConfig, *, calls_s: float = CALLS_S) -> list[Probl
     Args:
         calls_s: for all the calls together.
     """
-    table, base, longest = config.algorithm, Path(config.config_dir), config.sampling.max_new_tokens
+    table, base, longest = (
+        config.table(AlgorithmTable),
+        Path(config.config_dir),
+        config.table(SamplingTable).max_new_tokens,
+    )
     parts = read_parts(table, base=base, longest=longest)
     if isinstance(parts, list) or not any(part.target for part in parts.all()):
         # What is wrong with how they are named is told already.
@@ -66,7 +73,7 @@ def _called(asked: Asked) -> Found | None:
     return msgspec.json.decode(ended.stdout, type=Found | None)
 
 
-def _trains_on_gpu(config: RLConfig) -> bool:
+def _trains_on_gpu(config: RunConfig) -> bool:
     trainer = config.roles.get("trainer")
     if not isinstance(trainer, ShardedSettings) or trainer.device == "cpu":
         return False

@@ -6,9 +6,11 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from relax_rt.config.problems import Problem
-from relax_rt.roles.job.sections import AlgorithmTable, CriticSettings, RLConfig
+from relax_rt.config.schema import RunConfig
 from relax_rt.roles.training.algorithms.objective import COMMON_OPTIONS, Parts
 from relax_rt.roles.training.algorithms.registry import Bound, Kind, parts
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.roles.training.critic.settings import CriticSettings
 
 OF: dict[str, Kind] = {"clip_low": "loss", "clip_high": "loss", "normalise_std": "advantage"}
 """Whose option a key of [algorithm] is first of all."""
@@ -17,9 +19,9 @@ BOUNDS = ("clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative")
 SEVERAL = "set updates_per_step to 2 or more"
 
 
-def check_idle(config: RLConfig, found: Parts) -> Iterator[Problem]:
+def check_idle(config: RunConfig, found: Parts) -> Iterator[Problem]:
     """What was written and would have no effect."""
-    table = config.algorithm
+    table = config.table(AlgorithmTable)
     yield from _dropped(table, found)
     yield from _std(found.advantage)
     yield from _truncation(table, found.advantage)
@@ -93,7 +95,7 @@ def _bounds(table: AlgorithmTable, loss: Bound) -> Iterator[Problem]:
             yield _idle(key, f"{key} {why}", SEVERAL)
 
 
-def _value_clip(config: RLConfig) -> Iterator[Problem]:
+def _value_clip(config: RunConfig) -> Iterator[Problem]:
     critic = config.roles.get("critic")
     if isinstance(critic, CriticSettings) and "value_clip" in critic.model_fields_set and critic.value_clip:
         message = (

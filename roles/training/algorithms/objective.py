@@ -24,7 +24,7 @@ from relax_rt.transport.rpc.errors import Refused
 if TYPE_CHECKING:
     import torch
 
-    from relax_rt.roles.job.sections import AlgorithmTable
+    from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 
 BELONGS = {"aggregation": "count", "entropy": "first"}
 """Kinds of part that have a second function, by its name."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.training.critic.api import CRITIC_SLOT, CriticApi, Piece, Place
 from relax_rt.transport.rpc.errors import GivenUp, ProtocolError

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from relax_rt.roles.base.sample import Sample
-from relax_rt.roles.job.sections import CriticSettings
 from relax_rt.roles.models.device import CPU, autocasting, on_host
 from relax_rt.roles.models.forward import check_plain
 from relax_rt.roles.models.numerics import denormals_flushed
@@ -24,6 +23,7 @@ from relax_rt.roles.training.algorithms.tensors import Metrics, merge
 from relax_rt.roles.training.budget import Budget, Fitting
 from relax_rt.roles.training.checkpoint import passing
 from relax_rt.roles.training.critic.api import CriticReport
+from relax_rt.roles.training.critic.settings import CriticSettings
 from relax_rt.roles.training.digests import digest_of, leave_digest
 from relax_rt.roles.training.layout import lay_out, packing_costs
 from relax_rt.roles.training.logprobs import at_trained_tokens, hidden_states

@@ -6,10 +6,11 @@ import asyncio
 from typing import TYPE_CHECKING, ClassVar
 
 from relax_rt.config.schema import RoleSettings
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.role import RLRole
-from relax_rt.roles.job.sections import CriticSettings, RLConfig
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.roles.training.critic.settings import CriticSettings
 
 if TYPE_CHECKING:
     from relax_rt.roles.training.critic.api import CriticReport
@@ -35,8 +36,6 @@ class CriticRole(RLRole[CriticSettings]):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig)
-        self.config = ctx.config
 
     async def setup(self) -> None:
         from relax_rt.roles.training.critic.api import CriticApi
@@ -55,7 +54,7 @@ class CriticRole(RLRole[CriticSettings]):
 
         device = open_device(self.ctx, self.settings)
         budget = Budget.of(self.ctx, self.settings.tokens_per_micro_batch)
-        updates, told = self.config.algorithm.updates_per_step, self.ctx.progress.advance
+        updates, told = self.table(AlgorithmTable).updates_per_step, self.ctx.progress.advance
         folder = model_folder(self.ctx)
         with refused_for_good():
             return CriticModel(folder, self.settings, told, device, budget, updates=updates)

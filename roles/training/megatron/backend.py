@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from relax_rt.roles.base.sample import Sample, bare_meta
-from relax_rt.roles.job.sections import AlgorithmTable, TrainedSettings
 from relax_rt.roles.models.numerics import denormals_flushed
+from relax_rt.roles.models.settings import TrainedSettings
 from relax_rt.roles.training.algorithms.objective import Objective
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.algorithms.tensors import Metrics, TokenTensors, merge
 from relax_rt.roles.training.base import Partial, StepResult, step_result, thrown_away
 from relax_rt.roles.training.blocks import MASTER, OptimizerFiles, Read, await_files, file_of, write

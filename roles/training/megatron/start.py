@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 
+from relax_rt.config.schema import RunConfig
 from relax_rt.hosting.gang import Gang
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import model_folder
-from relax_rt.roles.job.sections import EngineSettings, RLConfig, TrainerSettings
 from relax_rt.roles.models.opening import refused_for_good
+from relax_rt.roles.rollout.engines.settings import EngineSettings, SamplingTable
 from relax_rt.roles.training.algorithms.objective import Objective
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.budget import Budget
 from relax_rt.roles.training.gang import Follower, Leader
 from relax_rt.roles.training.megatron.backend import MegatronBackend
@@ -33,7 +36,7 @@ def open_rank(ctx: RoleContext, objective: Objective) -> Leader | Follower:
     Raises:
         BadInput: the model or the settings ask for what this backend cannot do.
     """
-    assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, TrainerSettings)
+    assert isinstance(ctx.config, RunConfig) and isinstance(ctx.settings, TrainerSettings)
     gang = Gang.here()
     if gang.local_world_size == gang.world_size:
         # Nobody outside this machine has to reach the ranks.
@@ -46,10 +49,10 @@ def open_rank(ctx: RoleContext, objective: Objective) -> Leader | Follower:
             tell_layers(ctx, choice)
         backend = MegatronBackend(
             folder,
-            ctx.config.algorithm,
+            ctx.config.table(AlgorithmTable),
             ctx.settings,
             ranks,
-            temperature=ctx.config.sampling.temperature,
+            temperature=ctx.config.table(SamplingTable).temperature,
             objective=objective,
             stacked_experts=not serves_single_experts(ctx.config),
             layers=choice.layers,
@@ -75,7 +78,7 @@ def tell_layers(ctx: RoleContext, choice: LayerChoice) -> None:
     ctx.log.warning("Megatron-Core's own layers stand in for TransformerEngine's", **facts)
 
 
-def serves_single_experts(config: RLConfig) -> bool:
+def serves_single_experts(config: RunConfig) -> bool:
     """Whether an engine of the run takes each expert's weights on their own, as SGLang does."""
     engines = [table for table in config.roles.values() if isinstance(table, EngineSettings) and table.count]
     return any(table.engine == "sglang" for table in engines)

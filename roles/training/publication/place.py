@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.transport.weights.served import STAGE_DIR
 
 OFFERS_DIR = "broadcasts"

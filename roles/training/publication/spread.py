@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relax_rt.hosting.role import RoleContext
-from relax_rt.roles.job.sections import PublicationTable, RLConfig
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.training.publication.checks import communicator_of
 from relax_rt.roles.training.publication.place import offers_folder, stage_folder
+from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.weights.broadcast.machine import Limits
 from relax_rt.transport.weights.broadcast.receivers import Receiver, Receivers, Reserved
@@ -35,7 +35,6 @@ def receiver_of(ctx: RoleContext) -> Receiver:
     """What an engine receives broadcasts with; its memory is made with the first receiver."""
     from relax_rt.transport.weights.broadcast.source import DeviceReceiveBuffer, HostReceiveBuffer
 
-    assert isinstance(ctx.config, RLConfig)
     nccl = communicator_of(ctx.config) == "nccl"
     return Receiver(
         offers_folder(ctx),
@@ -61,7 +60,6 @@ class Spreader:
     """
 
     def __init__(self, ctx: RoleContext, stage: Path, timeout_s: float) -> None:
-        assert isinstance(ctx.config, RLConfig)
         self._ctx, self._stage, self._timeout_s = ctx, stage, timeout_s
         self._kind = communicator_of(ctx.config)
         self._receivers = Receivers(offers_folder(ctx))

@@ -11,15 +11,17 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from relax_rt.config.schema import RunConfig
 from relax_rt.roles.base.sample import Sample, bare_meta
 from relax_rt.roles.data.canonical import canonical, in_held_out, item_id
 from relax_rt.roles.data.items import PromptItem, RawItem, answer_text
+from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.data.source import PromptSource, conversation, fill
-from relax_rt.roles.job.sections import DataTable, RLConfig
+from relax_rt.roles.evaluation.settings import EvaluationTable
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.training.sft.render import Encoded, Text, encode, lay_out
 from relax_rt.roles.training.sft.rows import Row, read, user_texts
-from relax_rt.roles.training.sft.table import ColdStartTable
+from relax_rt.roles.training.sft.settings import ColdStartTable
 from relax_rt.transport.rpc.errors import RelaxError
 
 Floats = NDArray[np.float32]
@@ -104,7 +106,7 @@ class Evaluated:
         return any(item_id(text) in self._ids for text in user_texts(row.messages or []))
 
 
-def load(config: RLConfig, config_dir: Path, source: PromptSource, tokenizer: ChatTokenizer) -> ColdData:
+def load(config: RunConfig, config_dir: Path, source: PromptSource, tokenizer: ChatTokenizer) -> ColdData:
     """The data of a config's cold start.
 
     Args:
@@ -113,18 +115,19 @@ def load(config: RLConfig, config_dir: Path, source: PromptSource, tokenizer: Ch
     Raises:
         Faults: rows that cannot be used. RelaxError: no file, or nothing to learn from.
     """
+    data = config.table(DataTable)
     from relax_rt.roles.evaluation.sets import load_set
 
-    table, report = config.cold_start, {"evaluated": 0, "overlong": 0}
+    table, report = config.table(ColdStartTable), {"evaluated": 0, "overlong": 0}
     held_out = list(source.held_out)
-    for one in config.evaluation.sets:
+    for one in config.table(EvaluationTable).sets:
         held_out += load_set(one, config, source, tokenizer, config_dir)[0]
     rows, prompts = _rows(table, config_dir, source)
-    evaluated = Evaluated(held_out, config.data.held_out)
+    evaluated = Evaluated(held_out, data.held_out)
     kept = [index for index, row in enumerate(rows) if not evaluated.has(row)]
     report["evaluated"] = len(rows) - len(kept)
     chosen = [rows[index] for index in kept]
-    items = _encoded(table, config.data, tokenizer, chosen, [prompts[index] for index in kept] if prompts else [])
+    items = _encoded(table, data, tokenizer, chosen, [prompts[index] for index in kept] if prompts else [])
     train: list[ColdItem] = []
     validation: list[ColdItem] = []
     for row, item in zip(chosen, items, strict=True):

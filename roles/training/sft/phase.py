@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec.structs import replace
 
-from relax_rt.hosting.role import RoleContext
-from relax_rt.roles.job.sections import AlgorithmTable, RLConfig
+from relax_rt.config.schema import RunConfig
+from relax_rt.interfaces.role import RoleContext
+from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.rollout.engines.settings import SamplingTable
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.sft.data import ColdData, ColdItem, Floats, load, samples_of
 from relax_rt.roles.training.sft.kept import (
     KEEP,
@@ -27,6 +30,7 @@ from relax_rt.roles.training.sft.kept import (
     write_reference,
 )
 from relax_rt.roles.training.sft.schedule import batches, total
+from relax_rt.roles.training.sft.settings import ColdStartTable
 from relax_rt.transport.rpc.errors import Corrupt, GivenUp, Refused, RelaxError
 
 if TYPE_CHECKING:
@@ -60,11 +64,11 @@ class ColdStart:
     """
 
     def __init__(
-        self, ctx: RoleContext, config: RLConfig, backend: TrainerBackend, model: ModelIdentity | None = None
+        self, ctx: RoleContext, config: RunConfig, backend: TrainerBackend, model: ModelIdentity | None = None
     ) -> None:
         from relax_rt.roles.training.checkpoint import CheckpointStore
 
-        self._ctx, self._config, self._backend, self._table = ctx, config, backend, config.cold_start
+        self._ctx, self._config, self._backend, self._table = ctx, config, backend, config.table(ColdStartTable)
         self._store = CheckpointStore(folder_of(ctx.run_dir), ctx.who.epoch, KEEP, model)
         self._objective: Objective
         self._data: ColdData
@@ -103,8 +107,10 @@ class ColdStart:
         except (SafetensorError, OSError, Refused, Corrupt) as error:
             hint = f"remove {folder.parent} and start again: the cold start is done anew"
             raise RelaxError(f"the weights after the cold start in {folder}", why=str(error), hint=hint) from error
-        temperature = self._config.sampling.temperature
-        await asyncio.to_thread(self._backend.use, objective, self._config.algorithm, temperature=temperature)
+        temperature = self._config.table(SamplingTable).temperature
+        await asyncio.to_thread(
+            self._backend.use, objective, self._config.table(AlgorithmTable), temperature=temperature
+        )
         self._ctx.event("cold_start_taken_up", checkpoint=folder.name)
 
     def _taken_up(self, folder: Path) -> None:
@@ -150,7 +156,9 @@ class ColdStart:
 
         ctx, config = self._ctx, self._config
         tokenizer, base = load_tokenizer(model_folder(ctx)), config_dir(ctx)
-        source = PromptSource.load(config.data, tokenizer, seed=config.run.seed, config_dir=base, run_dir=ctx.run_dir)
+        source = PromptSource.load(
+            config.table(DataTable), tokenizer, seed=config.run.seed, config_dir=base, run_dir=ctx.run_dir
+        )
         self._data = load(config, base, source, tokenizer)
         sizes = [item.tokens for item in self._data.train]
         self._steps = total(self._table, sizes, config.run.seed)
@@ -321,9 +329,10 @@ class ColdStart:
             await through(self._saving, self._store, self._ctx.progress.advance)
 
 
-def cold_algorithm(config: RLConfig, steps: int) -> AlgorithmTable:
+def cold_algorithm(config: RunConfig, steps: int) -> AlgorithmTable:
     """The phase's objective and optimizer over so many steps, as a table of [algorithm]."""
-    table = config.cold_start
+    algorithm = config.table(AlgorithmTable)
+    table = config.table(ColdStartTable)
     options: dict[str, Any] = {}
     if table.kind == "dpo":
         options["loss"] = {"name": "dpo", "beta": table.beta, "label_smoothing": table.label_smoothing}
@@ -335,8 +344,8 @@ def cold_algorithm(config: RLConfig, steps: int) -> AlgorithmTable:
         learning_rate_schedule=table.learning_rate_schedule,
         learning_rate_floor=table.learning_rate_floor,
         max_grad_norm=table.max_grad_norm,
-        weight_decay=config.algorithm.weight_decay,
-        adam_betas=config.algorithm.adam_betas,
+        weight_decay=algorithm.weight_decay,
+        adam_betas=algorithm.adam_betas,
         **options,
     )
 

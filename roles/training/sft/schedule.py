@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count, islice
 
 from relax_rt.roles.data.order import epoch_order
-from relax_rt.roles.training.sft.table import ColdStartTable
+from relax_rt.roles.training.sft.settings import ColdStartTable
 
 
 def batches(table: ColdStartTable, sizes: Sequence[int], seed: int) -> Iterator[list[int]]:

@@ -6,9 +6,9 @@ import asyncio
 from contextlib import suppress
 from pathlib import Path
 
-from relax_rt.hosting.role import RoleContext
-from relax_rt.roles.job.sections import RLConfig
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.training.sft.kept import finished
+from relax_rt.roles.training.sft.settings import ColdStartTable
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Unreachable
 
 WHY = "the trainer's cold start"
@@ -21,8 +21,7 @@ async def wait_for_weights(ctx: RoleContext) -> None:
     The role counts as started with it: the cold start may take longer than a start may. What waits for the weights
     themselves goes on waiting.
     """
-    assert isinstance(ctx.config, RLConfig)
-    if not ctx.config.cold_start.wanted:
+    if not ctx.config.table(ColdStartTable).wanted:
         return
     with suppress(Unreachable, DeadlineExceeded):
         if await ctx.registry.versions():

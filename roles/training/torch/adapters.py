@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from relax_rt.roles.training.torch.settings import LoraTable
+from relax_rt.roles.training.backend.settings import LoraTable
 from relax_rt.roles.training.torch.weights import ADAPTER
 from relax_rt.transport.rpc.errors import Refused
 

@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relax_rt.config.problems import Problem
-from relax_rt.roles.job.sections import RLConfig, TrainerSettings
+from relax_rt.config.schema import RunConfig
+from relax_rt.roles.training.backend.settings import TrainerSettings
 
 PATH = ("roles", "trainer", "lora", "targets")
 CANNOT_PACK = "the model's attention cannot have several sequences in a row"
 PACKS = 'use a model whose layers hand arguments on to their attention (Qwen3, Llama), or packing = "auto"'
 
 
-def check_packing(config: RLConfig, folder: Path) -> Iterator[Problem]:
+def check_packing(config: RunConfig, folder: Path) -> Iterator[Problem]:
     """packing = "required" where the attention of the model in this folder cannot have several sequences in a row."""
     table = config.roles.get("trainer")
     if not isinstance(table, TrainerSettings) or table.packing != "required" or table.backend != "torch":
@@ -27,7 +28,7 @@ def check_packing(config: RLConfig, folder: Path) -> Iterator[Problem]:
         yield Problem(("roles", "trainer", "packing"), f'packing = "required": {CANNOT_PACK}', PACKS)
 
 
-def check_adapters(config: RLConfig, folder: Path) -> Iterator[Problem]:
+def check_adapters(config: RunConfig, folder: Path) -> Iterator[Problem]:
     """Targets that no weight of the model in this folder is called by.
 
     Args:

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from relax_rt.roles.models.device import CPU, generator_states, on_host, set_generator_states
+from relax_rt.roles.training.backend.settings import LoraTable
 from relax_rt.roles.training.blocks import (
     MASTER,
     MOMENTS,
@@ -35,7 +36,6 @@ from relax_rt.roles.training.memory import give_back
 from relax_rt.roles.training.torch import adapters
 from relax_rt.roles.training.torch.experts import Experts
 from relax_rt.roles.training.torch.pieces import Piece
-from relax_rt.roles.training.torch.settings import LoraTable
 from relax_rt.roles.training.torch.weights import Weights
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 

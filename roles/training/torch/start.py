@@ -6,13 +6,16 @@ import os
 
 import torch
 
+from relax_rt.config.schema import RunConfig
 from relax_rt.hosting.gang import Gang
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import model_folder
-from relax_rt.roles.job.sections import RLConfig, TrainerSettings
 from relax_rt.roles.models.device import open_device
 from relax_rt.roles.models.opening import refused_for_good
+from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.training.algorithms.objective import Objective
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.budget import Budget
 from relax_rt.roles.training.gang import Follower, Leader
 from relax_rt.roles.training.torch.checks import CANNOT_PACK, PACKS
@@ -29,7 +32,7 @@ def open_torch(ctx: RoleContext, objective: Objective) -> TorchBackend | Leader 
     Raises:
         BadInput: the model or the settings ask for what this backend cannot do.
     """
-    assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, TrainerSettings)
+    assert isinstance(ctx.config, RunConfig) and isinstance(ctx.settings, TrainerSettings)
     table = ctx.settings
     device = open_device(ctx, table)
     ranks = _join(device) if table.count > 1 else None
@@ -38,11 +41,11 @@ def open_torch(ctx: RoleContext, objective: Objective) -> TorchBackend | Leader 
     with refused_for_good():
         backend = TorchBackend(
             folder,
-            ctx.config.algorithm,
+            ctx.config.table(AlgorithmTable),
             dtype=table.dtype,
             threads=table.threads,
             tokens_per_micro_batch=budget,
-            temperature=ctx.config.sampling.temperature,
+            temperature=ctx.config.table(SamplingTable).temperature,
             on_progress=ctx.progress.advance,
             device=device,
             objective=objective,

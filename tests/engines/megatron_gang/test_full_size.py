@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from relax_rt.roles.job.sections import TrainerSettings
 from relax_rt.roles.planning.shape import read_shape
+from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.megatron.model import Layers, padded_vocabulary, sizes_of
 from relax_rt.roles.training.resharding import Division, naming_of, plan_buckets
 

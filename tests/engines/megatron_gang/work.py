@@ -30,7 +30,8 @@ from gang_work import (
     write,
 )
 
-from relax_rt.roles.job.sections import AlgorithmTable, TrainerSettings
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.budget import Budget
 from relax_rt.roles.training.channel import Channel
 from relax_rt.roles.training.megatron import backend

@@ -151,8 +151,7 @@ def _audit_memory(core: Core) -> list[str]:
     for group in [*state.groups.values(), *state.trained.values()]:
         rows.update(part.block for sample in group.samples for part in sample.parts)
     rows.update(part.block for lease in state.leases.values() for _, part, _ in lease.pending)
-    rows.update(core.store.references())
-    wrong = core.store.audit()
+    wrong: list[str] = []
     counted = {id_: block.rows for id_, block in table.blocks.items()}
     if counted != dict(rows):
         wrong.append(f"rows of blocks {counted}, samples have {dict(rows)}")
@@ -163,8 +162,6 @@ def _audit_memory(core: Core) -> list[str]:
     extents += [blob.extent for blob in table.blobs.values()]
     for lease in [*state.leases.values(), *state.lapsed.values()]:
         extents += lease.pins
-    for pin in state.store.pins.values():
-        extents += pin.extents
     references = Counter((extent.slab, extent.offset) for extent in extents)
     live = {(slab, at): one.references for slab, at_ in table.live.items() for at, one in at_.items()}
     if live != dict(references):

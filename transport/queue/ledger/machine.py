@@ -7,10 +7,9 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.transport.compat.store.api import Fetched, Found, Stored
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import owner_key, owner_of, unfit_slot
-from relax_rt.transport.queue.ledger import accounting, admission, consumption, failures, keyed, memory, steps
+from relax_rt.transport.queue.ledger import accounting, admission, consumption, failures, memory, steps
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.consumption import lapse
 from relax_rt.transport.queue.ledger.core import ROOM, Core, Notice
@@ -21,7 +20,7 @@ from relax_rt.transport.queue.ledger.state import Home, Kept, State
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
-Answer = Admission | Offered | Batch | Advice | Marked | Chosen | list[Extent] | keyed.Answer | None
+Answer = Admission | Offered | Batch | Advice | Marked | Chosen | list[Extent] | None
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -208,8 +207,6 @@ class Ledger:
             case ev.Unpin(leases):
                 consumption.unpin(core, who, leases)
                 return self._collect(who)
-            case ev.StoreCall(called):
-                return keyed.apply(core, who, called)
             case ev.Join():
                 self._join(who, event)
             case ev.GiveBack():
@@ -257,8 +254,6 @@ class Ledger:
                 kept = Kept(chosen=answer)
             case list():
                 kept = Kept(freed=answer)
-            case Stored() | Found() | Fetched():
-                kept = keyed.kept(answer)
             case _:
                 kept = Kept()
         self.core.state.callers.keep(who, seq, kept)
@@ -277,8 +272,6 @@ class Ledger:
                 return kept.chosen
             case ev.PutColumns() | ev.Complete() | ev.Unpin():
                 return kept.freed
-            case ev.StoreCall(called):
-                return keyed.repeated(self.core, who, called, kept)
             case ev.Take():
                 lease = self.core.state.leases.get(kept.lease)
                 if lease is None:
@@ -312,7 +305,6 @@ class Ledger:
         core.state.callers.fence(who.slot, who.epoch + 1)
         core.blocks.forget_owner(who)
         failures.lose_memory(core, who)
-        core.store.forget(who)
         self._end_work(lambda other: other == who, process_ended=True)
         for lease in core.read_still(who):
             core.unread(lease, who)

@@ -243,7 +243,6 @@ def lose_payloads(core: Core) -> None:
     which checkpoint it found: one may have been renamed into place without its commit being reported.
     """
     state = core.state
-    core.store.lose_payloads()
     state.blocks.clear()
     state.leases, state.lapsed, state.streams = {}, {}, {}
     state.callers.answers, state.callers.homes = {}, {}
@@ -290,7 +289,6 @@ def keep_payloads(core: Core) -> None:
     for lease in list(state.lapsed.values()):
         for who in list(lease.holders):
             core.unread(lease, who)
-    core.store.end_reading()
     state.streams = {}
     state.callers.answers, state.callers.homes = {}, {}
     state.blocks.freed = {}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from relax_rt.cluster.nodes.placement import Placer
 from relax_rt.supervision.core import SlotView, Supervisor
 from relax_rt.supervision.diagnosis import Diagnosis, Kind
+from relax_rt.supervision.placement import Placer
 from relax_rt.supervision.protocol import (
     Action,
     Done,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from supervisor_bench import Bench, spec
 
-from relax_rt.cluster.nodes.placement import Node, Placer
 from relax_rt.config.schema import RoleSettings, SupervisionTable
+from relax_rt.supervision.placement import Node, Placer
 from relax_rt.supervision.plan import RolePlan
 from relax_rt.supervision.protocol import (
     DrainRequested,

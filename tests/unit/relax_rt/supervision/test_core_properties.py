@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from relax_rt.cluster.nodes.placement import Node, Place, Placer, Waiting
 from relax_rt.supervision.core import Supervisor
 from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.supervision.placement import Node, Place, Placer, Waiting
 from relax_rt.supervision.protocol import (
     Action,
     Done,

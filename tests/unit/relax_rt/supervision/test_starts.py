@@ -10,12 +10,12 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_rt.cluster.nodes.placement import Node, Placer
 from relax_rt.supervision.agent import Agent
 from relax_rt.supervision.core import Supervisor
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.executor import GangOrder, Rendezvous, StartOrder, gang_orders
 from relax_rt.supervision.local import unspawned
+from relax_rt.supervision.placement import Node, Placer
 from relax_rt.supervision.protocol import KillRequested, NodeLost, RunStarted, StartGang, StopRequested, Tick
 from relax_rt.supervision.spec import RoleSpec, SlotSpec
 from relax_rt.supervision.starts import Attempt, Starts

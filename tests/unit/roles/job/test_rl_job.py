@@ -17,11 +17,11 @@ from job_config import ROLES_TOML, problems
 
 from relax_rt.config.loader import load_config
 from relax_rt.config.problems import ConfigErrors
+from relax_rt.roles.config.checks import needed_bytes, retained_batches
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.source import PromptSource
-from relax_rt.roles.job.checks import needed_bytes, retained_batches
 from relax_rt.roles.job.job import RLJob
 from relax_rt.roles.job.preflight import as_problem, warnings
-from relax_rt.roles.job.sections import RLConfig
 from relax_rt.roles.job.try_out import newest_checkpoint
 from relax_rt.roles.models.precision import Timing
 from relax_rt.roles.models.tiny import character_tokenizer, tiny_model

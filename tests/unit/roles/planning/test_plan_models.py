@@ -9,7 +9,7 @@ import pytest
 
 from relax_rt.config.inventory import load_inventory
 from relax_rt.config.loader import load_config
-from relax_rt.roles.job.sections import RLConfig
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.planning.flow import longest_sample, longest_trained
 from relax_rt.roles.planning.plan import HardwarePlan, plan_on
 from relax_rt.roles.planning.shape import read_shape

@@ -15,8 +15,8 @@ from packing_samples import SAMPLES  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from test_megatron_blocks import GANGS, divided, planned  # noqa: E402
 
-from relax_rt.roles.job.sections import AlgorithmTable  # noqa: E402
 from relax_rt.roles.planning.shape import shape_of  # noqa: E402
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.blocks import MASTER, MOMENTS, OptimizerFiles, file_of, key_of, whole, write  # noqa: E402
 from relax_rt.roles.training.megatron.weights import Files, blocks_of, fill  # noqa: E402
 from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402

@@ -12,8 +12,8 @@ pytest.importorskip("torch")
 from trainer_parts import config_of
 
 from relax_rt.config.problems import BadInput
-from relax_rt.roles.job.sections import TrainerSettings
 from relax_rt.roles.training.algorithms.objective import Objective
+from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.megatron import start
 from relax_rt.roles.training.megatron.model import LayerChoice, Wanted, decide_layers
 from relax_rt.transport.rpc.errors import Refused

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from relax_rt.roles.training.memory import GROWTH_BYTES, Growth, resident_bytes
-from relax_rt.supervision.process import KEEP_PAGES
+from relax_rt.supervision.role_process import KEEP_PAGES
 
 HOLES = """
 import numpy as np

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 from packing_samples import SAMPLES, make_sample  # noqa: E402
 from starved import failing_backward, spoil_last  # noqa: E402
 
-from relax_rt.roles.job.sections import AlgorithmTable  # noqa: E402
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.budget import Budget, out_of_memory  # noqa: E402
 from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
 from relax_rt.transport.rpc.errors import RelaxError  # noqa: E402

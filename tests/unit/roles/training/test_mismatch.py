@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 from packing_samples import SAMPLES  # noqa: E402
 
 from relax_rt.roles.base.sample import Sample  # noqa: E402
-from relax_rt.roles.job.sections import AlgorithmTable  # noqa: E402
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.algorithms.tensors import Metrics  # noqa: E402
 from relax_rt.roles.training.base import StepResult  # noqa: E402
 from relax_rt.roles.training.mismatch import beside_gradients, completed  # noqa: E402

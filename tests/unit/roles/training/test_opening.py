@@ -16,12 +16,14 @@ from test_packing_rows import falcon  # noqa: E402
 from trainer_parts import config_of  # noqa: E402
 
 from relax_rt.config.problems import BadInput  # noqa: E402
-from relax_rt.roles.job.sections import CriticSettings, ReferenceSettings, TrainerSettings  # noqa: E402
 from relax_rt.roles.training.algorithms.objective import Objective  # noqa: E402
 from relax_rt.roles.training.attention import takes_segments  # noqa: E402
+from relax_rt.roles.training.backend.settings import TrainerSettings  # noqa: E402
 from relax_rt.roles.training.critic.role import CriticRole  # noqa: E402
+from relax_rt.roles.training.critic.settings import CriticSettings  # noqa: E402
 from relax_rt.roles.training.megatron import start as megatron_start  # noqa: E402
 from relax_rt.roles.training.reference.role import ReferenceRole  # noqa: E402
+from relax_rt.roles.training.reference.settings import ReferenceSettings  # noqa: E402
 from relax_rt.roles.training.torch.checks import CANNOT_PACK, check_packing  # noqa: E402
 from relax_rt.roles.training.torch.probe import kind_packs  # noqa: E402
 from relax_rt.roles.training.torch.start import open_torch  # noqa: E402

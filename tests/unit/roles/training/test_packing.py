@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 from packing_samples import SAMPLES, make_sample  # noqa: E402
 from packing_ways import APART  # noqa: E402
 
-from relax_rt.roles.job.sections import AlgorithmTable  # noqa: E402
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.packing import collate, micro_batches, shared_rows  # noqa: E402
 from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
 

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 from packing_samples import SAMPLES, make_sample  # noqa: E402
 
 from relax_rt.roles.base.sample import Sample  # noqa: E402
-from relax_rt.roles.job.sections import AlgorithmTable  # noqa: E402
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.budget import Budget  # noqa: E402
 from relax_rt.roles.training.logprobs import at_trained_tokens  # noqa: E402
 from relax_rt.roles.training.packing import MicroBatch, collate, shared_rows  # noqa: E402

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from relax_rt.roles.job.sections import AlgorithmTable
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.rates import check_rates, learning_rate
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from queue_parts import V2, World, world
 
-from relax_rt.roles.job.sections import AlgorithmTable
 from relax_rt.roles.training import step
 from relax_rt.roles.training.algorithms.filters.options import RefillOptions
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.registry import bound
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.sieve import Sieve
 from relax_rt.roles.training.step import Collector
 from relax_rt.transport.rpc.errors import Refused

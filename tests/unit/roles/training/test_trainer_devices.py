@@ -17,14 +17,16 @@ from packing_samples import SAMPLES  # noqa: E402
 from stand_in import DEVICE, Accelerator, There  # noqa: E402
 from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 
-from relax_rt.roles.job.sections import AlgorithmTable, CriticSettings, RLConfig, TrainerSettings  # noqa: E402
+from relax_rt.roles.config.sections import RLConfig  # noqa: E402
 from relax_rt.roles.models import device as module  # noqa: E402
 from relax_rt.roles.models.device import CPU, choose_device  # noqa: E402
 from relax_rt.roles.planning.division import divisible  # noqa: E402
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
+from relax_rt.roles.training.backend.settings import LoraTable, TrainerSettings  # noqa: E402
 from relax_rt.roles.training.critic.model import CriticModel  # noqa: E402
+from relax_rt.roles.training.critic.settings import CriticSettings  # noqa: E402
 from relax_rt.roles.training.packing import collate, shared_rows  # noqa: E402
 from relax_rt.roles.training.reference.model import FrozenModel  # noqa: E402
-from relax_rt.roles.training.torch.settings import LoraTable  # noqa: E402
 from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
 from relax_rt.transport.rpc.errors import Refused  # noqa: E402
 

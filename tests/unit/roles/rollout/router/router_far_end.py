@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from relax_rt.actors.directory import Directory
-from relax_rt.cluster.registry.api import Changes, RegistryApi
 from relax_rt.cluster.registry.core import RegistryCore, Stored
+from relax_rt.interfaces.registry import Changes, RegistryApi
 from relax_rt.roles.rollout.engines.base import Chunk, EngineLoad, GroupRequest
 from relax_rt.roles.rollout.generation import Generation, GenerationService
 from relax_rt.roles.rollout.intake import Intake, Marks

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from relax_rt.roles.job.sections import AlgorithmTable, RLConfig
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.training.algorithms.checks import check_algorithm
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 
 
 def problems(tmp_path: Path, *roles: str, **keys: object) -> list[tuple[str, str, str]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from algorithm_samples import sample, tokens
 
-from relax_rt.roles.job.sections import AlgorithmTable, RLConfig, TrainerSettings
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.training.algorithms.dry_run import check_own_parts
 from relax_rt.roles.training.algorithms.dry_run_calls import Asked, Found, first_failure
 from relax_rt.roles.training.algorithms.filters.history import PromptHistory
@@ -19,6 +19,8 @@ from relax_rt.roles.training.algorithms.filters.samplers import PromptSampler
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.own import OwnPartFailed
 from relax_rt.roles.training.algorithms.registry import Bound, bind
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.supervision.diagnosis import Diagnosis, classify_exception
 
 MINE = """

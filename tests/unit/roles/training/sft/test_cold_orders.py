@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from relax_rt.roles.job.sections import AlgorithmTable
 from relax_rt.roles.training import gang
 from relax_rt.roles.training.algorithms.objective import Objective
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.orders import Order
 
 TABLES = [

@@ -15,7 +15,7 @@ from cold_parts import FakeContext, config_of, write_rows
 torch = pytest.importorskip("torch")
 
 from relax_rt.config.problems import BadInput  # noqa: E402
-from relax_rt.roles.job.sections import RLConfig  # noqa: E402
+from relax_rt.roles.config.sections import RLConfig  # noqa: E402
 from relax_rt.roles.training import checkpoint  # noqa: E402
 from relax_rt.roles.training.algorithms.objective import Objective  # noqa: E402
 from relax_rt.roles.training.identity import ModelIdentity  # noqa: E402

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: what is written, kept, and resumed from."""
