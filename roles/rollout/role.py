@@ -215,8 +215,8 @@ class RolloutRole(RLRole[RolloutSettings]):
                     await self.queue.give_back(list(self.queue.groups), LEFT, losses=int(self._doubtful))
 
     async def _follow(self) -> None:
+        from relax_rt.roles.training.checkpoints.cold_start import wait_for_weights
         from relax_rt.roles.training.publication.follower import committed_versions
-        from relax_rt.roles.training.sft.waiting import wait_for_weights
 
         self.ctx.progress.waiting("the first committed weights")
         await wait_for_weights(self.ctx)

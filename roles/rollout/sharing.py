@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relax_rt.roles.models.heap import give_back
 from relax_rt.roles.rollout.engines.settings import ColocationTable
 from relax_rt.roles.rollout.engines.turns import EngineTurns
-from relax_rt.roles.training.memory import give_back
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Unreachable
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from relax_rt.cluster.nodes.api import HEAD
 from relax_rt.cluster.nodes.links import Links
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.base.locations import config_dir
+from relax_rt.roles.base.locations import config_dir, stage_folder
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
-from relax_rt.roles.training.publication.place import stage_folder
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError, Unreachable
@@ -61,7 +60,7 @@ def _from_stage(stage: Path) -> MakeSource:
 
 def _from_broadcast(ctx: RoleContext, first: MakeSource) -> MakeSource:
     """A version as it was broadcast, or by `first`; memory to receive into is offered once the size is known."""
-    from relax_rt.roles.training.publication.spread import receiver_of
+    from relax_rt.roles.training.publication.broadcast import receiver_of
     from relax_rt.transport.weights.broadcast.source import BroadcastSource
 
     receiver, stage, offers = receiver_of(ctx), stage_folder(ctx), True

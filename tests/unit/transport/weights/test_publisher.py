@@ -16,7 +16,7 @@ import structlog
 
 from relax_rt.interfaces.registry import Changes, Member
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.training.base import TrainerBackend
+from relax_rt.roles.training.backend.interface import TrainerBackend
 from relax_rt.roles.training.publication import publisher as module
 from relax_rt.roles.training.publication.publisher import Publisher
 from relax_rt.roles.training.publication.settings import PublicationTable

@@ -32,7 +32,7 @@ from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 from relax_rt.roles.rollout.generation import GenerationService, Order
 from relax_rt.roles.rollout.router.requests import Life, Outcome, Wanted
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.torch_backend import TorchBackend
+from relax_rt.roles.training.torch.backend import TorchBackend
 from relax_rt.transport.queue.ledger.messages import Ticket
 
 pytest.importorskip("torch")
