@@ -21,7 +21,7 @@ from relax_rt.chaos.faults import FAULTS, Fault
 from relax_rt.chaos.intensity import Intensity
 from relax_rt.chaos.schedule import Strike
 from relax_rt.chaos.timeline import REGISTRY
-from relax_rt.cluster.registry.api import RegistryApi
+from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.observe.events import EventFollower, EventLog
 from relax_rt.process import procfs
 from relax_rt.supervision import control

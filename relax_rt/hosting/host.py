@@ -28,8 +28,8 @@ from relax_rt.config.target import TargetError
 from relax_rt.hosting.context import FINISHED, HostContext
 from relax_rt.hosting.faults import Faults
 from relax_rt.hosting.gang import Gang
-from relax_rt.hosting.loading import load_role, role_target
-from relax_rt.hosting.role import Role
+from relax_rt.interfaces.loading import load_role, role_target
+from relax_rt.interfaces.role import Role
 from relax_rt.observe.events import EventLog
 from relax_rt.observe.logs import setup_logging
 from relax_rt.process import procfs

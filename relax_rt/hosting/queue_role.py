@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from relax_rt.cluster.nodes.links import Links
 from relax_rt.config.job import advice, load_job
-from relax_rt.hosting.role import Role
+from relax_rt.interfaces.role import Role
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.broker import Broker
 from relax_rt.transport.queue.ledger.failures import REPORT_EVERY_S
 from relax_rt.transport.queue.ledger.policy import QueueLimits
-from relax_rt.transport.weights.api import STAGE_DIR, StageApi
+from relax_rt.transport.weights.served import STAGE_DIR, StageApi
 
 if TYPE_CHECKING:
     from relax_rt.transport.memory.payload import PayloadServer

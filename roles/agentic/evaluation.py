@@ -9,7 +9,7 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.agentic.apart import end_all
 from relax_rt.roles.agentic.episode import NotMade, Played
 from relax_rt.roles.agentic.interface import Task
@@ -25,9 +25,9 @@ from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
+    from relax_rt.config.schema import RunConfig
     from relax_rt.roles.evaluation.sampling import SampleSeed
     from relax_rt.roles.evaluation.sets import Course
-    from relax_rt.roles.job.sections import RLConfig
 
 ATTEMPTS = 5
 """How often an episode is begun that was lost through no fault of its own."""
@@ -46,7 +46,7 @@ class HeldOut:
     """
 
     def __init__(
-        self, ctx: RoleContext, config: RLConfig, tasks: Tasks, player: Player, seed: SampleSeed, at_a_time: int
+        self, ctx: RoleContext, config: RunConfig, tasks: Tasks, player: Player, seed: SampleSeed, at_a_time: int
     ) -> None:
         from relax_rt.observe.metrics import read_metrics
 
@@ -81,7 +81,7 @@ class HeldOut:
         self._ctx.event("evaluation_started", **about, items=len(tasks))
         found = await self._all([self._episode(task, sample) for task in tasks for sample in range(recipe.samples)])
         if found and all(one == LOST for one in found):
-            why = f"each was lost {ATTEMPTS} times; the events episode_lost and episode_not_made say why"
+            why = f"each was lost {ATTEMPTS} times; the events episode_lost and episode_not_generated say why"
             hint = "see the engines: `relax-rt why`; they are played again"
             raise Fruitless(f"{len(found)} held-out episodes, {when}", why=why, hint=hint)
         scores = scored(found, recipe.samples, self._success, self.course.before)
@@ -122,7 +122,7 @@ class HeldOut:
                 except Lost as error:
                     self._ctx.event("episode_lost", episode=name, why=str(error))
                 except NotMade as error:
-                    self._ctx.event("episode_not_made", episode=name, item=task.item, why=str(error))
+                    self._ctx.event("episode_not_generated", episode=name, item=task.item, why=str(error))
                     return LOST
                 except (Stuck, Broken) as error:
                     stuck = isinstance(error, Stuck)

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from relax_rt.config.loader import load_config
-from relax_rt.roles.job.sections import RLConfig, RolloutSettings
-from relax_rt.roles.rollout.router.requests import Outcome, Wanted
+from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.rollout.engines.settings import RolloutSettings
+from relax_rt.roles.rollout.router.core import GenerationRequest, Outcome
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from relax_rt.roles.data.source import PromptSource
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.rewards.scoring import Request, Score
-    from relax_rt.roles.rewards.tables import RewardTable
+    from relax_rt.roles.rewards.settings import RewardTable
     from relax_rt.roles.rollout.engines.base import Assembly, Chunk, Completion
     from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 
@@ -157,7 +158,7 @@ class Debug:
 
     # --- prompts
 
-    async def _answer(self, index: int, split: Split, seed: int, generate: Callable[[Wanted], Any]) -> Shown:
+    async def _answer(self, index: int, split: Split, seed: int, generate: Callable[[GenerationRequest], Any]) -> Shown:
         from relax_rt.roles.rewards.dry_run import offered
         from relax_rt.roles.rewards.scoring import Request
 
@@ -165,7 +166,7 @@ class Debug:
         item = _one_of(self._source.held_out, index) if held_out else self._source.prompt(index)
         temperature = self.config.evaluation.temperature if held_out else self.config.sampling.temperature
         outcome: Outcome = await generate(
-            Wanted(
+            GenerationRequest(
                 prompt=tuple(item.tokens),
                 seed=seed,
                 temperature=temperature,
@@ -189,7 +190,9 @@ class Debug:
 
     # --- episodes
 
-    async def _episode(self, index: int, split: Split, seed: int, generate: Callable[[Wanted], Any]) -> Shown:
+    async def _episode(
+        self, index: int, split: Split, seed: int, generate: Callable[[GenerationRequest], Any]
+    ) -> Shown:
         from relax_rt.roles.agentic.loading import load_factory
         from relax_rt.roles.agentic.player import Player
         from relax_rt.roles.agentic.pool import Broken
@@ -243,7 +246,7 @@ class Debug:
             played.info,
         )
 
-    async def _of_the_model(self, wanted: Wanted) -> Outcome:
+    async def _of_the_model(self, wanted: GenerationRequest) -> Outcome:
         if self._model is None:
             self._model = Model(self.config)
             await self._model.start()
@@ -293,7 +296,7 @@ class Scripted:
         self._tokenizer, self._words = tokenizer, words
         self._said = 0
 
-    async def __call__(self, wanted: Wanted) -> Outcome:
+    async def __call__(self, wanted: GenerationRequest) -> Outcome:
         from relax_rt.transport.queue.ledger.messages import VersionSpan
 
         words, number = self._words, self._said
@@ -330,12 +333,11 @@ class Model:
         Raises:
             RelaxError: it cannot be loaded.
         """
-        from relax_rt.roles.job.checks import settings
         from relax_rt.roles.models.resolve import resolve_model
         from relax_rt.roles.rollout.engines.base import Assembly
         from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 
-        table = settings(self._config, "rollout", RolloutSettings)
+        table = self._config.role("rollout", RolloutSettings)
         folder = resolve_model(self._config.model.path, Path(self._config.config_dir))
         most, threads = table.max_sequences, table.threads
         try:
@@ -347,7 +349,7 @@ class Model:
         self._assembly = Assembly()
         await self._engine.start(self._arrive, self._fail)
 
-    async def generate(self, wanted: Wanted) -> Outcome:
+    async def generate(self, wanted: GenerationRequest) -> Outcome:
         """One reply.
 
         Raises:

@@ -14,15 +14,17 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.progress import without_retired
 from relax_rt.roles.base.role import RLRole
-from relax_rt.roles.job.sections import RLConfig, RolloutSettings
-from relax_rt.roles.rollout.engines.tables import SHARING
+from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.rollout.engines.settings import RolloutSettings, SamplingTable
 from relax_rt.roles.rollout.engines.turns import Gate
+from relax_rt.roles.rollout.router.admission import CapLimits, EngineCap
 from relax_rt.roles.rollout.sharing import SharedDevice
+from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import Ticket
 from relax_rt.transport.rpc.errors import RelaxError
@@ -33,11 +35,15 @@ if TYPE_CHECKING:
     from relax_rt.roles.rollout.engines.base import Chunk, Engine, GroupRequest
     from relax_rt.roles.rollout.engines.routing import RoutingShape
     from relax_rt.roles.rollout.generation import GenerationService
-    from relax_rt.roles.rollout.intake import Intake
     from relax_rt.roles.rollout.samples import SampleMaker
     from relax_rt.roles.rollout.work import Due, Job, Work
+<<<<<<< HEAD
     from relax_rt.roles.training.publication import EngineFailure, WeightFollower
     from relax_rt.transport.queue.partials import PartialCompletion
+=======
+    from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
+    from relax_rt.transport.queue.marking import Begun
+>>>>>>> main
 
 ADMIT_WAIT_S = 0.25
 """Short, because a wait is judged by the engine's version at its start, and a swap makes room at once."""
@@ -65,7 +71,7 @@ class RolloutRole(RLRole[RolloutSettings]):
         "transformers",
         "relax_rt.roles.rollout.engines.embedded",
         "relax_rt.roles.models.tokenizer",
-        "relax_rt.roles.training.publication",
+        "relax_rt.roles.training.publication.follower",
         "relax_rt.roles.data.kept",
         "relax_rt.roles.rollout.samples",
         "relax_rt.roles.rollout.generation",
@@ -77,8 +83,6 @@ class RolloutRole(RLRole[RolloutSettings]):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig)
-        self.config = ctx.config
         self._requests = itertools.count(1)
         self._room, self._news, self._changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._complete = self._worked = False
@@ -88,10 +92,10 @@ class RolloutRole(RLRole[RolloutSettings]):
         self.only_serves = env_settings(self.config) is not None
         """Groups are not its affair: environments play them, and it generates for these."""
         self.gate = Gate()
-        self.device = SharedDevice(self) if self.config.algorithm.mode in SHARING else None
+        self.device = SharedDevice(self) if self.table(AlgorithmTable).mode in SHARING else None
         self.engine: Engine
         self.routing: RoutingShape | None = None
-        self.intake: Intake | None = None
+        self.cap: EngineCap | None = None
         self.work: Work
         self.maker: SampleMaker
         self.tokenizer: ChatTokenizer
@@ -101,8 +105,8 @@ class RolloutRole(RLRole[RolloutSettings]):
         self.generation: GenerationService
 
     async def setup(self) -> None:
-        from relax_rt.roles.rollout.generation import MOST_REQUESTS, serve_generation
-        from relax_rt.roles.training.publication import EngineFailure, WeightFollower
+        from relax_rt.roles.rollout.generation import MAX_REQUESTS, serve_generation
+        from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
 
         if self.device is not None:
             await self.device.turns.enter()
@@ -112,7 +116,7 @@ class RolloutRole(RLRole[RolloutSettings]):
         await self.queue.warm()
         self.failure = EngineFailure()
         self.follower = WeightFollower(self.ctx, self.engine, self.settings.kv_on_update)
-        most = self.settings.max_sequences if self.only_serves else MOST_REQUESTS
+        most = self.settings.max_sequences if self.only_serves else MAX_REQUESTS
         self.generation = serve_generation(self.ctx, self.engine, most)
         await self.engine.start(self._arrive, self._engine_failed)
 
@@ -123,9 +127,9 @@ class RolloutRole(RLRole[RolloutSettings]):
         from relax_rt.roles.rollout.samples import SampleMaker
         from relax_rt.roles.rollout.work import Work
 
-        folder, sampling = model_folder(self.ctx), self.config.sampling
+        folder, sampling = model_folder(self.ctx), self.table(SamplingTable)
         self.tokenizer = load_tokenizer(folder)
-        size = self.config.algorithm.group_size
+        size = self.table(AlgorithmTable).group_size
         slots = max(self.settings.max_sequences, size)
         self.engine = make_engine(self.ctx, folder, self.settings.model_copy(update={"max_sequences": slots}))
         self.routing = self.engine.routing if self.settings.routing else None
@@ -143,9 +147,7 @@ class RolloutRole(RLRole[RolloutSettings]):
             )
         if self.engine.name != "embedded":
             # The embedded engine has room for every slot; where the cache is shared, its use bounds what is begun.
-            from relax_rt.roles.rollout.intake import Intake, Marks
-
-            self.intake = Intake(Marks(most=self.settings.groups_in_flight * size, least=size))
+            self.cap = EngineCap(CapLimits(most=self.settings.groups_in_flight * size, least=size))
 
     @property
     def _row_bytes(self) -> int:
@@ -155,7 +157,7 @@ class RolloutRole(RLRole[RolloutSettings]):
         from relax_rt.roles.data.source import PromptSource
 
         return PromptSource.load(
-            self.config.data,
+            self.table(DataTable),
             self.tokenizer,
             seed=self.config.run.seed,
             config_dir=self.config_dir,
@@ -211,13 +213,13 @@ class RolloutRole(RLRole[RolloutSettings]):
                     await self._keep(self.work.take_all())
                 if self.queue.groups:
                     lost = self.work.tokens_unmarked
-                    self.ctx.event("groups_left", groups=len(self.queue.groups), tokens_lost=lost)
+                    self.ctx.event("groups_released", groups=len(self.queue.groups), tokens_lost=lost)
                     # What an engine fails on may be in one of them.
                     await self.queue.release_groups(list(self.queue.groups), LEFT, losses=int(self._doubtful))
 
     async def _follow(self) -> None:
-        from relax_rt.roles.training.publication import committed_versions
-        from relax_rt.roles.training.sft.waiting import wait_for_weights
+        from relax_rt.roles.training.checkpoints.cold_start import wait_for_weights
+        from relax_rt.roles.training.publication.follower import committed_versions
 
         self.ctx.progress.waiting("the first committed weights")
         await wait_for_weights(self.ctx)
@@ -239,7 +241,7 @@ class RolloutRole(RLRole[RolloutSettings]):
             self._doubtful = True
             raise
         if whole:
-            self._complete = record.step >= self.config.algorithm.steps
+            self._complete = record.step >= self.table(AlgorithmTable).steps
             self._room.set()
         return whole
 
@@ -276,10 +278,10 @@ class RolloutRole(RLRole[RolloutSettings]):
 
         Counted by members: a group of which only the longest is left leaves room for nearly another one.
         """
-        size = self.config.algorithm.group_size
+        size = self.table(AlgorithmTable).group_size
         room = self.settings.groups_in_flight * size - self.work.members
-        if self.intake is not None:
-            room = min(room, self.intake.room(self.work.sequences))
+        if self.cap is not None:
+            room = min(room, self.cap.room(self.work.sequences))
         return -(-room // size)
 
     async def _wait_for_room(self) -> None:
@@ -302,14 +304,14 @@ class RolloutRole(RLRole[RolloutSettings]):
             requests.append(request)
             if request.partials:
                 had = [len(one.tokens) if one else 0 for one in request.partials]
-                self.ctx.event("group_gone_on_with", group=ticket.group, members=ticket.wanted(), tokens=had)
+                self.ctx.event("group_resumed", group=ticket.group, members=ticket.wanted(), tokens=had)
         self.engine.submit(requests)
 
     def _request(self, number: int, ticket: Ticket, origin: bytes, found: dict[Any, PartialCompletion]) -> GroupRequest:
         from relax_rt.roles.rollout.engines.base import GroupRequest
         from relax_rt.roles.rollout.work import partials_of
 
-        sampling, stop_ids = self.config.sampling, self.tokenizer.stop_ids
+        sampling, stop_ids = self.table(SamplingTable), self.tokenizer.stop_ids
         return GroupRequest(
             id=number,
             prompt=tuple(self.source.prompt(ticket.prompt, ticket.item).tokens),
@@ -325,7 +327,7 @@ class RolloutRole(RLRole[RolloutSettings]):
     def _arrive(self, chunks: list[Chunk]) -> None:
         if self._doubtful:
             return
-        self.work.arrive(self.generation.sift(chunks))
+        self.work.arrive(self.generation.take_chunks(chunks))
         for job in self.work.interrupted():
             self.give_up([job], STOPPED)
         self._news.set()
@@ -413,8 +415,8 @@ class RolloutRole(RLRole[RolloutSettings]):
         """One metrics record, of the time since the last one."""
         load, now = self.engine.load(), time.monotonic()
         tokens, then = self._measured
-        if self.intake is not None:
-            self.intake.observe(now, load.kv_used, self.work.sequences)
+        if self.cap is not None:
+            self.cap.observe(now, load.kv_used, self.work.sequences)
             self._room.set()
         if self.only_serves and self.follower.record.version:
             self.ctx.progress.waiting("" if load.running or load.waiting else "replies that environments ask for")
@@ -429,9 +431,9 @@ class RolloutRole(RLRole[RolloutSettings]):
                 "tokens_per_s": (load.tokens_generated - tokens) / (now - then),
                 "running": load.running,
                 "waiting": load.waiting,
-                "marked_tokens": self.work.tokens_marked,
-                "marks_not_kept": self.work.marks_not_kept,
-                "gone_on_with_tokens": self.work.tokens_gone_on_with,
+                "journaled_tokens": self.work.journaled_tokens,
+                "partials_dropped": self.work.partials_dropped,
+                "resumed_tokens": self.work.resumed_tokens,
             }
         )
         self._measured = (load.tokens_generated, now)

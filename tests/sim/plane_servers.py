@@ -11,8 +11,8 @@ from plane_roles import Role
 from sim_broker import Crashed, SimBroker
 from sim_kernel import Steps
 
-from relax_rt.cluster.registry.api import Changes
 from relax_rt.cluster.registry.core import TICK_S, Counters, Entry, Forgotten, Issued, RegistryCore, Stored
+from relax_rt.interfaces.registry import Changes
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits

@@ -26,7 +26,7 @@ from relax_rt.chaos.injector import Injector
 from relax_rt.chaos.schedule import Strike, by_steps
 from relax_rt.chaos.session import play
 from relax_rt.chaos.timeline import Recovery, recoveries
-from relax_rt.cluster.registry.api import RegistryApi
+from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.observe.events import read_events
 from relax_rt.observe.metrics import read_metrics
 from relax_rt.supervision.api import RunStatus

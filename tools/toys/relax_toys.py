@@ -17,7 +17,7 @@ import numpy as np
 
 from relax_rt.config.job import Job
 from relax_rt.config.schema import RoleSettings
-from relax_rt.hosting.role import Role
+from relax_rt.interfaces.role import Role
 from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.queue.client import NewSample, QueueClient
 from relax_rt.transport.queue.ledger.messages import SampleKey, VersionSpan

@@ -18,7 +18,7 @@ import msgspec
 
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace
 
-_VERSION = 1
+_VERSION = 2
 MAGIC = b"RLXJ" + _VERSION.to_bytes(4)
 MAX_RECORD_BYTES = 256 << 20
 """More than the largest message can become when its defaults are written out."""
@@ -155,7 +155,11 @@ class Journal:
             if not is_last or not MAGIC.startswith(data.rstrip(b"\0")):
                 is_other = len(data) >= len(MAGIC) and data[:4] == MAGIC[:4]
                 version = f"it is of version {int.from_bytes(data[4:8])}, this process reads {_VERSION}"
-                raise Corrupt(f"journal segment {path}", why=version if is_other else "it does not begin as one")
+                raise Corrupt(
+                    f"journal segment {path}",
+                    why=version if is_other else "it does not begin as one",
+                    hint="relax-rt 0.1 wrote version 1: begin in a new run directory" if is_other else "",
+                )
             path.write_bytes(MAGIC)
             return [], len(data)
         payloads: list[bytes] = []

@@ -16,13 +16,10 @@ from relax_rt.transport.base.process_stat import start_time
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.base.waits import Waits
 from relax_rt.transport.base.watch import Watch
-from relax_rt.transport.compat.store import state as sv
-from relax_rt.transport.compat.store.api import Found, Stored
-from relax_rt.transport.compat.store.desk import StoreDesk
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import owner_key
 from relax_rt.transport.memory.spill import Disk, dead_slabs
-from relax_rt.transport.queue.ledger import admission, failures, keyed
+from relax_rt.transport.queue.ledger import admission, failures
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.admission import partials as held_partials
 from relax_rt.transport.queue.ledger.core import ROOM
@@ -60,8 +57,12 @@ FAR_SILENT_S = 600.0
 """A process on another node, whose death nobody sees, is taken for dead when it was not heard of for so long."""
 _OTHER_VERSION = "was it written by another version of relax-rt?"
 
+<<<<<<< HEAD
 T = TypeVar("T", Admission, GroupsPut, LeaseGrant, Found, Stored)
 W = TypeVar("W", Found, Stored)
+=======
+T = TypeVar("T", Admission, Offered, Batch)
+>>>>>>> main
 A = TypeVar("A")
 Notify = Callable[[str, dict[str, Any]], None]
 
@@ -132,7 +133,11 @@ class Broker:
         self._states = States()
         self._rearm = asyncio.Event()
         self._tight = asyncio.Event()
+<<<<<<< HEAD
         self._empty: dict[tuple[Incarnation, int], Admission | GroupsPut | LeaseGrant | Found | Stored] = {}
+=======
+        self._empty: dict[tuple[Incarnation, int], Admission | Offered | Batch] = {}
+>>>>>>> main
         self._tasks: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] | None = None
         self._sweep_wanted = True
@@ -274,12 +279,16 @@ class Broker:
             self._tight.set()
 
     async def _wait_for(
+<<<<<<< HEAD
         self,
         event: ev.Admit | ev.PutGroups | ev.RequestLease | ev.StoreCall,
         topic: str,
         seq: int,
         wait_s: float,
         kind: type[T],
+=======
+        self, event: ev.Admit | ev.Offer | ev.Take, topic: str, seq: int, wait_s: float, kind: type[T]
+>>>>>>> main
     ) -> T:
         """Try until there is something to answer with, at most wait_s; then answer with the reason."""
         who = self._identify()
@@ -485,17 +494,6 @@ class Broker:
         self._watch.remove(who)
         self._far.pop(who, None)
         self._sweep_wanted = True
-
-    def store_desk(self) -> StoreDesk:
-        """The keyed store, to be offered beside the queue."""
-        return StoreDesk(
-            lambda: self._ledger.core.store,
-            lambda event, seq: self._apply(ev.StoreCall(event), self._identify(), seq),
-            self._wait_store,
-        )
-
-    async def _wait_store(self, event: sv.StoreEvent, seq: int, wait_s: float, kind: type[W]) -> W:
-        return await self._wait_for(ev.StoreCall(event), keyed.topic(event), seq, wait_s, kind)
 
     async def stats(self) -> QueueStats:
         """See QueueApi."""

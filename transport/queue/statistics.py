@@ -34,7 +34,7 @@ class States:
 
 
 def broker_statistics(ledger: Ledger, journal: Journal, waits: Waits, states: States) -> dict[str, Any]:
-    """Numbers by part: `samples`, `memory`, `leases`, `store`, `staleness`, `waits`, `journal`, `tallies`.
+    """Numbers by part: `samples`, `memory`, `leases`, `staleness`, `waits`, `journal`, `tallies`.
 
     Counts are samples unless named otherwise. `lengths` has ten counts for each way in which samples ended, shortest
     tenth first, since this broker started.
@@ -44,7 +44,6 @@ def broker_statistics(ledger: Ledger, journal: Journal, waits: Waits, states: St
         "samples": states.of(ledger),
         "memory": _memory(core),
         "leases": _leases(core),
-        "store": core.store.statistics(),
         "staleness": {
             "max": core.policy.max_staleness,
             "outstanding": admission.outstanding(core),

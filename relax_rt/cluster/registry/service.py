@@ -8,9 +8,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from relax_rt.cluster.registry.api import Changes, Member, Renewed
 from relax_rt.cluster.registry.core import TICK_S, RegistryCore
 from relax_rt.cluster.registry.store import Store
+from relax_rt.interfaces.registry import Changes, Member, Renewed
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import caller
@@ -98,7 +98,7 @@ class RegistryService:
         answer = self.core.announce(who, pid, address, ttl_s, self._clock(), node=node, remote=remote)
         await self._done()
         place = {"node": node, "remote": remote} if node else {}
-        self._event("announced", slot=who.slot, epoch=who.epoch, pid=pid, address=address, **place)
+        self._event("slot_announced", slot=who.slot, epoch=who.epoch, pid=pid, address=address, **place)
         return answer
 
     async def renew(self, state: str, progress: int, detail: str, policy_version: int) -> Renewed:

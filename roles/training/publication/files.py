@@ -13,11 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from relax_rt.config.problems import BadInput
-from relax_rt.hosting.role import RoleContext
-from relax_rt.roles.base.locations import model_folder
-from relax_rt.roles.job.sections import RLConfig
+from relax_rt.interfaces.role import RoleContext
+from relax_rt.roles.base.locations import model_folder, stage_folder
 from relax_rt.roles.training.publication.carriers import files_folder
-from relax_rt.roles.training.publication.place import stage_folder
+from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError
 from relax_rt.transport.weights.directory import WeightDirectory
@@ -64,8 +63,7 @@ class WeightFiles:
     @classmethod
     def of(cls, ctx: RoleContext) -> WeightFiles | None:
         """As the config says; None: no files. Blocks."""
-        assert isinstance(ctx.config, RLConfig)
-        table, folder = ctx.config.publication, files_folder(ctx)
+        table, folder = ctx.config.table(PublicationTable), files_folder(ctx)
         if folder is None or table.carrier not in ("auto", "directory"):
             return None
         return cls(ctx, folder, only_way=table.carrier == "directory", timeout_s=table.directory_timeout_s)
@@ -155,7 +153,7 @@ class WeightFiles:
             return
         self._told = version
         why = str(error) if isinstance(error, RelaxError | OSError) else f"{type(error).__name__}: {error}"
-        self._ctx.event("weights_not_filed", version=version, why=why)
+        self._ctx.event("weights_save_failed", version=version, why=why)
         self._ctx.log.warning("a version was not put into the folder", version=version, why=why)
 
 

@@ -6,8 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable
 
-from relax_rt.hosting.role import RoleContext
-from relax_rt.roles.job.sections import RLConfig
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.rollout.engines.base import Engine, KvPolicy
 from relax_rt.roles.rollout.engines.base import Swap as Swapped
 from relax_rt.roles.training.publication.carriers import MakeSource, source_for
@@ -22,6 +21,7 @@ from relax_rt.roles.training.publication.machine import (
     Receiver,
     Swap,
 )
+from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError, Unreachable
 from relax_rt.transport.weights.source import WeightSource
@@ -67,10 +67,9 @@ class WeightFollower:
     def __init__(
         self, ctx: RoleContext, engine: Engine, kv: KvPolicy = "keep", source: MakeSource | None = None
     ) -> None:
-        assert isinstance(ctx.config, RLConfig)
         self._ctx, self._engine, self._kv = ctx, engine, kv
         self._source = source or source_for(ctx)
-        self._machine = Receiver(ctx.config.publication.ack_timeout_s)
+        self._machine = Receiver(ctx.config.table(PublicationTable).ack_timeout_s)
         self._swap, self._fetch_s = Swapped(0, 0.0, 0), 0.0
         self._fetched: WeightSource | None = None
         self._empty = False
@@ -101,7 +100,7 @@ class WeightFollower:
                     self._ctx.event("weights_skipped", version=record.version, why="a newer version took its place")
                     return False
                 case Out(why=why):
-                    self._ctx.event("engine_out", version=record.version, has=self.record.version, why=why)
+                    self._ctx.event("engine_removed", version=record.version, has=self.record.version, why=why)
                     raise EngineOut(f"{self._ctx.who} cannot get to policy version {record.version}", why=why)
                 case None:
                     raise EngineOut(f"{self._ctx.who} at policy version {record.version}", why="it is out already")
@@ -131,7 +130,7 @@ class WeightFollower:
         if failure is not None:
             if failure[0] == "refused" and source is not None and source.payload != "full":
                 failure = ("corrupt", failure[1])  # it may still fit as a whole
-            self._ctx.event("weights_not_prepared", version=record.version, failure=failure[0], why=failure[1])
+            self._ctx.event("weights_prepare_failed", version=record.version, failure=failure[0], why=failure[1])
             self._ctx.log.warning("a version could not be prepared", version=record.version, why=failure[1])
             return self._machine.failed(record.version, *failure, now)
         self._fetch_s, self._fetched = now - began, source

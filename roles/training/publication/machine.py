@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from relax_rt.cluster.registry.api import Member
+from relax_rt.interfaces.registry import Member
 from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.rpc.identity import Incarnation
 

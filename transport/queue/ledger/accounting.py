@@ -150,8 +150,13 @@ def _audit_memory(core: Core) -> list[str]:
     rows: Counter[int] = Counter()
     for group in [*state.groups.values(), *state.trained.values()]:
         rows.update(part.block for sample in group.samples for part in sample.parts)
+<<<<<<< HEAD
     rows.update(core.store.references())
     wrong = core.store.audit()
+=======
+    rows.update(part.block for lease in state.leases.values() for _, part, _ in lease.pending)
+    wrong: list[str] = []
+>>>>>>> main
     counted = {id_: block.rows for id_, block in table.blocks.items()}
     if counted != dict(rows):
         wrong.append(f"rows of blocks {counted}, samples have {dict(rows)}")
@@ -162,8 +167,6 @@ def _audit_memory(core: Core) -> list[str]:
     extents += [blob.extent for blob in table.blobs.values()]
     for lease in [*state.leases.values(), *state.pinned.values()]:
         extents += lease.pins
-    for pin in state.store.pins.values():
-        extents += pin.extents
     references = Counter((extent.slab, extent.offset) for extent in extents)
     live = {(slab, at): one.references for slab, at_ in table.live.items() for at, one in at_.items()}
     if live != dict(references):

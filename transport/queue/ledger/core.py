@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from relax_rt.transport.base.versions import VersionRecord, VersionTree
-from relax_rt.transport.compat.store.machine import Store
 from relax_rt.transport.memory.block_table import BlockTable
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.queue.ledger.lengths import Losses
@@ -35,7 +34,6 @@ class Core:
     def __init__(self, state: State) -> None:
         self.state = state
         self.tree = VersionTree(state.versions)
-        self.store = Store(state.store, state.blocks, state.callers.alive)
         self.deadlines: dict[int, float] = {}
         self.now = 0.0
         self.changed = False
@@ -384,10 +382,17 @@ class Core:
         self.unpin(lease.pins)
 
     def readers(self) -> set[Incarnation]:
+<<<<<<< HEAD
         """Who may be reading memory, fenced or not: it stays pinned until they release it, or have ended."""
         found = {pin.who for pin in self.state.store.pins.values()}
         found.update(lease.holder for lease in self.state.leases.values())
         found.update(lease.holder for lease in self.state.pinned.values())
+=======
+        """Who may be reading memory, heard or not: it stays pinned until they say otherwise, or have ended."""
+        found: set[Incarnation] = set()
+        for lease in [*self.state.leases.values(), *self.state.lapsed.values()]:
+            found.update(lease.holders, lease.reading)
+>>>>>>> main
         return found
 
     def groups_of(self, lease: Lease) -> list[Group]:

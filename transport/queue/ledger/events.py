@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.compat.store.state import StoreEvent
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.queue.ledger.messages import Failure, LeaseRequest, PartialChunk, Put, SampleKey
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
@@ -163,6 +162,7 @@ class ProcessExited(msgspec.Struct, frozen=True, tag="process_exited"):
     reason: str
 
 
+<<<<<<< HEAD
 class StoreCall(msgspec.Struct, frozen=True, tag="store"):
     """A call of the keyed store."""
 
@@ -170,6 +170,9 @@ class StoreCall(msgspec.Struct, frozen=True, tag="store"):
 
 
 class MoveBlocks(msgspec.Struct, frozen=True, tag="move_blocks"):
+=======
+class Spilled(msgspec.Struct, frozen=True, tag="spilled"):
+>>>>>>> main
     """Blocks were copied to a file on the broker's disk: block id and where it is now."""
 
     moves: list[tuple[int, Extent]]
@@ -204,9 +207,14 @@ Event = (
     | AssignItems
     | Commit
     | Rollback
+<<<<<<< HEAD
     | ProcessExited
     | StoreCall
     | MoveBlocks
+=======
+    | Gone
+    | Spilled
+>>>>>>> main
     | Lapse
 )
 

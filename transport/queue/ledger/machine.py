@@ -7,10 +7,9 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.transport.compat.store.api import Fetched, Found, Stored
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import owner_key, owner_of, unfit_slot
-from relax_rt.transport.queue.ledger import accounting, admission, consumption, failures, keyed, memory, steps
+from relax_rt.transport.queue.ledger import accounting, admission, consumption, failures, memory, steps
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.consumption import lapse
 from relax_rt.transport.queue.ledger.core import ROOM, Core, Notice
@@ -28,9 +27,13 @@ from relax_rt.transport.queue.ledger.state import ClientProcess, Kept, State
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
+<<<<<<< HEAD
 Answer = (
     Admission | GroupsPut | LeaseGrant | StepReply | SavedPartials | ItemsAssigned | list[Extent] | keyed.Answer | None
 )
+=======
+Answer = Admission | Offered | Batch | Advice | Marked | Chosen | list[Extent] | None
+>>>>>>> main
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -217,8 +220,6 @@ class Ledger:
             case ev.Unpin(leases):
                 consumption.unpin(core, who, leases)
                 return self._collect(who)
-            case ev.StoreCall(called):
-                return keyed.apply(core, who, called)
             case ev.Join():
                 self._join(who, event)
             case ev.ReleaseGroups():
@@ -266,8 +267,6 @@ class Ledger:
                 kept = Kept(chosen=answer)
             case list():
                 kept = Kept(freed=answer)
-            case Stored() | Found() | Fetched():
-                kept = keyed.kept(answer)
             case _:
                 kept = Kept()
         self.core.state.callers.keep(who, seq, kept)
@@ -286,9 +285,13 @@ class Ledger:
                 return kept.chosen
             case ev.PutSamples() | ev.CompleteLease() | ev.Unpin():
                 return kept.freed
+<<<<<<< HEAD
             case ev.StoreCall(called):
                 return keyed.repeated(self.core, who, called, kept)
             case ev.RequestLease():
+=======
+            case ev.Take():
+>>>>>>> main
                 lease = self.core.state.leases.get(kept.lease)
                 if lease is None:
                     # It lapsed before its answer arrived, and its memory is pinned until the caller gives it back.
@@ -321,7 +324,6 @@ class Ledger:
         core.state.callers.fence(who.slot, who.epoch + 1)
         core.blocks.forget_owner(who)
         failures.lose_memory(core, who)
-        core.store.forget(who)
         self._end_work(lambda other: other == who, process_ended=True)
         for lease in [lease for lease in core.state.pinned.values() if lease.holder == who]:
             core.release_pins(lease)

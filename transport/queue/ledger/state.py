@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import msgspec
 
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.compat.store.state import StoreState
 from relax_rt.transport.memory.block_table import BlockTable
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import is_spilled, owner_key
@@ -32,20 +31,23 @@ ANSWERS_KEPT = 128
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
-    """An answer given: tickets, the groups of an offer, the id of a lease (its batch is rebuilt), freed extents.
-
-    rows, pin: of the keyed store; rows as runs (first index, count).
-    """
+    """An answer given: tickets, the groups of an offer, the id of a lease (its batch is rebuilt), freed extents."""
 
     admission: Admission | None = None
     offered: GroupsPut | None = None
     lease: int = 0
     freed: list[Extent] = []
+<<<<<<< HEAD
     advice: StepReply | None = None
     rows: list[tuple[int, int]] = []
     pin: int = 0
     marked: SavedPartials | None = None
     chosen: ItemsAssigned | None = None
+=======
+    advice: Advice | None = None
+    marked: Marked | None = None
+    chosen: Chosen | None = None
+>>>>>>> main
 
 
 class ClientProcess(msgspec.Struct, frozen=True, array_like=True):
@@ -415,7 +417,6 @@ class State(msgspec.Struct):
     pinned: dict[int, Lease] = {}
     blocks: BlockTable = msgspec.field(default_factory=BlockTable)
     callers: Callers = msgspec.field(default_factory=Callers)
-    store: StoreState = msgspec.field(default_factory=StoreState)
     versions: list[VersionRecord] = []
     trainer_version: int | None = None
     step: int = 0

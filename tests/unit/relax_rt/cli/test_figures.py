@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from relax_rt.cli.figures import Figures, figures_of, judge, newest
-from relax_rt.cluster.registry.api import Changes, Member
+from relax_rt.interfaces.registry import Changes, Member
 from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.identity import Incarnation

@@ -18,7 +18,7 @@ from test_carriers import Context
 from weight_versions import fill
 
 from relax_rt.cluster.nodes.links import Links
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.training.publication.carriers import source_for
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone

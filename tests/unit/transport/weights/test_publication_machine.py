@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_rt.cluster.registry.api import Member
+from relax_rt.interfaces.registry import Member
 from relax_rt.roles.training.publication.machine import (
     RETRY_S,
     Acknowledge,

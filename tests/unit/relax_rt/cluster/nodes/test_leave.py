@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import structlog
 
+from relax_rt.cluster.join import Joiner, Wish
 from relax_rt.cluster.nodes.agent import EXIT_FAULT, NodeAgent
 from relax_rt.cluster.nodes.api import Joined, Seat
-from relax_rt.cluster.nodes.join import Joiner, Wish
 from relax_rt.cluster.nodes.keys import make_key, read_key
 from relax_rt.cluster.nodes.seat import End, Taken
 from relax_rt.config.schema import RunConfig
@@ -74,7 +74,7 @@ async def test_an_executor_tells_what_it_could_not_kill(
         config, RunPaths("none", tmp_path), [], on_event=print, on_address=print, emit=seen.emit, node="b"
     )
     assert await local.close() == left
-    assert seen.calls == (["unkillable"] if left else [])
+    assert seen.calls == (["processes_unkillable"] if left else [])
 
 
 @pytest.mark.parametrize("left", [[], STUCK])

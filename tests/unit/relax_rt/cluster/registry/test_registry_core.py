@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from relax_rt.cluster.registry import core as core_module
-from relax_rt.cluster.registry.api import Changes, Member
 from relax_rt.cluster.registry.core import (
     TICK_S,
     Counters,
@@ -22,6 +21,7 @@ from relax_rt.cluster.registry.core import (
     RegistryCore,
     Stored,
 )
+from relax_rt.interfaces.registry import Changes, Member
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation

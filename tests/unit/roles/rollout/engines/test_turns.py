@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from relax_rt.cluster.registry.api import Changes
 from relax_rt.cluster.registry.core import RegistryCore, Stored
+from relax_rt.interfaces.registry import Changes
 from relax_rt.roles.rollout.engines import turns as module
 from relax_rt.roles.rollout.engines.colocate import Report, Told
 from relax_rt.roles.rollout.engines.turns import TRAINER_SLOT, EngineTurns, Gate, NoWay, TrainerTurns
@@ -282,7 +282,7 @@ async def test_an_engine_that_does_not_give_way_ends_and_the_trainer_does_not_wa
     await until(lambda: stuck.holds)
     async with run.turn_of(trainer) as without:
         assert without == ("rollout/0",), "its process has not ended yet, and may hold memory"
-    assert "engine_out_of_turn" in run.ctx.events
+    assert "engine_not_released" in run.ctx.events
     with pytest.raises(NoWay, match="did not give its memory back"):
         await stuck.task
 
