@@ -37,13 +37,8 @@ if TYPE_CHECKING:
     from relax_rt.roles.rollout.generation import GenerationService
     from relax_rt.roles.rollout.samples import SampleMaker
     from relax_rt.roles.rollout.work import Due, Job, Work
-<<<<<<< HEAD
-    from relax_rt.roles.training.publication import EngineFailure, WeightFollower
-    from relax_rt.transport.queue.partials import PartialCompletion
-=======
     from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
-    from relax_rt.transport.queue.marking import Begun
->>>>>>> main
+    from relax_rt.transport.queue.partials import PartialCompletion
 
 ADMIT_WAIT_S = 0.25
 """Short, because a wait is judged by the engine's version at its start, and a swap makes room at once."""

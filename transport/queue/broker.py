@@ -57,12 +57,7 @@ FAR_SILENT_S = 600.0
 """A process on another node, whose death nobody sees, is taken for dead when it was not heard of for so long."""
 _OTHER_VERSION = "was it written by another version of relax-rt?"
 
-<<<<<<< HEAD
-T = TypeVar("T", Admission, GroupsPut, LeaseGrant, Found, Stored)
-W = TypeVar("W", Found, Stored)
-=======
-T = TypeVar("T", Admission, Offered, Batch)
->>>>>>> main
+T = TypeVar("T", Admission, GroupsPut, LeaseGrant)
 A = TypeVar("A")
 Notify = Callable[[str, dict[str, Any]], None]
 
@@ -133,11 +128,7 @@ class Broker:
         self._states = States()
         self._rearm = asyncio.Event()
         self._tight = asyncio.Event()
-<<<<<<< HEAD
-        self._empty: dict[tuple[Incarnation, int], Admission | GroupsPut | LeaseGrant | Found | Stored] = {}
-=======
-        self._empty: dict[tuple[Incarnation, int], Admission | Offered | Batch] = {}
->>>>>>> main
+        self._empty: dict[tuple[Incarnation, int], Admission | GroupsPut | LeaseGrant] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] | None = None
         self._sweep_wanted = True
@@ -279,16 +270,12 @@ class Broker:
             self._tight.set()
 
     async def _wait_for(
-<<<<<<< HEAD
         self,
-        event: ev.Admit | ev.PutGroups | ev.RequestLease | ev.StoreCall,
+        event: ev.Admit | ev.PutGroups | ev.RequestLease,
         topic: str,
         seq: int,
         wait_s: float,
         kind: type[T],
-=======
-        self, event: ev.Admit | ev.Offer | ev.Take, topic: str, seq: int, wait_s: float, kind: type[T]
->>>>>>> main
     ) -> T:
         """Try until there is something to answer with, at most wait_s; then answer with the reason."""
         who = self._identify()

@@ -42,15 +42,9 @@ async def test_what_cannot_be_mended_is_told_to_all(
         TransferQueue.serve(folder, {"t": ["x"]}, listen="tcp://127.0.0.1:0") as queue,
         TransferQueue.connect(folder) as other,
     ):
-<<<<<<< HEAD
-        assert queue.host is not None and queue.host.place is not None
-        address, keys = queue.host.place.addresses[1], folder / "keys.json"
-        waiting = asyncio.create_task(other.lease("t", samples=1, wait_s=60))
-=======
         assert queue.host is not None and queue.host.location is not None
         address, keys = queue.host.location.addresses[1], folder / "keys.json"
-        waiting = asyncio.create_task(other.take("t", samples=1, wait_s=60))
->>>>>>> main
+        waiting = asyncio.create_task(other.lease("t", samples=1, wait_s=60))
         fails(monkeypatch, queue.host, error)
         told = f"its broker failed for good: {error}"
         for call in (waiting, queue.put(SAMPLE), other.put(SAMPLE), queue.lease("t", samples=1, wait_s=60)):

@@ -97,9 +97,9 @@ import numpy as np
 from relax_rt.transport import TransferQueue
 with TransferQueue.serve(sys.argv[1], {"train": ["tokens"]}).blocking() as queue:
     queue.put([{"tokens": np.arange(9000, dtype=np.int32), "text": "x"}])
-    batch = queue.take("train", samples=1, wait_s=10)
+    batch = queue.lease("train", samples=1, wait_s=10)
     assert batch.samples[0]["tokens"].sum() == 9000 * 8999 // 2
-    queue.done(batch, {batch.keys[0]: {"reward": 1.0}})
+    queue.complete(batch, {batch.keys[0]: {"reward": 1.0}})
 for name in sorted(sys.modules):
     if name.startswith("relax_rt.") and not name.startswith("relax_rt.transport"):
         print(name)

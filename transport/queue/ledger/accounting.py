@@ -150,13 +150,7 @@ def _audit_memory(core: Core) -> list[str]:
     rows: Counter[int] = Counter()
     for group in [*state.groups.values(), *state.trained.values()]:
         rows.update(part.block for sample in group.samples for part in sample.parts)
-<<<<<<< HEAD
-    rows.update(core.store.references())
-    wrong = core.store.audit()
-=======
-    rows.update(part.block for lease in state.leases.values() for _, part, _ in lease.pending)
     wrong: list[str] = []
->>>>>>> main
     counted = {id_: block.rows for id_, block in table.blocks.items()}
     if counted != dict(rows):
         wrong.append(f"rows of blocks {counted}, samples have {dict(rows)}")

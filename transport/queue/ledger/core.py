@@ -382,17 +382,9 @@ class Core:
         self.unpin(lease.pins)
 
     def readers(self) -> set[Incarnation]:
-<<<<<<< HEAD
         """Who may be reading memory, fenced or not: it stays pinned until they release it, or have ended."""
-        found = {pin.who for pin in self.state.store.pins.values()}
-        found.update(lease.holder for lease in self.state.leases.values())
+        found = {lease.holder for lease in self.state.leases.values()}
         found.update(lease.holder for lease in self.state.pinned.values())
-=======
-        """Who may be reading memory, heard or not: it stays pinned until they say otherwise, or have ended."""
-        found: set[Incarnation] = set()
-        for lease in [*self.state.leases.values(), *self.state.lapsed.values()]:
-            found.update(lease.holders, lease.reading)
->>>>>>> main
         return found
 
     def groups_of(self, lease: Lease) -> list[Group]:

@@ -162,17 +162,7 @@ class ProcessExited(msgspec.Struct, frozen=True, tag="process_exited"):
     reason: str
 
 
-<<<<<<< HEAD
-class StoreCall(msgspec.Struct, frozen=True, tag="store"):
-    """A call of the keyed store."""
-
-    event: StoreEvent
-
-
 class MoveBlocks(msgspec.Struct, frozen=True, tag="move_blocks"):
-=======
-class Spilled(msgspec.Struct, frozen=True, tag="spilled"):
->>>>>>> main
     """Blocks were copied to a file on the broker's disk: block id and where it is now."""
 
     moves: list[tuple[int, Extent]]
@@ -207,14 +197,8 @@ Event = (
     | AssignItems
     | Commit
     | Rollback
-<<<<<<< HEAD
     | ProcessExited
-    | StoreCall
     | MoveBlocks
-=======
-    | Gone
-    | Spilled
->>>>>>> main
     | Lapse
 )
 

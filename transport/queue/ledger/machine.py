@@ -27,13 +27,7 @@ from relax_rt.transport.queue.ledger.state import ClientProcess, Kept, State
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
-<<<<<<< HEAD
-Answer = (
-    Admission | GroupsPut | LeaseGrant | StepReply | SavedPartials | ItemsAssigned | list[Extent] | keyed.Answer | None
-)
-=======
-Answer = Admission | Offered | Batch | Advice | Marked | Chosen | list[Extent] | None
->>>>>>> main
+Answer = Admission | GroupsPut | LeaseGrant | StepReply | SavedPartials | ItemsAssigned | list[Extent] | None
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -285,13 +279,7 @@ class Ledger:
                 return kept.chosen
             case ev.PutSamples() | ev.CompleteLease() | ev.Unpin():
                 return kept.freed
-<<<<<<< HEAD
-            case ev.StoreCall(called):
-                return keyed.repeated(self.core, who, called, kept)
             case ev.RequestLease():
-=======
-            case ev.Take():
->>>>>>> main
                 lease = self.core.state.leases.get(kept.lease)
                 if lease is None:
                     # It lapsed before its answer arrived, and its memory is pinned until the caller gives it back.

@@ -37,17 +37,9 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     offered: GroupsPut | None = None
     lease: int = 0
     freed: list[Extent] = []
-<<<<<<< HEAD
     advice: StepReply | None = None
-    rows: list[tuple[int, int]] = []
-    pin: int = 0
     marked: SavedPartials | None = None
     chosen: ItemsAssigned | None = None
-=======
-    advice: Advice | None = None
-    marked: Marked | None = None
-    chosen: Chosen | None = None
->>>>>>> main
 
 
 class ClientProcess(msgspec.Struct, frozen=True, array_like=True):

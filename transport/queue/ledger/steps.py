@@ -281,18 +281,9 @@ def keep_payloads(core: Core) -> None:
     """Every process of before is gone, but payloads lie in files that are still there: only the work in hand ends."""
     state = core.state
     for lease in list(state.leases.values()):
-<<<<<<< HEAD
         lapse(core, lease, pinned=False, blame=False)
     for lease in list(state.pinned.values()):
         core.release_pins(lease)
-    core.store.end_reading()
-=======
-        lapse(core, lease, ended=holders, blame=False)
-    for lease in list(state.lapsed.values()):
-        for who in list(lease.holders):
-            core.unread(lease, who)
-    state.streams = {}
->>>>>>> main
     state.callers.answers, state.callers.homes = {}, {}
     state.blocks.freed = {}
     for group in list(state.groups.values()):

@@ -48,24 +48,6 @@ def test_first_columns_wait_for_room_and_later_ones_do_not() -> None:
     assert put(driver, "m") == ""
 
 
-<<<<<<< HEAD:tests/unit/transport/test_store_room.py
-def test_rows_count_beside_the_samples_of_the_queue() -> None:
-    driver = tight(capacity_samples=3)
-    offered = ev.PutGroups([Put(driver.block("a", 1, ("x",)), [])], [1])
-    driver.seq["a"] += 1
-    driver.enter(offered, WHO["a"], driver.seq["a"])
-    assert put(driver, "k", "l") == ""
-    for event in (sv.Put(Rows("p"), new=1), sv.Put(Rows("q", ["m"]))):
-        assert driver.call("b", event).waiting_on == "3 samples and rows are in the queue, 3 allowed"
-    assert put(driver, "k", "l") == ""
-    with pytest.raises(Refused, match="3 are allowed"):
-        driver.call("b", sv.Put(Rows("p"), new=4))
-    driver.call("b", sv.Clear(Rows("p", ["k"])))
-    assert driver.call("b", sv.Put(Rows("p"), new=1)).waiting_on == ""
-
-
-=======
->>>>>>> main:tests/unit/transport/compat/test_store_broker.py
 def test_what_makes_room_wakes_who_waits_for_it() -> None:
     driver = tight(capacity_bytes=64)
     put(driver, "k")

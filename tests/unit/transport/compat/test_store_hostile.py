@@ -84,18 +84,8 @@ odd: st.SearchStrategy[ev.Call] = st.one_of(
         st.none() | small | numbers,
         st.none() | small | numbers,
     ),
-<<<<<<< HEAD:tests/unit/transport/test_store_hostile.py
-    st.builds(sv.Reset, texts, st.none() | texts),
-    st.builds(sv.Configure, odd_configs),
-)
-offers = st.builds(
-    lambda at, field: ev.PutGroups([Put(BlockRef(Extent("a-0-1-1.slab", at * 64, 64), 1, (field,)), [])], [1]),
-    st.integers(0, 1 << 16),
-    st.sampled_from("xy"),
-=======
     st.builds(ev.Reset, texts, st.none() | texts),
     st.builds(ev.Configure, odd_configs),
->>>>>>> main:tests/unit/transport/compat/test_store_hostile.py
 )
 calls = often(
     (9, st.tuples(st.just(WHO[0]), st.just(0), proper)),
@@ -118,12 +108,7 @@ class Hostile:
     def __init__(self) -> None:
         self.ledger, self.restarted = StoreLedger(), StoreLedger()
         self.n = 0
-<<<<<<< HEAD:tests/unit/transport/test_store_hostile.py
-        for event in (ev.Configure(POLICY, LIMITS), ev.OpenRun("run")):
-            self.apply(event, None, 0)
-=======
         self.apply(ev.Open("memory", LIMITS), None, 0)
->>>>>>> main:tests/unit/transport/compat/test_store_hostile.py
         for who in WHO:
             self.apply(ev.Join(who, 1, 1), None, 0)
 
@@ -158,13 +143,8 @@ def test_hostile_calls_are_answered_or_refused(config: StoreConfig | None, scrip
     for who, seq, event in script:
         hostile.apply(event, who, seq)
     for who in WHO:
-<<<<<<< HEAD:tests/unit/transport/test_store_hostile.py
-        hostile.apply(ev.ProcessExited(who, "killed"), None, 0)
-    assert hostile.ledger.core.store.statistics()["pins"] == 0
-=======
         hostile.apply(ev.Gone(who), None, 0)
     assert hostile.ledger.state.pins == {}
->>>>>>> main:tests/unit/transport/compat/test_store_hostile.py
 
 
 @pytest.mark.parametrize(

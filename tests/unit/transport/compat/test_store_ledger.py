@@ -260,13 +260,8 @@ def test_all_rows_are_lost_with_the_shared_memory() -> None:
     driver = Driver()
     driver.put("a", "p", ["k"], "x")
     driver.get("b", Rows("p", ["k"]))
-<<<<<<< HEAD:tests/unit/transport/test_store_machine.py
-    driver.enter(ev.OpenRun("another run"))
-    assert driver.ledger.core.store.list_keys(None) == {}
-=======
     driver.enter(ev.Open("another memory", ev.StoreLimits()))
     assert driver.ledger.rows.list_keys(None) == {}
->>>>>>> main:tests/unit/transport/compat/test_store_ledger.py
     assert driver.ledger.audit() == []
     assert driver.replayed().snapshot() == driver.ledger.snapshot()
 
