@@ -8,12 +8,14 @@ from pydantic import Field
 
 from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import Filled, RoleSettings, Seconds
-from relax_rt.roles.rewards.tables import ComponentTable
+from relax_rt.roles.rewards.settings import ComponentTable
 
 if TYPE_CHECKING:
     from relax_rt.roles.job.sections import RLConfig
 
 KIND = "env"
+PROGRAM = "program"
+"""`program:COMMAND`: any program that speaks to the gateway."""
 
 
 class EnvSettings(RoleSettings):
@@ -75,6 +77,11 @@ def env_settings(config: RLConfig) -> EnvSettings | None:
     table = config.roles.get(KIND)
     target = table.get("target") if isinstance(table, dict) else getattr(table, "target", None)
     return None if table is None or target is not None else role_settings(config, KIND, EnvSettings)
+
+
+def is_program(table: EnvSettings) -> bool:
+    """Return whether the environment is a program that speaks to the gateway."""
+    return table.environment.partition(":")[0] == PROGRAM
 
 
 def longest_tokens(config: RLConfig) -> int:

@@ -25,8 +25,7 @@ from relax_rt.roles.job.sections import (
     RolloutSettings,
     TrainerSettings,
 )
-from relax_rt.roles.rewards.checks import check_reward
-from relax_rt.roles.rewards.genrm.checks import check_judge
+from relax_rt.roles.rewards.checks import check_judge, check_reward
 from relax_rt.roles.rollout.engines.checks import check_engines, check_mode
 from relax_rt.roles.training.algorithms.checks import check_algorithm
 from relax_rt.roles.training.publication.checks import check_publication
@@ -60,7 +59,7 @@ def check(config: RLConfig) -> list[Problem]:
         check_engines,
         _roles,
         check_environment,
-        check_reward,
+        _check_reward,
         check_judge,
         check_evaluation,
         check_cold_start,
@@ -69,6 +68,11 @@ def check(config: RLConfig) -> list[Problem]:
         _capacity,
     )
     return [problem for check in cheap for problem in check(config)]
+
+
+def _check_reward(config: RLConfig) -> Iterator[Problem]:
+    # Episodes have rewards of their own: see check_environment.
+    return iter(()) if env_settings(config) else check_reward(config.reward, config.algorithm.group_size)
 
 
 def _data(config: RLConfig) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from relax_rt.config.schema import Filled, RoleSettings, RunConfig, Seconds, Table
 from relax_rt.roles.data.columns import Form
-from relax_rt.roles.rewards.tables import RewardTable as RewardTable
+from relax_rt.roles.rewards.settings import RewardTable as RewardTable
 from relax_rt.roles.rollout.engines.tables import ColocationTable, Mode
 from relax_rt.roles.training.algorithms.filters.options import RefillOptions
 from relax_rt.roles.training.algorithms.presets import PRESETS, Name

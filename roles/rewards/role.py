@@ -51,7 +51,7 @@ class RewardRole(Role):
         "transformers",
         "relax_rt.roles.models.tokenizer",
         "relax_rt.roles.rewards.compose",
-        "relax_rt.roles.rewards.registry",
+        "relax_rt.roles.rewards.library.functions",
         "relax_rt.roles.rewards.judge",
         "relax_rt.roles.rollout.router",
         "relax_rt.transport.queue.client",
@@ -86,8 +86,8 @@ class RewardRole(Role):
             await asyncio.gather(starting, return_exceptions=True)
             raise
         await starting
-        if (boxes := self.rewards.boxes) is not None:
-            self.ctx.event("sandbox", level=boxes.level, backend=boxes.backend, what=str(boxes))
+        if (sandbox := self.rewards.sandbox) is not None:
+            self.ctx.event("sandbox", level=sandbox.level, backend=sandbox.backend, what=str(sandbox))
         self.queue = QueueClient(
             await self.ctx.queue(),
             self.ctx.who,
@@ -106,9 +106,9 @@ class RewardRole(Role):
 
         self.tokenizer = load_tokenizer(model_folder(self.ctx))
         if self.config.reward.judge is not None:
-            from relax_rt.roles.rewards.genrm.checks import judging_of
+            from relax_rt.roles.rewards.judge import load_judging
 
-            self.judging = judging_of(self.config, config_dir(self.ctx))
+            self.judging = load_judging(self.config, config_dir(self.ctx))
 
     def _composed(self) -> Rewards:
         from relax_rt.roles.base.locations import config_dir
@@ -196,7 +196,7 @@ class RewardRole(Role):
 
     def _request(self, sample: LeasedSample) -> Request:
         from relax_rt.roles.base.sample import SampleMeta
-        from relax_rt.roles.rewards.dry_run import offered
+        from relax_rt.roles.rewards.dry_run import offered_info
         from relax_rt.roles.rewards.scoring import Request
 
         meta = sample.decode("meta", SampleMeta)
@@ -207,7 +207,7 @@ class RewardRole(Role):
                 hint="all roles must load the same model folder",
             )
         tokens = sample["tokens"][sample["loss_mask"] != 0]
-        info = offered(
+        info = offered_info(
             str(meta.info.get("question", "")),
             dict(meta.info.get("metadata", {})),
             None,
@@ -246,15 +246,15 @@ class RewardRole(Role):
 
     def _judge(self, results: list[Score | Failed]) -> None:
         """Raise if the process, not a sample, is at fault; the role then restarts."""
-        from relax_rt.roles.rewards.judge import Late
+        from relax_rt.roles.rewards.judge import LateVerdict
         from relax_rt.roles.rewards.scoring import Failed
 
         for result in results:
-            if isinstance(result, Late):
+            if isinstance(result, LateVerdict):
                 continue
             self._failures_in_a_row = self._failures_in_a_row + 1 if isinstance(result, Failed) else 0
             self._has_scored = self._has_scored or not isinstance(result, Failed)
-        failed = [result for result in results if isinstance(result, Failed) and not isinstance(result, Late)]
+        failed = [result for result in results if isinstance(result, Failed) and not isinstance(result, LateVerdict)]
         for result in failed:
             if result.stuck:
                 raise RelaxError(
@@ -331,11 +331,11 @@ class Tally:
 
 def _failure(sample: LeasedSample, failed: Failed) -> Failure:
     from relax_rt.roles.base.sample import SampleMeta
-    from relax_rt.roles.rewards.judge import Late
+    from relax_rt.roles.rewards.judge import LateVerdict
     from relax_rt.transport.queue.api import ABOUT, Failure
 
     meta = sample.decode("meta", SampleMeta)
-    late, about = failed.excess or isinstance(failed, Late), str(meta.info.get("question", ""))[:ABOUT]
+    late, about = failed.excess or isinstance(failed, LateVerdict), str(meta.info.get("question", ""))[:ABOUT]
     return Failure(sample.key, failed.reason[:500], late, meta.item, about)
 
 

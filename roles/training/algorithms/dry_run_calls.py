@@ -16,8 +16,8 @@ import numpy as np
 
 from relax_rt.config.problems import KeyPath
 from relax_rt.roles.base.sample import Sample, TurnSpan, bare_meta
+from relax_rt.roles.base.user_code import user_line
 from relax_rt.roles.job.sections import AlgorithmTable
-from relax_rt.roles.rewards.loader import user_line
 from relax_rt.roles.training.algorithms.objective import Objective, read_parts
 from relax_rt.roles.training.algorithms.own import OwnPartFailed
 from relax_rt.roles.training.algorithms.tensors import TokenTensors

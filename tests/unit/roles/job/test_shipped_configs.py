@@ -14,7 +14,7 @@ from relax_rt.roles.data.source import fill
 from relax_rt.roles.job import startable
 from relax_rt.roles.job.job import RLJob
 from relax_rt.roles.job.sections import RLConfig, RolloutSettings
-from relax_rt.roles.rewards.loader import load_reward
+from relax_rt.roles.rewards.library.functions import load_reward
 from relax_rt.roles.rewards.scoring import read_score
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -14,9 +14,9 @@ pytest.importorskip("torch")
 pytest.importorskip("PIL")
 
 from relax_rt.config.loader import load_config
-from relax_rt.roles.data.media.checks import check_pictures
 from relax_rt.roles.data.media.pictures import Shown
 from relax_rt.roles.data.media.sight import Sight, load_sight, sees
+from relax_rt.roles.job.media_checks import check_pictures
 from relax_rt.roles.job.sections import CriticSettings, ReferenceSettings, RLConfig
 from relax_rt.roles.training.torch.settings import LoraTable
 from relax_rt.transport.rpc.errors import Refused, RelaxError

@@ -1,14 +1,14 @@
-"""The guard of a box: starts one program in it, watches it, and leaves nothing of it.
+"""The guard process of a sandbox or a worker: starts one program, enforces its limits, and kills all of its processes.
 
-It is told what to do in one line of JSON on its standard input. That this input ends means that whoever asked is gone:
-then everything in the box is killed. What became of the program is one line of JSON on its standard output.
+Its order is one line of JSON on standard input. End of file there means that the owner is gone: the guard then kills
+everything. Its report of the program's end is one line of JSON on standard output.
 
-Two levels. `namespaces`: the box has its own pid namespace, in which the guard's child is pid 1, so that all processes
-end with it; code has no network and a private root. Bubblewrap may have made all that, with the guard as pid 1.
-`limits`: resource limits, a folder of its own, and a guard that as a subreaper finds every
-descendant and kills until none is left.
+Two levels. `namespaces`: a pid namespace in which the guard's child is pid 1, so that the kernel ends all processes
+with it; untrusted programs also have no network and a private root. Bubblewrap may have created all that, with the
+guard as pid 1. `limits`: resource limits, a folder of its own, and a guard that, as a subreaper, finds every descendant
+and kills until none is left.
 
-Standard library only: it starts in some 30 ms, and nothing of what it guards against is loaded into it.
+Standard library only: it starts in about 30 ms, and user code never runs in it.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from relax_rt.roles.rewards.box import kernel, layout, prepare
+from relax_rt.process import sandbox_layout, sandbox_setup, syscalls
 from relax_rt.supervision import procfs
 
 CONTROL, REPORT = 0, 1
 TICK_S = 0.05
 PATIENCE_S = 10.0
-"""For the end of what was killed."""
+"""Time for killed processes to disappear."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
 MIB = 1 << 20
 COUNTED_SINCE = (5, 14)
 """Linux counts the processes of a user namespace for itself from here on."""
-TALK_BYTES, TALK_BYTES_A_S = 256 << 10, 16 << 10
-"""What a worker may print at once, and from then on each second; what is more is not passed on."""
+LOG_BURST_BYTES, LOG_BYTES_PER_S = 256 << 10, 16 << 10
+"""A worker's output is passed on to the log up to this burst and this rate; the rest is dropped."""
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
         if order["level"] == "limits":
             code = _limits(order)
         else:
-            # Workers are always closed in by our own namespaces, so that their orders name no backend.
+            # Workers always use our own namespaces: their orders name no backend.
             code = _in_bubblewrap(order) if order.get("backend") == "bubblewrap" else _namespaces(order)
     except OSError as error:
         _report({"refused": str(error)})
@@ -76,17 +76,17 @@ def _report(what: dict[str, Any]) -> None:
         while data:
             data = data[os.write(REPORT, data) :]
     except OSError:
-        return  # nobody listens any more
+        return  # the owner is gone
 
 
 def _namespaces(order: dict[str, Any]) -> int:
-    """Be outside, and wait for the end of number 1 inside."""
-    prepare.enter_namespaces(order["kind"])
+    """Fork pid 1 of the new namespaces and wait for its end from outside."""
+    sandbox_setup.enter_namespaces(order["kind"])
     life, ours = os.pipe()
     inside = os.fork()
     if inside == 0:
         os.close(ours)
-        os._exit(_number_one(order, life))
+        os._exit(_init_process(order, life))
     for fd in (life, *order.get("fds", ())):
         os.close(fd)
     pidfd = os.pidfd_open(inside)
@@ -97,23 +97,23 @@ def _namespaces(order: dict[str, Any]) -> int:
         if CONTROL in ready and not os.read(CONTROL, 1 << 16):
             os.kill(inside, signal.SIGKILL)
             poller.unregister(CONTROL)
-    # Waited for: it ends only when all others in there have.
+    # The kernel ends pid 1 only after all other processes of its namespace.
     _, status = os.waitpid(inside, 0)
     return os.waitstatus_to_exitcode(status) & 0xFF
 
 
-def _number_one(order: dict[str, Any], life: int) -> int:
+def _init_process(order: dict[str, Any], life: int) -> int:
     try:
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
         if order["kind"] == "code":
-            prepare.own_root(layout.Shown(*order["shown"]), order["limits"]["disk_mib"])
+            sandbox_setup.own_root(sandbox_layout.Shown(*order["shown"]), order["limits"]["disk_mib"])
             if os.geteuid() != 0:
-                prepare.close_the_door()
-            folder = layout.HOME
+                sandbox_setup.forbid_user_namespaces()
+            folder = sandbox_layout.HOME
         else:
-            prepare.own_processes()
+            sandbox_setup.mount_own_proc()
             folder = order["folder"]
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
         return Watch(order, folder, _all_but_us, _kill_all_but_us, alone=True, ends=(CONTROL, life)).run()
     except OSError as error:
         _report({"refused": str(error)})
@@ -121,13 +121,13 @@ def _number_one(order: dict[str, Any], life: int) -> int:
 
 
 def _in_bubblewrap(order: dict[str, Any]) -> int:
-    """Be number 1 of the namespaces that bubblewrap has made (see bubblewrap.argv)."""
+    """Run as pid 1 of the namespaces that bubblewrap created (see bubblewrap.argv)."""
     if os.getpid() != 1:
         raise OSError("bubblewrap gave the guard no process namespace")
     if os.geteuid() == 0:
-        prepare.mount_proc()
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-    return Watch(order, layout.HOME, _all_but_us, _kill_all_but_us, alone=True, ends=(CONTROL,)).run()
+        sandbox_setup.mount_proc()
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
+    return Watch(order, sandbox_layout.HOME, _all_but_us, _kill_all_but_us, alone=True, ends=(CONTROL,)).run()
 
 
 def _all_but_us() -> list[int]:
@@ -147,7 +147,7 @@ def _kill_all_but_us() -> None:
 
 
 def _limits(order: dict[str, Any]) -> int:
-    """Without namespaces: be the parent of all that is left over, in the box's own folder."""
+    """Without namespaces: adopt orphaned descendants as a subreaper, in a folder of the sandbox's own."""
     procfs.become_subreaper()
     own = order["kind"] == "code"
     folder = tempfile.mkdtemp(prefix=order["prefix"]) if own else order["folder"]
@@ -167,8 +167,8 @@ def _kill_below() -> None:
     procfs.kill_descendants(PATIENCE_S)
 
 
-class _Closed(Exception):
-    """A program's user may not read its interpreter.
+class _PathClosed(Exception):
+    """The program's user may not read its interpreter.
 
     Attributes:
         path: the folder or file that is closed.
@@ -176,18 +176,18 @@ class _Closed(Exception):
 
     def __init__(self, path: str) -> None:
         mode = stat.S_IMODE(os.lstat(path).st_mode)
-        super().__init__(f"{path} (mode {mode:04o}) is closed to {_user()}, as whom programs run in a box")
+        super().__init__(f"{path} (mode {mode:04o}) is closed to {_user()}, as whom sandboxed programs run")
         self.path = path
 
 
 class Watch:
-    """Runs the program of an order and watches it to its end.
+    """Runs the program of an order and enforces its limits until it ends.
 
     Args:
-        census: every living process of the box.
-        kill: ends them all.
+        census: returns every living process of the sandbox.
+        kill: kills them all.
         alone: in namespaces of its own.
-        ends: descriptors whose end means that nobody wants the box any more.
+        ends: descriptors whose end of file means that the owner is gone.
     """
 
     def __init__(
@@ -209,10 +209,10 @@ class Watch:
             self.poller.register(fd, select.POLLIN)
         self.texts = {"stdout": bytearray(), "stderr": bytearray()}
         self.names: dict[int, str] = {}
-        self.allowance, self.allowed_at, self.silenced = float(TALK_BYTES), time.monotonic(), False
+        self.allowance, self.allowed_at, self.silenced = float(LOG_BURST_BYTES), time.monotonic(), False
 
     def run(self) -> int:
-        """Start it, wait for its end or a reason to end it, clear up and report. The exit status for the guard."""
+        """Start the program, wait for its end or a reason to kill it, clean up, report; return the guard's status."""
         began = time.monotonic()
         program = self._start()
         if program is None:
@@ -258,7 +258,7 @@ class Watch:
             self._become(source, out_end, error_end, failed_end)
         for fd in (out_end, error_end, failed_end, source, *self.order.get("fds", ())):
             os.close(fd)
-        # Closed by the program's start.
+        # Closed by exec.
         text = os.read(failed, 4096).decode(errors="replace")
         os.close(failed)
         if text:
@@ -276,7 +276,7 @@ class Watch:
         return pid
 
     def _become(self, source: int, out: int, error: int, failed: int) -> NoReturn:
-        """In the child: give up what is to be given up, and be the program."""
+        """In the child: drop rights, set limits and exec the program."""
         try:
             keep = [*self.order.get("fds", ())]
             os.setsid()
@@ -296,9 +296,9 @@ class Watch:
             limits = {**self.limits}
             if not self.worker:
                 env.update(HOME=self.folder, TMPDIR=self.folder)
-                prepare.step_down(os.geteuid() == 0, alone=self.alone)
+                sandbox_setup.drop_rights(os.geteuid() == 0, alone=self.alone)
             limits["nproc"] = self._process_limit()
-            prepare.limit(limits)
+            sandbox_setup.set_rlimits(limits)
             argv = self.order["argv"]
             self._refuse_closed(sure=Path(argv[0]).is_absolute())
             try:
@@ -306,20 +306,23 @@ class Watch:
             except PermissionError:
                 self._refuse_closed(sure=True)
                 raise
-        except _Closed as problem:
+        except _PathClosed as problem:
             os.write(failed, f"{problem.path}\0{problem}".encode(errors="replace")[:4096])
-        except BaseException as problem:  # noqa: BLE001 - whatever it is, the parent must hear of it
+        except BaseException as problem:  # noqa: BLE001 - the parent reports it, whatever it is
             os.write(failed, f"\0{type(problem).__name__}: {problem}"[:1000].encode())
         os._exit(127)
 
     def _refuse_closed(self, *, sure: bool) -> None:
-        """Raise if the program's user may not read what it needs. `sure`: the PATH has no other candidate."""
-        if sure and (closed := layout.first_closed(self.order.get("needed", ()))):
-            raise _Closed(closed)
+        """Raise if the program's user may not read what it needs. `sure`: PATH has no other candidate."""
+        if sure and (closed := sandbox_layout.first_closed(self.order.get("needed", ()))):
+            raise _PathClosed(closed)
 
     def _process_limit(self) -> int | None:
-        """RLIMIT_NPROC counts the user's processes: of this box alone in a user namespace of its own, else of all, so
-        that boxes side by side need room for each other. It slows a fork bomb down; the guard does the counting."""
+        """Return RLIMIT_NPROC, which slows a fork bomb down until the guard, which counts, kills it.
+
+        The kernel counts processes per user: of this sandbox alone in a user namespace of its own, else of all
+        sandboxes side by side, which therefore need room for each other.
+        """
         numbers = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2] if part.isdigit())
         most = int(self.limits["processes"])
         if os.geteuid() == 0 or (self.alone and numbers < COUNTED_SINCE):
@@ -327,7 +330,7 @@ class Watch:
         return most + 2 if self.alone else most * 4 + _tasks_of(os.geteuid())
 
     def _reap(self, program: int) -> int | None:
-        """Reap all that is dead; the program's status if it was among them."""
+        """Reap dead children; return the program's status if it was among them."""
         found = None
         while True:
             try:
@@ -340,7 +343,7 @@ class Watch:
                 found = status
 
     def _over(self) -> str:
-        """Which limit on all processes together is passed."""
+        """Return the limit that all processes together exceed, if any."""
         living = self.census()
         if len(living) > self.limits["processes"]:
             return "processes"
@@ -351,10 +354,10 @@ class Watch:
         if not self.alone:
             return "disk" if _held(self.folder) > self.limits["disk_mib"] * MIB else ""
         # bubblewrap cannot bound the files of a file system in memory, and each takes the kernel's memory.
-        return "files" if any(_files(path) > layout.INODES for path in layout.WRITABLE) else ""
+        return "files" if any(_files(path) > sandbox_layout.INODES for path in sandbox_layout.WRITABLE) else ""
 
     def _listen(self, fd: int) -> str:
-        """Take what was printed; "output" if that is more than is taken."""
+        """Read output; return "output" if there is too much of it."""
         self._drain(fd)
         return self._too_much()
 
@@ -365,7 +368,7 @@ class Watch:
         return (int(self.limits["output_kib"]) << 10) - sum(map(len, self.texts.values()))
 
     def _drain(self, fd: int) -> bool:
-        """Read once; whether there may be more."""
+        """Read once; return whether there may be more."""
         try:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
@@ -377,25 +380,25 @@ class Watch:
         if self.worker:
             self._pass_on(data)
             return True
-        # One byte more than there is room for tells that there was more.
+        # One byte beyond the limit records that there was more.
         self.texts[self.names[fd]] += data[: max(0, self._room() + 1)]
         return self._room() >= 0
 
     def _pass_on(self, data: bytes) -> None:
         now = time.monotonic()
-        self.allowance = min(TALK_BYTES, self.allowance + (now - self.allowed_at) * TALK_BYTES_A_S)
+        self.allowance = min(LOG_BURST_BYTES, self.allowance + (now - self.allowed_at) * LOG_BYTES_PER_S)
         self.allowed_at = now
-        if self.silenced and self.allowance < TALK_BYTES / 16:
+        if self.silenced and self.allowance < LOG_BURST_BYTES / 16:
             return
         part = data[: int(self.allowance)]
         self.allowance -= len(part)
         self.silenced = len(part) < len(data)
         if self.silenced:
-            part += b"\n[a worker prints too much: some of it is left out]\n"
+            part += b"\n[a worker prints too much: some output was dropped]\n"
         try:
             os.write(2, part)
         except OSError:
-            return  # nobody reads it
+            return  # the log is closed
 
     def _report_end(self, reason: str, status: int | None, seconds: float) -> None:
         code = None if status is None else os.waitstatus_to_exitcode(status)
@@ -404,7 +407,7 @@ class Watch:
 
 
 def _tasks_of(user: int) -> int:
-    """Processes and threads of a user on this machine."""
+    """Count the processes and threads of a user on this machine."""
     total = 0
     for pid in procfs.pids():
         try:
@@ -426,13 +429,14 @@ def _own_bytes(pid: int) -> int:
 
 
 def _files(path: str) -> int:
-    """Files of a file system."""
+    """Count the files of a file system."""
+
     found = os.statvfs(path)
     return found.f_files - found.f_ffree
 
 
 def _user() -> str:
-    return f"user {'nobody' if os.geteuid() == prepare.NOBODY else os.geteuid()}"
+    return f"user {'nobody' if os.geteuid() == sandbox_setup.NOBODY else os.geteuid()}"
 
 
 def _held(folder: str) -> int:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from relax_rt.roles.rewards.box.run import orphaned_folders
+from relax_rt.process.sandbox import leftover_dirs
 
 DEADLINE_S = 120
 
@@ -19,7 +19,7 @@ def with_word(word: str) -> list[int]:
 
 def workers(word: str) -> list[int]:
     """Processes among them that call reward functions."""
-    return [pid for pid in with_word(word) if b"rewards.workers.serve\0" in _texts(pid)]
+    return [pid for pid in with_word(word) if b"rewards.worker\0" in _texts(pid)]
 
 
 def _pids() -> Iterator[int]:
@@ -38,7 +38,7 @@ def _texts(pid: int) -> bytes:
 def nothing_left(word: str) -> None:
     """Wait until no process has the word any more, and no folder of a box is there."""
     end = time.monotonic() + DEADLINE_S
-    while (left := [*with_word(word), *orphaned_folders()]) and time.monotonic() < end:
+    while (left := [*with_word(word), *leftover_dirs()]) and time.monotonic() < end:
         time.sleep(0.02)
     assert not left
 

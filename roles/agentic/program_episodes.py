@@ -11,9 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from relax_rt.roles.agentic.episode import Limits, NotMade, Played
+from relax_rt.roles.agentic.episode import Limits, Played
+from relax_rt.roles.agentic.errors import (
+    EnvironmentFailed,
+    EnvironmentStuck,
+    EpisodeLost,
+    GenerationFailed,
+    LimitExceeded,
+)
 from relax_rt.roles.agentic.interface import Task, checked
-from relax_rt.roles.agentic.pool import Broken, Lost, OverLimit, Stuck
 from relax_rt.roles.agentic.program import Program, Result, passed_limit, result_of
 from relax_rt.roles.agentic.program_host import Ended, ProgramHost
 from relax_rt.roles.agentic.program_link import NotStarted
@@ -81,10 +87,10 @@ class Programs:
         try:
             async with self.host.place():
                 return await self._started(name, task, limits)
-        except (Stuck, Broken, Lost, NotMade, NotReachable):
+        except (EnvironmentStuck, EnvironmentFailed, EpisodeLost, GenerationFailed, NotReachable):
             raise
         except RelaxError as error:
-            raise Lost(f"the episode {self.doing[name]}", why=str(error)) from error
+            raise EpisodeLost(f"the episode {self.doing[name]}", why=str(error)) from error
         finally:
             del self.doing[name]
 
@@ -99,7 +105,7 @@ class Programs:
                 return await self._once(name, task, limits)
             except NotStarted as error:
                 why = error.why or error.what
-        raise Lost("the program", why=f"it could not be started within {sum(START_AGAIN_S):g} s: {why}")
+        raise EpisodeLost("the program", why=f"it could not be started within {sum(START_AGAIN_S):g} s: {why}")
 
     async def _once(self, name: str, task: Task, limits: SessionLimits) -> Played:
         async with contextlib.AsyncExitStack() as stack:
@@ -129,9 +135,9 @@ class Programs:
             if run.done():
                 return run.result()
             if lent.gone.done():
-                raise Lost("the program's session", why=str(lent.gone.exception()))
+                raise EpisodeLost("the program's session", why=str(lent.gone.exception()))
             closed = await lent.close()
-            error = Lost if closed.waiting or closed.trouble else Stuck
+            error = EpisodeLost if closed.waiting or closed.trouble else EnvironmentStuck
             at = "waits for tokens" if closed.waiting else "is at work"
             raise error("the program", why=f"not over within {limit_s:g} s; it {at} after {len(closed.said)} answers")
         finally:
@@ -140,21 +146,21 @@ class Programs:
 
     def _played(self, ended: Ended, closed: Closed) -> Played:
         if over := passed_limit(ended.over, ended.code, last_words(ended), self.program.limits):
-            raise OverLimit("the program", why=over if ended.over else f"{over}; it ended with {how(ended)}")
+            raise LimitExceeded("the program", why=over if ended.over else f"{over}; it ended with {how(ended)}")
         if closed.trouble:
-            raise (NotMade if closed.never else Lost)(
+            raise (GenerationFailed if closed.never else EpisodeLost)(
                 "the program", why=f"its last call had no answer: {closed.trouble}"
             )
         if ended.code and not closed.used_up:
-            raise Broken("the program", why=f"it ended with {how(ended)}")
+            raise EnvironmentFailed("the program", why=f"it ended with {how(ended)}")
         if not closed.episode.branches:
-            raise Broken("the program", why="it ended before the policy had said anything")
+            raise EnvironmentFailed("the program", why="it ended before the policy had said anything")
         result = self._result(ended, closed)
         self.told(sum(sum(branch.loss_mask) for branch in closed.episode.branches))
         try:
             rewards = rewards_of(result, closed.said)
         except ValueError as error:
-            raise Broken("the program", why=str(error)) from error
+            raise EnvironmentFailed("the program", why=str(error)) from error
         return Played(
             episode=closed.episode,
             rewards=rewards,
@@ -174,10 +180,10 @@ class Programs:
         try:
             result = result_of(ended.stdout)
         except ValueError as error:
-            raise Broken("the program's result", why=str(error)) from None
+            raise EnvironmentFailed("the program's result", why=str(error)) from None
         if result is None and not closed.used_up:
             why = f'it printed no line of JSON with "reward"; its last words: {ended.stdout[-200:]!r}'
-            raise Broken("the program", why=f"{why}; roles.env.rewards is empty, too")
+            raise EnvironmentFailed("the program", why=f"{why}; roles.env.rewards is empty, too")
         return result or Result()
 
 

@@ -1,24 +1,29 @@
-"""The user's reward function: found, imported, and what it wants to be called with."""
+"""Reward functions: what users' functions look like, and the registry of named rewards with their options.
+
+A user's function is found by its target and imported here. A named reward is declared by a module of this folder, which
+says how its function is made of a table of options, and where that function runs.
+"""
 
 from __future__ import annotations
 
+import importlib
 import inspect
-import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Literal, TypeVar
 
-import relax_rt
+from relax_rt.config.problems import KeyPath, Problem, dotted
+from relax_rt.config.schema import Table
 from relax_rt.config.target import TargetError, load_target
+from relax_rt.config.validation import validate
+from relax_rt.roles.base.user_code import user_line
 from relax_rt.roles.data.items import answer_text
 from relax_rt.transport.rpc.errors import RelaxError
+from relax_rt.transport.targets import did_you_mean
 
 SETTING = "reward.function"
-OWN_CODE = (str(Path(relax_rt.__file__).parent), str(Path(relax_rt.__file__).parent.resolve().parent / "roles"))
-"""Files of the runtime: a traceback is told from the user's side."""
-
-
 COMPLETIONS = ("completions", "solution_str")
 """Names of the completion in other trainers. A second parameter of such a name is not the answer."""
 TRL_HINT = """it is called for one completion at a time: def score(completion: str, answer: str, **info) -> float
@@ -32,8 +37,8 @@ VERL_HINT = """write def score(completion: str, answer: str, **info) -> float
   data_source, extra_info  ->  parameters of these names, or info["data_source"], info["extra_info"]"""
 
 
-class UnreadGold(ValueError):
-    """The right answer of an item cannot be read, so that no completion can be compared with it."""
+class UnreadableAnswer(ValueError):
+    """The right answer of an item cannot be read, so no completion can be compared with it."""
 
     def __init__(self, answer: Any, why: str) -> None:
         super().__init__(f"the answer {answer!r:.80} cannot be read: {why}")
@@ -86,7 +91,7 @@ class RewardFunction:
         return (None if takes_all else frozenset(p.name for p in named)), needs
 
     def call(self, completion: str | list[str], answer: Any, info: dict[str, Any]) -> Any:
-        """Call it with what it wants of `info`; an async one gives its awaitable. One that scores groups gets a list.
+        """Call it with what it wants of `info`; an async one returns its awaitable. One that scores groups gets a list.
 
         Raises:
             RelaxError: it wants information that there is not. Whatever the function itself raises passes through.
@@ -104,7 +109,7 @@ class RewardFunction:
 
 
 def _other_trainer(names: Collection[str]) -> tuple[str, str] | None:
-    """The trainer that functions with these parameters are written for, and how to write them here."""
+    """Return the trainer that functions with these parameters are written for, and how to write them here."""
     if not {"prompts", "completions"}.isdisjoint(names):
         return "TRL", TRL_HINT
     if not {"data_source", "solution_str"}.isdisjoint(names):
@@ -117,16 +122,13 @@ def _listed(names: Collection[str]) -> str:
 
 
 def load_reward(target: str, config_dir: Path, setting: str = SETTING) -> RewardFunction:
-    """The function that a setting names. The file's folder is appended to sys.path, so it shadows nothing.
+    """Load the function that a setting names. The file's folder is appended to sys.path, so it shadows nothing.
 
     Raises:
         RelaxError: it is not there, cannot be imported (with the user's line), or cannot be called as a reward.
     """
-    if ":" not in target and not target.endswith(".py"):
-        from relax_rt.roles.rewards.registry import made, names
-
-        if target in names():
-            return made(target, {}, setting)
+    if ":" not in target and not target.endswith(".py") and target in rewards():
+        return make_function(target, {}, setting)
     try:
         return RewardFunction(load_target(target, config_dir), target, setting)
     except TargetError as error:
@@ -135,19 +137,94 @@ def load_reward(target: str, config_dir: Path, setting: str = SETTING) -> Reward
         raise RelaxError(f"{setting} = {target!r}", why=why, hint=error.hint) from error
 
 
-def user_line(error: BaseException) -> str:
-    """`file:line` of the innermost frame outside the runtime and the standard library's import machinery."""
-    frames = [
-        frame for frame in _frames(error.__traceback__) if not frame.filename.startswith(("<frozen", OWN_CODE[0]))
-    ]
-    frames = [frame for frame in frames if not frame.filename.startswith(OWN_CODE[1])]
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    # The deepest frame in a library says less than the line of the user's own code that went there.
-    own = [frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename]
-    chosen = (own or frames)[-1:]
-    return f"{chosen[0].filename}:{chosen[0].lineno}" if chosen else "an unknown line"
+RunsIn = Literal["inline", "worker"]
+"""inline: in the process that scores, for what takes no time or awaits. worker: in one that can be killed, for what may
+take forever."""
+FAMILIES = ("answers", "choices", "forms", "maths", "code", "remote")
 
 
-def _frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
-    return list(traceback.extract_tb(trace))
+class NoOptions(Table):
+    """A reward without options."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A named reward.
+
+    Attributes:
+        make: from the options to the function, f(completion, answer, **info).
+        check: from the options to what is wrong with them, as (key, message, hint).
+        gold: from the right answer to a completion that must get 1; None: the reward does not compare with the answer.
+    """
+
+    name: str
+    options: type[Table]
+    runs_in: RunsIn
+    make: Callable[[Any], Callable[..., Any]]
+    check: Callable[[Any], list[tuple[str, str, str]]]
+    gold: Callable[[Any], str] | None = None
+
+
+_REWARDS: dict[str, Reward] = {}
+M = TypeVar("M", bound=Callable[[Any], Callable[..., Any]])
+
+
+def reward(
+    name: str,
+    *,
+    options: type[Table] = NoOptions,
+    runs_in: RunsIn = "inline",
+    check: Callable[[Any], list[tuple[str, str, str]]] = lambda options: [],
+    gold: Callable[[Any], str] | None = None,
+) -> Callable[[M], M]:
+    """Register what makes a reward's function of its options."""
+
+    def register(make: M) -> M:
+        if name in _REWARDS:
+            raise ValueError(f"there are two rewards called {name}")
+        _REWARDS[name] = Reward(name, options, runs_in, make, check, gold)
+        return make
+
+    return register
+
+
+def rewards() -> Mapping[str, Reward]:
+    """Return all named rewards."""
+    _load_families()
+    return _REWARDS
+
+
+@cache
+def _load_families() -> None:
+    for family in FAMILIES:
+        importlib.import_module(f"relax_rt.roles.rewards.library.{family}")
+
+
+def read_options(name: str, given: Mapping[str, Any], path: KeyPath, key: str = "name") -> Table | list[Problem]:
+    """Return the options of a named reward, or everything that is wrong with them.
+
+    Args:
+        path: the table that gives them. key: where in it the name stands.
+    """
+    found = rewards().get(name)
+    if found is None:
+        hint = did_you_mean(name, rewards())
+        hint = hint or f'known: {", ".join(rewards())}; your own is function = "file.py:function"'
+        return [Problem((*path, key), f"there is no reward called '{name}'", hint)]
+    options = validate(found.options, dict(given), path)
+    if isinstance(options, list):
+        return options
+    wrong = found.check(options)
+    return [Problem((*path, at), f"{dotted((*path, at))}: {message}", hint) for at, message, hint in wrong] or options
+
+
+def make_function(name: str, given: Mapping[str, Any], setting: str = SETTING) -> RewardFunction:
+    """Return the function of a named reward.
+
+    Raises:
+        RelaxError: there is none of that name, or its options are wrong.
+    """
+    options = read_options(name, given, ("reward",))
+    if isinstance(options, list):
+        raise RelaxError(f"{setting} = {name!r}", why="; ".join(p.message for p in options), hint=options[0].hint)
+    return RewardFunction(rewards()[name].make(options), name, setting)

@@ -18,13 +18,13 @@ from relax_rt.config.job import GoldReport, WrongGold
 from relax_rt.roles.data.index import RowIndex
 from relax_rt.roles.data.items import answer_text
 from relax_rt.roles.rewards.compose import Rewards
-from relax_rt.roles.rewards.dry_run import offered
-from relax_rt.roles.rewards.registry import rewards
+from relax_rt.roles.rewards.dry_run import offered_info
+from relax_rt.roles.rewards.library.functions import rewards
 from relax_rt.roles.rewards.scoring import Request, Score
-from relax_rt.roles.rewards.tables import ComponentTable, RewardTable
+from relax_rt.roles.rewards.settings import ComponentTable, RewardTable
 
 if TYPE_CHECKING:
-    from relax_rt.roles.job.sections import DataTable, RLConfig
+    from relax_rt.roles.job.sections import DataTable
 
 FIRST, DRAWN = 256, 256
 """Rows that are checked without --all: the first, and as many drawn from the others."""
@@ -35,26 +35,21 @@ ANSWER = 1000
 """Characters of an answer in a report; what is cut ends in an ellipsis."""
 
 
-def golds_of(config: RLConfig, config_dir: Path, *, every: bool = False) -> list[GoldReport]:
-    """Run check_golds with the data and rewards of a config, including those of [roles.env].
+def answer_reports(
+    table: RewardTable | None, data: DataTable, config_dir: Path, *, every: bool = False
+) -> list[GoldReport]:
+    """Run check_answers with the reward functions and the data of a run.
 
     Raises:
-        RelaxError: a reward cannot be started, or the data not be read.
+        RelaxError: a reward cannot be started, or the data cannot be read.
     """
-    from relax_rt.roles.agentic.rewards import reward_table
-    from relax_rt.roles.agentic.settings import env_settings
-
-    table = config.reward if env_settings(config) is None else reward_table(config)
-    if table is None or not _comparing(table) or not _has_rows(config.data):
+    has_rows = data.path or data.task or data.sources
+    if table is None or not has_rows or not _comparing(table):
         return []
-    return check_golds(table, RowIndex.open(config.data, config_dir), config_dir, every=every)
+    return check_answers(table, RowIndex.open(data, config_dir), config_dir, every=every)
 
 
-def _has_rows(data: DataTable) -> bool:
-    return bool(data.path or data.task or data.sources)
-
-
-def check_golds(table: RewardTable, rows: RowIndex, config_dir: Path, *, every: bool = False) -> list[GoldReport]:
+def check_answers(table: RewardTable, rows: RowIndex, config_dir: Path, *, every: bool = False) -> list[GoldReport]:
     """Score right answers of rows with each reward that compares with them.
 
     Args:
@@ -137,7 +132,7 @@ def _key(answer: Any) -> str:
 def _request(answer: Any, right: Callable[[Any], str], group: int) -> Request:
     completion = right(answer)
     about = {"finish_reason": "stop", "truncated": False, "tokens": max(1, len(completion)), "turns": []}
-    return Request(completion, answer, offered("", {}, None, item="", split="train", **about), group)
+    return Request(completion, answer, offered_info("", {}, None, item="", split="train", **about), group)
 
 
 def _why(result: Any) -> str:

@@ -15,9 +15,9 @@ from relax_rt.config.job import GoldReport
 from relax_rt.observe.story import Story
 from relax_rt.roles.data.index import RowIndex
 from relax_rt.roles.job.sections import DataTable
-from relax_rt.roles.rewards import golds
-from relax_rt.roles.rewards.golds import SHOWN, check_golds
-from relax_rt.roles.rewards.tables import RewardTable
+from relax_rt.roles.rewards import answer_checks
+from relax_rt.roles.rewards.answer_checks import SHOWN, check_answers
+from relax_rt.roles.rewards.settings import RewardTable
 
 pytestmark = pytest.mark.skipif(find_spec("math_verify") is None, reason="math-verify is not installed")
 
@@ -40,7 +40,7 @@ def rows(folder: Path, answers: Sequence[Any]) -> RowIndex:
 
 
 def check(folder: Path, answers: Sequence[Any], *, every: bool = True, **reward: Any) -> list[GoldReport]:
-    return check_golds(RewardTable.model_validate(reward), rows(folder, answers), folder, every=every)
+    return check_answers(RewardTable.model_validate(reward), rows(folder, answers), folder, every=every)
 
 
 def test_answers_that_cannot_be_read_are_named_by_file_and_line(tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_weight_of_a_component_does_not_count(tmp_path: Path, weight: float) -> 
 
 
 def test_some_rows_are_drawn_and_all_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(golds, "FIRST", 4)
-    monkeypatch.setattr(golds, "DRAWN", 3)
+    monkeypatch.setattr(answer_checks, "FIRST", 4)
+    monkeypatch.setattr(answer_checks, "DRAWN", 3)
     answers = [str(number) for number in range(19)] + ["none"]
     assert [one.checked for one in check(tmp_path, answers, every=False, function="integer")] == [7]
     assert [(one.checked, one.wrong) for one in check(tmp_path, answers, function="integer")] == [(20, 1)]

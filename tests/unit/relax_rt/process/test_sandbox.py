@@ -17,17 +17,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from leftovers import nothing_left, until_started
+from sandbox_leftovers import nothing_left, until_started
 
-from relax_rt.roles.rewards.box import bubblewrap, layout
-from relax_rt.roles.rewards.box import run as boxes
-from relax_rt.roles.rewards.box.run import Box, BoxFailed, Limits, Mode, Ran, _try
+from relax_rt.process import bubblewrap, sandbox, sandbox_layout
+from relax_rt.process.sandbox import Sandbox, SandboxFailed, SandboxLimits, SandboxMode, SandboxResult, try_mode
 
-SMALL = Limits(wall_s=20.0, memory_mib=256, disk_mib=4, processes=12, output_kib=64)
+SMALL = SandboxLimits(wall_s=20.0, memory_mib=256, disk_mib=4, processes=12, output_kib=64)
 MODES = {
-    "bubblewrap": Mode("namespaces", backend="bubblewrap"),
-    "built-in": Mode("namespaces"),
-    "limits": Mode("limits"),
+    "bubblewrap": SandboxMode("namespaces", backend="bubblewrap"),
+    "built-in": SandboxMode("namespaces"),
+    "limits": SandboxMode("limits"),
 }
 
 
@@ -36,8 +35,8 @@ def works(kind: str) -> bool:
     if kind == "bubblewrap" and bubblewrap.why_not():
         return False
     try:
-        asyncio.run(_try(MODES[kind], [interpreter(kind)]))
-    except BoxFailed:
+        asyncio.run(try_mode(MODES[kind], [interpreter(kind)]))
+    except SandboxFailed:
         return False
     return True
 
@@ -55,19 +54,19 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root's programs run
 
 def shown_paths() -> list[str]:
     """What a box of this interpreter shows besides system folders."""
-    shown = layout.shown([sys.executable])
-    return [*shown.folders, *(path for path, _ in shown.links), *boxes.package_folders()]
+    shown = sandbox_layout.shown([sys.executable])
+    return [*shown.folders, *(path for path, _ in shown.links), *sandbox.package_dirs()]
 
 
-async def run(kind: str, program: str, limits: Limits = SMALL, **more: object) -> Ran:
+async def run(kind: str, program: str, limits: SandboxLimits = SMALL, **more: object) -> SandboxResult:
     """In a box of its own; then, that nothing of it is left."""
     word = secrets.token_hex(8)
-    ran = await Box(limits, MODES[kind]).run([interpreter(kind), "-I", "-S", "-c", program, word], **more)  # type: ignore[arg-type]
+    ran = await Sandbox(limits, MODES[kind]).run([interpreter(kind), "-I", "-S", "-c", program, word], **more)  # type: ignore[arg-type]
     nothing_left(word)
     return ran
 
 
-def said(ran: Ran) -> str:
+def said(ran: SandboxResult) -> str:
     return (ran.stdout + ran.stderr).decode()
 
 
@@ -120,14 +119,14 @@ PRINTS = "while True:\n    print('x' * 65536)"
     ids=["sleeps", "ignores signals", "prints", "writes", "writes files", "allocates", "forks", "starts threads"],
 )
 async def test_what_takes_too_much_is_ended(kind: str, program: str, wall_s: float, words: str) -> None:
-    ran = await run(kind, program, Limits(**{**vars_of(SMALL), "wall_s": wall_s}))
+    ran = await run(kind, program, SandboxLimits(**{**vars_of(SMALL), "wall_s": wall_s}))
     assert ran.stopped or ran.code != 0
     assert any(one in ran.stopped + said(ran) for one in words.split("|")), (ran.stopped, said(ran)[-500:])
     # The next one runs.
     assert (await run(kind, "print('still here')")).stdout == b"still here\n"
 
 
-def vars_of(limits: Limits) -> dict[str, object]:
+def vars_of(limits: SandboxLimits) -> dict[str, object]:
     return {name: getattr(limits, name) for name in limits.__struct_fields__}
 
 
@@ -212,7 +211,7 @@ async def test_it_has_no_network(kind: str) -> None:
 @pytest.mark.parametrize("kind", CLOSED)
 async def test_it_gets_no_new_namespaces(kind: str) -> None:
     program = "import ctypes; print(ctypes.CDLL(None, use_errno=True).unshare(0x10000000), ctypes.get_errno())"
-    ran = await Box(SMALL, MODES[kind]).run([sys.executable, "-I", "-c", program])
+    ran = await Sandbox(SMALL, MODES[kind]).run([sys.executable, "-I", "-c", program])
     assert ran.stdout.startswith(b"-1 "), said(ran)
 
 
@@ -220,7 +219,7 @@ async def test_it_gets_no_new_namespaces(kind: str) -> None:
 async def test_a_run_that_is_called_off_leaves_nothing(kind: str) -> None:
     word = secrets.token_hex(8)
     argv = [interpreter(kind), "-I", "-S", "-c", SLEEP, word]
-    task = asyncio.create_task(Box(SMALL, MODES[kind]).run(argv))
+    task = asyncio.create_task(Sandbox(SMALL, MODES[kind]).run(argv))
     await asyncio.to_thread(until_started, word)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -230,8 +229,8 @@ async def test_a_run_that_is_called_off_leaves_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_program_that_is_not_there_is_no_verdict(kind: str) -> None:
-    with pytest.raises(BoxFailed, match=r"No such file|Permission denied"):
-        await Box(SMALL, MODES[kind]).run(["no-such-program"])
+    with pytest.raises(SandboxFailed, match=r"No such file|Permission denied"):
+        await Sandbox(SMALL, MODES[kind]).run(["no-such-program"])
 
 
 @pytest.mark.parametrize("kind", CLOSED)
@@ -256,8 +255,8 @@ def place() -> Iterator[Path]:
         yield Path(name)
 
 
-async def here(kind: str, program: Path) -> Ran:
-    return await Box(SMALL, MODES[kind]).run([str(program), "-I", "-S", "-c", HERE])
+async def here(kind: str, program: Path) -> SandboxResult:
+    return await Sandbox(SMALL, MODES[kind]).run([str(program), "-I", "-S", "-c", HERE])
 
 
 @as_root
@@ -280,7 +279,7 @@ async def test_the_folder_that_is_closed_is_named_and_opening_it_helps(
     program.symlink_to(PYTHON)
     closed_one = place / closes
     closed_one.chmod(mode)
-    with pytest.raises(BoxFailed) as refused:
+    with pytest.raises(SandboxFailed) as refused:
         await here("limits", program)
     assert f"{closed_one} (mode {mode:04o}) is closed to user nobody" in refused.value.why
     closed_one.chmod(remedy)
@@ -305,7 +304,7 @@ async def test_a_closed_folder_behind_links_is_named(place: Path, links: str) ->
     else:
         program.symlink_to("../secret/py/bin/python3" if links == "relative" else real)
     (place / "secret").chmod(0o700)
-    with pytest.raises(BoxFailed, match=re.escape(f"{place}/secret (mode 0700) is closed to user nobody")):
+    with pytest.raises(SandboxFailed, match=re.escape(f"{place}/secret (mode 0700) is closed to user nobody")):
         await here("limits", program)
     # Where the interpreter's folder is shown, it does not matter what lies above it.
     for kind in CLOSED:
@@ -319,7 +318,7 @@ async def test_an_executable_that_only_root_may_run_is_named(kind: str, place: P
     program.parent.mkdir(parents=True)
     await asyncio.to_thread(shutil.copy, sys.executable, program)
     program.chmod(0o700)
-    with pytest.raises(BoxFailed, match=re.escape(f"{program} (mode 0700) is closed to user nobody")):
+    with pytest.raises(SandboxFailed, match=re.escape(f"{program} (mode 0700) is closed to user nobody")):
         await here(kind, program)
 
 
@@ -335,7 +334,7 @@ async def test_an_interpreter_below_a_folder_of_the_boxs_own_is_shown(kind: str,
         (venv / "bin" / "python").symlink_to("python3")
         program = "import os, sys; open('/tmp/mine', 'w'); print(sys.prefix, os.access(sys.prefix, os.W_OK))"
         argv = [str(venv / "bin" / "python"), "-I", "-c", program]
-        ran = await Box(SMALL, MODES[kind]).run(argv)
+        ran = await Sandbox(SMALL, MODES[kind]).run(argv)
     assert ran.stdout.decode() == f"{venv} False\n", said(ran)
 
 
@@ -354,35 +353,37 @@ async def test_what_lies_beside_a_link_to_the_interpreter_stays_hidden(
     tool.write_text(f"#!{PYTHON} -I\nimport os; print(os.listdir({str(place / '.local')!r}))")
     tool.chmod(0o755)
     program = f"import os; print(os.listdir({str(place)!r}), os.listdir({str(place / 'bin')!r}))"
-    ran = await Box(SMALL, MODES[kind]).run([str(place / "bin" / "python3"), "-I", "-c", program])
+    ran = await Sandbox(SMALL, MODES[kind]).run([str(place / "bin" / "python3"), "-I", "-c", program])
     assert ran.stdout.decode() == "['bin'] ['python3']\n", said(ran)
-    assert (await Box(SMALL, MODES[kind]).run([str(tool)])).stdout.decode() == "['bin']\n"
+    assert (await Sandbox(SMALL, MODES[kind]).run([str(tool)])).stdout.decode() == "['bin']\n"
 
 
 @system_python
 async def test_what_is_to_be_run_is_probed_and_not_this_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[list[str]] = []
 
-    async def record(box: Box, argv: list[str], files: object = None, stdin: str = "", *, wall_s: float = 0.0) -> Ran:
+    async def record(
+        box: Sandbox, argv: list[str], files: object = None, stdin: str = "", *, wall_s: float = 0.0
+    ) -> SandboxResult:
         tried.append([box.mode.backend if box.mode.level == "namespaces" else "limits", argv[0]])
-        return Ran("", 0, b"here", b"", 0.0)
+        return SandboxResult("", 0, b"here", b"", 0.0)
 
-    monkeypatch.setattr(Box, "run", record)
+    monkeypatch.setattr(Sandbox, "run", record)
     for command in ([str(PYTHON), "-I"], ["bash"], []):
-        await boxes.probe(command)
+        await sandbox.probe(command)
     assert [one[1] for one in tried] == [str(PYTHON), "bash", sys.executable]
-    with pytest.raises(BoxFailed, match="no such program"):
-        await boxes.probe(["no-such-program"])
+    with pytest.raises(SandboxFailed, match="no such program"):
+        await sandbox.probe(["no-such-program"])
 
 
 LIKE_A_CONTAINER = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]
 PROBE = """
 import asyncio, json, sys
-from relax_rt.roles.rewards.box.run import BoxFailed, probe
+from relax_rt.process.sandbox import SandboxFailed, probe
 try:
     mode = asyncio.run(probe(sys.argv[1:]))
     print(json.dumps([mode.level, str(mode), ""]))
-except BoxFailed as error:
+except SandboxFailed as error:
     print(json.dumps(["", error.why, error.hint]))
 """
 
@@ -430,7 +431,7 @@ def test_advice_goes_by_what_the_kernel_forbids(
         path = tmp_path / "proc/sys" / name
         path.parent.mkdir(parents=True)
         path.write_text(value + "\n")
-    told = boxes.advice(tmp_path)
+    told = sandbox.advice(tmp_path)
     assert words in told and 'box = "limits"' in told
 
 
@@ -466,7 +467,7 @@ async def test_a_bubblewrap_that_fails_is_said_and_the_next_way_taken(
     (tmp_path / "bwrap").write_text("\n".join(refusing))
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(BoxFailed, match="setting up uid map: refused"):
-        await _try(MODES["bubblewrap"], [])
+    with pytest.raises(SandboxFailed, match="setting up uid map: refused"):
+        await try_mode(MODES["bubblewrap"], [])
     if "built-in" in KINDS:
-        assert await boxes.probe() == Mode("namespaces")
+        assert await sandbox.probe() == SandboxMode("namespaces")

@@ -1,7 +1,7 @@
-"""File system of a box: system folders and what the program's interpreter needs, read-only.
+"""File system of a sandbox: system folders and what the program's interpreter needs, read-only.
 
-Used by both ways of making a box's root (`prepare.own_root` and `bubblewrap.argv`). Standard library only: the guard
-imports it.
+Used by both ways of making a sandbox's root (`sandbox_setup.own_root` and `bubblewrap.argv`). Standard library only:
+the guard imports it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEVICES = ("null", "zero", "full", "random", "urandom")
 LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
 HOME = "/tmp"
 WRITABLE = (HOME, "/dev/shm")
-"""File systems of the box's own, in memory."""
+"""File systems of the sandbox's own, in memory."""
 INODES = 4096
 """Maximum number of files in each of them."""
 MOST_LINKS = 40
@@ -32,7 +32,7 @@ class Shown(NamedTuple):
 
     Attributes:
         folders: folders and files that are bound read-only to the same place.
-        links: symbolic links and their targets, recreated in the box; files next to them stay hidden.
+        links: symbolic links and their targets, recreated in the sandbox; files next to them stay hidden.
     """
 
     folders: list[str]
@@ -40,15 +40,15 @@ class Shown(NamedTuple):
 
 
 def command_path() -> str:
-    """PATH of programs in a box."""
+    """PATH of programs in a sandbox."""
     return f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
 
 
 def shown(programs: Iterable[str]) -> Shown:
     """What these executables need, and this interpreter, which the guard runs with.
 
-    The python of a virtual environment is a symbolic link to the base interpreter, often through further links: the box
-    needs each of them.
+    The python of a virtual environment is a symbolic link to the base interpreter, often through further links: the
+    sandbox needs each of them.
     """
     folders = {sys.prefix, sys.base_prefix, sys.exec_prefix, sysconfig.get_path("stdlib")}
     links: dict[str, str] = {}
@@ -98,7 +98,7 @@ def _below(path: str, folders: Iterable[str]) -> bool:
 
 
 def is_late(path: str) -> bool:
-    """Whether a path lies in a writable file system of the box, and so is bound after that is mounted."""
+    """Whether a path lies in a writable file system of the sandbox, and so is bound after that is mounted."""
     return _below(path, WRITABLE)
 
 

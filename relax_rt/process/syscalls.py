@@ -1,4 +1,4 @@
-"""System calls that a box is made of. Standard library only: the guard starts fast, and nothing takes it down."""
+"""System calls for sandboxes. Standard library only: the guard imports it and must start fast."""
 
 from __future__ import annotations
 

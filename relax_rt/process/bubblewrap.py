@@ -1,7 +1,7 @@
-"""Boxes by bubblewrap: its command line, for the same root as `prepare.own_root` makes.
+"""The command line of bubblewrap, for the same root as `sandbox_setup.own_root` makes.
 
 bubblewrap makes namespaces where this process may not: installed with its AppArmor profile or set-uid. The guard runs
-inside as process 1 and keeps the limits, so that both kinds of box are bounded by the same code.
+inside as process 1 and keeps the limits, so both kinds of sandbox are limited by the same code.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from relax_rt.roles.rewards.box import layout
+from relax_rt.process import sandbox_layout
 
 PROGRAM = "bwrap"
 WANTED = ("--disable-userns", "--size", "--as-pid-1")
@@ -33,8 +33,8 @@ def why_not() -> str:
     return f"{path} is older than 0.8: it has no {lacking[0]}" if lacking else ""
 
 
-def argv(shown: layout.Shown, disk_mib: int, inside: Sequence[str]) -> list[str]:
-    """The command line that runs `inside` as process 1 of a box.
+def argv(shown: sandbox_layout.Shown, disk_mib: int, inside: Sequence[str]) -> list[str]:
+    """The command line that runs `inside` as process 1 of a sandbox.
 
     Root gets no user namespace: the guard runs the program as user nobody and mounts /proc itself, because the /proc of
     bubblewrap has a read-only /proc/sys, where the guard forbids further user namespaces.
@@ -44,20 +44,20 @@ def argv(shown: layout.Shown, disk_mib: int, inside: Sequence[str]) -> list[str]
     words += [word for path in ("/proc/_", "/etc/_", "/dev/shm") for word in _parents(path)]
     if os.geteuid() != 0:
         words += ["--unshare-user", "--disable-userns", "--proc", "/proc"]
-    for path in (*layout.SYSTEM, *(one for one in shown.folders if not layout.is_late(one))):
-        if path in layout.SYSTEM and Path(path).is_symlink():
+    for path in (*sandbox_layout.SYSTEM, *(one for one in shown.folders if not sandbox_layout.is_late(one))):
+        if path in sandbox_layout.SYSTEM and Path(path).is_symlink():
             words += ["--symlink", str(Path(path).readlink()), path]
         else:
             words += [*_parents(path), "--ro-bind-try", path, path]
-    for name in layout.ETC:
+    for name in sandbox_layout.ETC:
         words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-    for name in layout.DEVICES:
+    for name in sandbox_layout.DEVICES:
         words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    for name, target in layout.LINKS.items():
+    for name, target in sandbox_layout.LINKS.items():
         words += ["--symlink", target, f"/dev/{name}"]
-    for path in layout.WRITABLE:
+    for path in sandbox_layout.WRITABLE:
         words += ["--perms", "1777", "--size", str(disk_mib << 20), "--tmpfs", path]
-    for path in filter(layout.is_late, shown.folders):
+    for path in filter(sandbox_layout.is_late, shown.folders):
         words += [*_parents(path), "--ro-bind-try", path, path]
     for path, target in shown.links:
         words += [*_parents(path), "--symlink", target, path]

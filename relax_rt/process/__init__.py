@@ -1,0 +1,1 @@
+"""Child processes: sandboxes for untrusted programs, and worker processes that run user code."""
