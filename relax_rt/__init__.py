@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from relax_rt.config.version import VERSION
+
 if TYPE_CHECKING:
     from relax_rt.actors import Actor
     from relax_rt.cluster import discovery
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
     from relax_rt.runtime import Runtime
     from relax_rt.transport.rpc.errors import RelaxError
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["Actor", "BadInput", "RelaxError", "Runtime", "__version__", "discovery"]
 
 

@@ -10,15 +10,15 @@ import sys
 
 from judges import Clerk, Judge
 
-import relax_rt.cluster.discovery
+from relax_rt import discovery
 from relax_rt.actors import ActorDied
 
 TEXT = "the quick brown fox jumps over the lazy dog"
 
 
 async def main(run_dir: str) -> None:
-    async with relax_rt.cluster.discovery.connect(run_dir) as discovery:
-        judge, clerk = discovery.actor("judge", Judge, timeout_s=30.0), discovery.actor("clerk", Clerk)
+    async with discovery.connect(run_dir) as run:
+        judge, clerk = run.actor("judge", Judge, timeout_s=30.0), run.actor("clerk", Clerk)
         print("one score:", round(await judge.score(TEXT), 3))
         print("each judge:", [round(await one.score(TEXT), 3) for one in await judge.all()])
         async for word in judge.words(TEXT):

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, ClassVar, NoReturn, Self, cast
 
-from relax_rt.hosting.role import Role, RoleContext
+from relax_rt.interfaces.role import Role, RoleContext
 from relax_rt.transport.rpc.errors import Refused, Retiring, Unreachable
 from relax_rt.transport.rpc.interface import methods_of
 

@@ -13,11 +13,11 @@ import msgspec
 from relax_rt.chaos.findings import Checkpoint, Evidence, Write
 from relax_rt.observe.events import read_events, segments
 from relax_rt.observe.metrics import read_metrics
-from relax_rt.supervision import procfs
+from relax_rt.process import procfs
 from relax_rt.supervision.control import FoundRun, find_run
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RUNNING, RunPaths, read_json
-from relax_rt.transport.journal import Journal
-from relax_rt.transport.queue.ledger import Entry
+from relax_rt.transport.base.journal import Journal
+from relax_rt.transport.queue.ledger.events import Entry
 from relax_rt.transport.rpc.errors import RelaxError
 
 FIRST_SEGMENT = 1

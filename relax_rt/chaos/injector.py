@@ -21,9 +21,10 @@ from relax_rt.chaos.faults import FAULTS, Fault
 from relax_rt.chaos.intensity import Intensity
 from relax_rt.chaos.schedule import Strike
 from relax_rt.chaos.timeline import REGISTRY
-from relax_rt.cluster.registry.api import RegistryApi
+from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.observe.events import EventFollower, EventLog
-from relax_rt.supervision import control, procfs
+from relax_rt.process import procfs
+from relax_rt.supervision import control
 from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, read_json
 from relax_rt.transport.queue.api import QueueApi

@@ -25,7 +25,7 @@ from relax_rt.observe.estimate import Estimate
 from relax_rt.observe.text import NOTHING, clip, count, duration, lacks, waits
 from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.transport.queue.api import ProgressReport, describe_loss
+from relax_rt.transport.queue.ledger.messages import ProgressReport, describe_loss
 
 TRACE_LINES, LOG_LINES = 15, 5
 GIST, REASON = 80, 160

@@ -10,14 +10,14 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.cluster.registry.api import Changes, RegistryApi
+from relax_rt.interfaces.registry import Changes, RegistryApi
 from relax_rt.observe.metrics import METRICS
 from relax_rt.observe.tail import Tail
 from relax_rt.supervision.api import RunStatus
+from relax_rt.transport.base.versions import VersionRecord, VersionTree
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Client, make_hello
-from relax_rt.transport.versions import VersionRecord, VersionTree
 
 ASK_TIMEOUT_S = 1.0
 LOOK_BACK_BYTES = 256 << 10

@@ -316,7 +316,7 @@ class Incidents:
                 self._open.pop(slot, None)
             case "slot_without_room" | "slot_waiting_for_node":
                 one.say(lines, f"waits for room: {reason}")
-            case "spawned_plainly":
+            case "spawned_without_zygote":
                 one.say(lines, f"started without the zygote: {reason}")
 
     def _affected(self, kind: str, event: dict[str, Any]) -> None:

@@ -43,8 +43,8 @@ def join(given: Joining) -> int:
         RelaxError: the head was not reached, or refuses this node.
     """
     from relax_rt.cli.display import say
-    from relax_rt.cluster.nodes.join import join as take_part
-    from relax_rt.cluster.nodes.join import wish_of
+    from relax_rt.cluster.join import join as take_part
+    from relax_rt.cluster.join import wish_of
     from relax_rt.config.problems import BadInput
 
     try:

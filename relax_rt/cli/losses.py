@@ -9,7 +9,7 @@ from rich.text import Text
 
 from relax_rt.observe.losses import ReportedLoss
 from relax_rt.observe.text import clip
-from relax_rt.transport.queue.api import ProgressReport, Retired, describe_loss, failure_summary
+from relax_rt.transport.queue.ledger.messages import ProgressReport, Retired, describe_loss, failure_summary
 
 EXAMPLE = 400
 

@@ -1,4 +1,4 @@
-"""`relax-rt`: bring a run up, look at it, end it. The commands are in `relax_rt.cli.commands`."""
+"""`relax-rt`: bring a run up, look at it, end it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Sequence
 
 from cyclopts import CycloptsError
 
-from relax_rt.cli import chaos
+from relax_rt.cli import before, chaos, look, record, run, steer
 from relax_rt.cli.app import BAD_INPUT, FAILED, INTERRUPTED, OK, app
-from relax_rt.cli.commands import before, doctor, look, plan, record, run, steer
 from relax_rt.transport.rpc.errors import RelaxError
 
 __all__ = ["app", "main"]
-COMMANDS = (before, plan, doctor, run, look, record, steer, chaos)
+COMMANDS = (before, run, look, record, steer, chaos)
 """Modules that register their commands on import."""
 
 

@@ -11,7 +11,8 @@ from relax_rt.config.problems import BadInput, did_you_mean
 from relax_rt.observe.events import read_events
 from relax_rt.observe.losses import Losses
 from relax_rt.supervision import control
-from relax_rt.transport.queue.api import ProgressReport, QueueApi
+from relax_rt.transport.queue.api import QueueApi
+from relax_rt.transport.queue.ledger.messages import ProgressReport
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Client, make_hello

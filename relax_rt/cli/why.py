@@ -14,7 +14,7 @@ from relax_rt.observe.story import MAX_SLOTS, Note, Story
 from relax_rt.observe.text import lacks
 from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.transport.queue.api import Retired
+from relax_rt.transport.queue.ledger.messages import Retired
 
 MAX_NOTES = 40
 MAX_SHOWN = 60

@@ -23,8 +23,8 @@ from relax_rt.actors.directory import CALL_TIMEOUT_S, Directory
 from relax_rt.cluster.nodes.keys import FILE, curve_keys, read_key
 from relax_rt.cluster.nodes.links import Finder
 from relax_rt.cluster.nodes.seat import SEAT, read_keys, read_seat
-from relax_rt.cluster.registry.api import Member, RegistryApi
-from relax_rt.cluster.registry.client import Discovery, Members
+from relax_rt.interfaces.members import Discovery, Members
+from relax_rt.interfaces.registry import REGISTRY_SLOT, Member, RegistryApi
 from relax_rt.supervision.control import NoRun, find_run
 from relax_rt.supervision.rundir import RunPaths, slot_file
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, Unreachable
@@ -34,7 +34,6 @@ from relax_rt.transport.rpc.rpc import Client, CurveKeys, make_hello
 
 T = TypeVar("T")
 
-REGISTRY_SLOT = "registry/0"
 FIND_S = 5.0
 
 _Find = Callable[[str], Awaitable[str]]

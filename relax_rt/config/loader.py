@@ -350,7 +350,7 @@ def _target_type(target: str, config_dir: Path, path: KeyPath, problems: list[Pr
         return None
     settings = getattr(role, "Settings", None)
     if not (isinstance(role, type) and isinstance(settings, type) and issubclass(settings, RoleSettings)):
-        problems.append(Problem(path, f"{target} is not a subclass of relax_rt.hosting.role.Role"))
+        problems.append(Problem(path, f"{target} is not a subclass of relax_rt.interfaces.role.Role"))
         return None
     return settings
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from relax_rt.transport.rpc.errors import RelaxError
 
 Seconds = Annotated[float, Field(gt=0)]
 Filled = Annotated[str, Field(min_length=1)]
 """A path or a name: empty, it would name the folder that it is relative to."""
 MIB = 1 << 20
+
+T = TypeVar("T", bound="Table")
+S = TypeVar("S", bound="RoleSettings")
 
 
 class Table(BaseModel):
@@ -187,3 +192,22 @@ class RunConfig(BaseModel):
     chosen: dict[str, Chosen] = {}
     """Settings that the job may choose itself (`auto`), by key: what each is in this run, and why. Filled in by the
     loader."""
+
+    def table(self, kind: type[T]) -> T:
+        """Return the table of this type: a job has each of its tables as a type of its own.
+
+        Raises:
+            RelaxError: the run's job has no such table.
+        """
+        for found in vars(self).values():
+            if isinstance(found, kind):
+                return found
+        raise RelaxError(
+            f"no table of type {kind.__name__} in the config of job '{self.run.job}'",
+            why=f"{type(self).__name__} has no such field",
+        )
+
+    def role(self, kind: str, settings: type[S]) -> S:
+        """Return a role's table; the defaults if there is none, or if a role of the user's own takes its place."""
+        found = self.roles.get(kind)
+        return found if isinstance(found, settings) else settings()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_rt.config.problems import BadInput
-from relax_rt.transport import targets
+from relax_rt.transport.base import targets
 
 
 class TargetError(BadInput):

@@ -18,9 +18,9 @@ from relax_rt.actors.directory import Directory
 from relax_rt.cluster.nodes.api import HEAD
 from relax_rt.cluster.nodes.links import Finder, Links
 from relax_rt.cluster.nodes.memory import FarMemory
-from relax_rt.cluster.registry.api import RegistryApi
 from relax_rt.config.schema import RoleSettings, RunConfig
-from relax_rt.hosting.role import Progress
+from relax_rt.interfaces.registry import QUEUE_SLOT, REGISTRY_SLOT, RegistryApi
+from relax_rt.interfaces.role import Progress
 from relax_rt.observe.events import EventLog
 from relax_rt.observe.metrics import MetricsLog
 from relax_rt.supervision.channel import AddressMsg, ProgressMsg, ReadyMsg, send_now
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-REGISTRY_SLOT = "registry/0"
-QUEUE_SLOT = "queue/0"
 CALL_TIMEOUT_S = 60.0
 PROGRESS_EVERY_S = 0.2
 BEAT_S = 1.0
@@ -148,7 +146,7 @@ class _NoRegistry:
 
 
 class HostContext:
-    """What a role is given; see relax_rt.hosting.role.RoleContext for the meaning of its members."""
+    """What a role is given; see relax_rt.interfaces.role.RoleContext for the meaning of its members."""
 
     def __init__(
         self,

@@ -28,15 +28,17 @@ from relax_rt.config.target import TargetError
 from relax_rt.hosting.context import FINISHED, HostContext
 from relax_rt.hosting.faults import Faults
 from relax_rt.hosting.gang import Gang
-from relax_rt.hosting.loading import load_role, role_target
-from relax_rt.hosting.role import Role
+from relax_rt.interfaces.loading import load_role, role_target
+from relax_rt.interfaces.role import Role
 from relax_rt.observe.events import EventLog
 from relax_rt.observe.logs import setup_logging
-from relax_rt.supervision import procfs
+from relax_rt.process import procfs
+from relax_rt.process.zygote import MAX_FDS, replace_environment, set_process_title
+from relax_rt.process.zygote import MAX_PACKET_BYTES as MAX_ORDER_BYTES
 from relax_rt.supervision.channel import (
     MAX_PACKET_BYTES,
+    AssignMsg,
     DumpStacksMsg,
-    EnlistMsg,
     FailedMsg,
     FaultMsg,
     FinishedMsg,
@@ -48,8 +50,6 @@ from relax_rt.supervision.channel import (
 )
 from relax_rt.supervision.diagnosis import Kind, Report, cause_of, classify_exception
 from relax_rt.supervision.rundir import RESOLVED_CONFIG
-from relax_rt.supervision.zygote import MAX_FDS, fresh_environment, stamp
-from relax_rt.supervision.zygote import MAX_PACKET_BYTES as MAX_ORDER_BYTES
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -162,19 +162,19 @@ def wait_as_spare() -> int:
     if not packet:
         return EXIT_ORPHANED
     order = decode_to_role(packet)
-    assert isinstance(order, EnlistMsg), "a spare is asked for nothing else"
+    assert isinstance(order, AssignMsg), "a spare receives nothing else"
     log, *handed = fds
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    fresh_environment(
+    replace_environment(
         {
             **order.env,
             **dict(zip(order.descriptors, map(str, handed), strict=True)),
             "RELAX_CONTROL_FD": str(control.detach()),
         }
     )
-    stamp(order.argv, {name: os.environ[name] for name in ("RELAX_SLOT", "RELAX_EPOCH")})
+    set_process_title(order.argv, {name: os.environ[name] for name in ("RELAX_SLOT", "RELAX_EPOCH")})
     return 0
 
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from relax_rt.cluster.nodes.links import Links
 from relax_rt.config.job import advice, load_job
-from relax_rt.hosting.role import Role
+from relax_rt.interfaces.role import Role
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.broker import Broker
-from relax_rt.transport.queue.ledger import QueueLimits
-from relax_rt.transport.queue.ledger.progress import REPORT_EVERY_S
+from relax_rt.transport.queue.ledger.failures import REPORT_EVERY_S
+from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.weights.api import STAGE_DIR, StageApi
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from relax_rt.transport.queue.api import Loss, Retired
+from relax_rt.transport.queue.ledger.messages import Loss, Retired
 
 MAX_SHOWN = 12
 MAX_CAUSES = 64

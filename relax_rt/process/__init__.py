@@ -1,1 +1,1 @@
-"""Child processes: sandboxes for untrusted programs, and worker processes that run user code."""
+"""Child processes: start, watch, log, limit and fork them; sandboxes and worker pools. Knows no role and supervisor."""

@@ -28,8 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from relax_rt.process import sandbox_layout, sandbox_setup, syscalls
-from relax_rt.supervision import procfs
+from relax_rt.process import procfs, sandbox_layout, sandbox_setup, syscalls
 
 CONTROL, REPORT = 0, 1
 TICK_S = 0.05

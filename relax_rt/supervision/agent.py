@@ -15,21 +15,24 @@ import msgspec
 import structlog
 import uvloop
 
-from relax_rt.cluster.nodes.base import HeadBase, pinned_plans
-from relax_rt.cluster.nodes.door import Door, open_door
-from relax_rt.cluster.nodes.fleet import Fleet
-from relax_rt.cluster.nodes.placement import Placer
-from relax_rt.cluster.nodes.where import WhereApi
 from relax_rt.config.job import absent_kinds, finished, stall_after_s
 from relax_rt.config.schema import RunConfig
 from relax_rt.observe.events import EventLog
-from relax_rt.supervision import procfs
-from relax_rt.supervision.api import AgentApi, NodeStatus, RunStatus, SlotStatus
-from relax_rt.supervision.core import InvalidTransition, SlotView, Supervisor
+from relax_rt.process import procfs
+from relax_rt.supervision.api import AgentApi, NodeStatus, RunStatus, SlotStatus, WhereApi
 from relax_rt.supervision.diagnosis import Diagnosis, Kind
-from relax_rt.supervision.executor import Executor, GangOrder, StartOrder, gang_orders
-from relax_rt.supervision.local import LocalExecutor, unspawned
+from relax_rt.supervision.executor import (
+    Executor,
+    GangOrder,
+    Nodes,
+    PendingStarts,
+    StartAttempt,
+    StartOrder,
+    gang_orders,
+)
+from relax_rt.supervision.local import KeeperWatch, LocalExecutor, unspawned
 from relax_rt.supervision.notices import AGENT_SLOT, Notices
+from relax_rt.supervision.placement import Placer
 from relax_rt.supervision.plan import RolePlan
 from relax_rt.supervision.protocol import (
     Action,
@@ -55,8 +58,8 @@ from relax_rt.supervision.protocol import (
 )
 from relax_rt.supervision.rundir import RunPaths, owner_of, slot_file, update_run
 from relax_rt.supervision.scaling import check_count
-from relax_rt.supervision.standin import KeeperWatch
-from relax_rt.supervision.starts import Attempt, Starts
+from relax_rt.supervision.supervisor import InvalidTransition, Supervisor
+from relax_rt.supervision.tree import SlotView
 from relax_rt.transport.rpc.errors import Refused, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Server, make_hello
@@ -85,6 +88,7 @@ class Agent:
         config: the resolved config.
         paths: the run's directories, already made.
         plans: the roles to run.
+        nodes: this node and those that join it.
         keeper_pid: the keeper above us; 0 when there is none.
         on_state: called with the run's status at most four times a second, and once at the end.
     """
@@ -94,6 +98,7 @@ class Agent:
         config: RunConfig,
         paths: RunPaths,
         plans: Sequence[RolePlan],
+        nodes: Nodes,
         *,
         keeper_pid: int = 0,
         on_state: OnState | None = None,
@@ -102,12 +107,12 @@ class Agent:
         self._plans = {plan.kind: plan for plan in plans}
         self._absent = absent_kinds(config)
         rules = config.supervision
-        plans = pinned_plans(plans, config)
+        plans = nodes.pinned(plans)
         specs = [spec for plan in plans for spec in plan.specs(rules)]
         self._log = structlog.get_logger()
         self._events = EventLog(paths.run_dir, "agent", config.events.segment_mib * MIB, config.events.keep_segments)
         self._notices = Notices(paths, has_registry="registry" in self._plans, has_queue="queue" in self._plans)
-        self._base = HeadBase(rules.nodes, paths)
+        self._fleet = nodes
         self._local = LocalExecutor(
             config,
             paths,
@@ -115,20 +120,20 @@ class Agent:
             on_event=self.on_event,
             on_address=self.on_address,
             emit=self._events.emit,
-            node=self._base.here.name,
-            host=self._base.host,
-            environment=self._base.environment,
+            node=nodes.here.name,
+            host=nodes.host,
+            environment=nodes.environment,
         )
-        self._fleet = Fleet(self._local, self._base, self, self._events.emit)
-        self._placer = Placer([self._base.here])
+        nodes.attach(self._local, self, self._events.emit)
+        self._placer = Placer([nodes.here])
         roles = [plan.rules(rules) for plan in plans]
         self._core = Supervisor(
             specs, random.Random().random, roles, self._placer, stall_after_s(config), finished(config)
         )
         self._keeper = KeeperWatch(paths, self._local, self._events.emit)
         self._keeper_pid = keeper_pid
-        self._starts = Starts()
-        self._under_way: dict[Attempt, asyncio.Task[list[tuple[Executor, StartOrder]]]] = {}
+        self._starts = PendingStarts()
+        self._under_way: dict[StartAttempt, asyncio.Task[list[tuple[Executor, StartOrder]]]] = {}
         self._lives: dict[str, _Life] = {}
         self._nodes: dict[str, str] = {}
         self._on_state = on_state
@@ -155,9 +160,8 @@ class Agent:
         server.offer(AgentApi, _Desk(self))
         server.offer(WhereApi, self)
         await server.listen(f"unix://{self.paths.agent_socket}")
-        door = await open_door(self._fleet, self._base, self.config.supervision.nodes.listen, list(self._plans))
-        if door is not None:
-            self._write_status(listen=door.address)
+        if address := await self._fleet.open(list(self._plans)):
+            self._write_status(listen=address)
         self._notices.start()
         self._events.emit(
             "run_started",
@@ -179,7 +183,7 @@ class Agent:
         finally:
             for task in background:
                 task.cancel()
-        await self._close(server, door, done)
+        await self._close(server, done)
         return done
 
     def _work_ended(self, task: asyncio.Task[None]) -> None:
@@ -299,7 +303,7 @@ class Agent:
         ]
         return [(self._at(order.node), order) for order in orders]
 
-    def _order(self, attempt: Attempt) -> None:
+    def _order(self, attempt: StartAttempt) -> None:
         """Hand the orders over; from then on their executors answer for the slots."""
         task = self._under_way.pop(attempt)
         kind: Kind = "killed"
@@ -329,7 +333,7 @@ class Agent:
         self._cancel(attempt)
         return None
 
-    def _cancel(self, attempt: Attempt) -> None:
+    def _cancel(self, attempt: StartAttempt) -> None:
         """It is settled in a later turn of the loop, or is being settled now."""
         if (task := self._under_way.get(attempt)) is not None:
             task.cancel()
@@ -505,7 +509,7 @@ class Agent:
             self._log.exception("the observer of the run's state failed; it is not called again")
             self._on_state = None
 
-    async def _close(self, server: Server, door: Door | None, done: Done) -> None:
+    async def _close(self, server: Server, done: Done) -> None:
         status = self._asked or ("finished" if done.exit_code == 0 else "failed")
         if self._asked and done.diagnosis is not None:
             status = "failed"
@@ -513,8 +517,6 @@ class Agent:
         await server.close()
         self._keeper.close()
         await self._fleet.close(done.exit_code, done.reason)
-        if door is not None:
-            await door.close()
         await self._local.close()
         self.paths.remove_private()
         self._events.emit("run_ended", status=status, exit_code=done.exit_code, reason=done.reason)
@@ -565,6 +567,7 @@ def run_agent(
     config: RunConfig,
     paths: RunPaths,
     plans: Sequence[RolePlan],
+    nodes: Nodes,
     *,
     keeper_pid: int = 0,
     on_state: OnState | None = None,
@@ -572,6 +575,6 @@ def run_agent(
     """Run a node's part of a run to its end; see Agent."""
 
     async def run() -> Done:
-        return await Agent(config, paths, plans, keeper_pid=keeper_pid, on_state=on_state).run()
+        return await Agent(config, paths, plans, nodes, keeper_pid=keeper_pid, on_state=on_state).run()
 
     return uvloop.run(run())

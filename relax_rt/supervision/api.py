@@ -156,3 +156,11 @@ class AgentApi(Protocol):
     @idempotent
     async def nodes(self) -> list[NodeStatus]:
         """Every node of the run."""
+
+
+class WhereApi(Protocol):
+    """Where slots are, for the processes of one node: the node's agent answers it on agent.sock."""
+
+    @idempotent
+    async def where(self, slot: str) -> str:
+        """The address at which a process of this node reaches the slot; empty while it runs nowhere."""

@@ -1,6 +1,6 @@
-"""The control channel between the agent and a role: a socket pair, one JSON line a packet, and the role's lifeline.
+"""Messages on the control channel between the agent and a role, one JSON line a packet.
 
-The socket keeps packet boundaries (SOCK_SEQPACKET), so a packet is there whole or not at all, whoever dies.
+The channel is a pair of sockets that keep packet boundaries (process/child.py); a role ends when its end is closed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ MAX_PACKET_BYTES = 64 << 10
 
 
 class HelloMsg(msgspec.Struct, frozen=True, tag_field="t", tag="hello"):
-    """First word of the role: its handlers are installed, so a stack dump may be asked for by signal."""
+    """First message of a role: its signal handlers are installed, so a stack dump may be requested by signal."""
 
 
 class ReadyMsg(msgspec.Struct, frozen=True, tag_field="t", tag="ready"):
-    """The role does its work from now on."""
+    """The role is ready."""
 
 
 class ProgressMsg(msgspec.Struct, frozen=True, tag_field="t", tag="progress"):
-    """Counter, what is done, why it is idle, and known slow work announced since the last packet."""
+    """Progress counter, current activity, why it is idle, and slow work announced since the last message."""
 
     n: int
     detail: str = ""
@@ -33,14 +33,14 @@ class ProgressMsg(msgspec.Struct, frozen=True, tag_field="t", tag="progress"):
 
 
 class AddressMsg(msgspec.Struct, frozen=True, tag_field="t", tag="address"):
-    """Where the role serves: on its node, and for other nodes if the run has any."""
+    """Where the role serves: for its own node, and for other nodes if the run has any."""
 
     address: str
     remote: str = ""
 
 
 class FinishedMsg(msgspec.Struct, frozen=True, tag_field="t", tag="finished"):
-    """The role's work is done; the process is about to exit."""
+    """The role has finished; its process is about to exit."""
 
 
 class FailedMsg(msgspec.Struct, frozen=True, tag_field="t", tag="failed"):
@@ -50,7 +50,7 @@ class FailedMsg(msgspec.Struct, frozen=True, tag_field="t", tag="failed"):
 
 
 class PreparedMsg(msgspec.Struct, frozen=True, tag_field="t", tag="prepared"):
-    """A spare has done what can be done without a slot."""
+    """A spare is ready for a slot."""
 
 
 FromRole = PreparedMsg | HelloMsg | ReadyMsg | ProgressMsg | AddressMsg | FinishedMsg | FailedMsg
@@ -68,7 +68,7 @@ FaultKind = Literal["hang_loop", "hold_gil", "eat_memory", "clock_jump", "delay"
 
 
 class FaultMsg(msgspec.Struct, frozen=True, tag_field="t", tag="fault"):
-    """Do yourself harm, for so many seconds.
+    """Inject a fault into the role, for so many seconds.
 
     Attributes:
         kind: hang_loop blocks the event loop, hold_gil the interpreter; eat_memory takes `amount` MiB; clock_jump
@@ -81,29 +81,23 @@ class FaultMsg(msgspec.Struct, frozen=True, tag_field="t", tag="fault"):
     amount: float = 0.0
 
 
-class EnlistMsg(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", tag="enlist"):
-    """To a spare: be this slot's process. The log's descriptor comes along, then the others, which it is told of by
-    environment variables."""
+class AssignMsg(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", tag="assign"):
+    """Assign a slot to a spare. The log's descriptor comes along, then those that `descriptors` names."""
 
     argv: list[str]
     env: dict[str, str]
     descriptors: tuple[str, ...] = ()
 
 
-ToRole = StopMsg | DumpStacksMsg | FaultMsg | EnlistMsg
+ToRole = StopMsg | DumpStacksMsg | FaultMsg | AssignMsg
 
 _encoder = msgspec.json.Encoder()
 _from_role: msgspec.json.Decoder[FromRole] = msgspec.json.Decoder(FromRole)
 _to_role: msgspec.json.Decoder[ToRole] = msgspec.json.Decoder(ToRole)
 
 
-def control_pair() -> tuple[socket.socket, socket.socket]:
-    """A fresh channel: (the agent's end, the role's end)."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
 def encode(message: FromRole | ToRole) -> bytes:
-    """A message as one packet."""
+    """Return a message as one packet."""
     return _encoder.encode(message) + b"\n"
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from relax_rt.supervision import procfs
+from relax_rt.process import procfs
 from relax_rt.transport.rpc.errors import RelaxError
 
 FREE_WITHIN_S = 30.0

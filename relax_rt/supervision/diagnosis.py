@@ -33,7 +33,6 @@ Kind = Literal[
 OwnKill = Literal["killed", "hang", "oom"]
 """Why the runtime itself kills a process."""
 
-TAIL_BYTES = 64 << 10
 TAIL_LINES = 20
 TRACE_LINES = 30
 GIST = 80
@@ -266,17 +265,6 @@ def classify_exception(error: BaseException) -> Kind:
 def cause_of(error: BaseException) -> str:
     """An exception as the cause of a role's end."""
     return str(error) if isinstance(error, RelaxError) else f"{type(error).__name__}: {error}"
-
-
-def read_tail(path: Path, start: int, limit: int = TAIL_BYTES) -> str:
-    """End of a log from byte `start` on, at most `limit` bytes. Empty when there is none."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(start if start <= size else 0, size - limit))
-            return file.read(limit).decode("utf-8", "replace")
-    except FileNotFoundError:
-        return ""
 
 
 def cgroup_oom_kills(pid: int | None = None) -> int | None:

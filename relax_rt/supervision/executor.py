@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
+from relax_rt.supervision.api import NodeStatus
+from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.supervision.placement import Node
+from relax_rt.supervision.plan import RolePlan
 from relax_rt.supervision.protocol import Event, StartGang
 
 
@@ -75,6 +79,66 @@ def gang_orders(gang: StartGang, at: Rendezvous) -> list[GangOrder]:
     ]
 
 
+class StartAttempt:
+    """One start: of a slot, or of a gang as a whole.
+
+    Attributes:
+        slots: what it is to start.
+        broken: it was called off, or one of its slots was forgotten: no order may come of it.
+    """
+
+    def __init__(self, slots: Iterable[str]) -> None:
+        self.slots = tuple(slots)
+        self.broken = False
+        self._off: dict[str, Diagnosis] = {}
+
+
+class PendingStarts:
+    """The newest attempt of each slot, until it is answered for."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, StartAttempt] = {}
+
+    def __contains__(self, slot: object) -> bool:
+        """Whether a start of the slot is under way."""
+        return slot in self._newest
+
+    def begin(self, slots: Iterable[str]) -> StartAttempt:
+        """A start of these slots; an earlier one has no say in them any more."""
+        attempt = StartAttempt(slots)
+        self.forget(attempt.slots)
+        for slot in attempt.slots:
+            self._newest[slot] = attempt
+        return attempt
+
+    def call_off(self, off: Diagnosis) -> StartAttempt | None:
+        """End the start of a slot, and of its gang with it; the slot exits with this diagnosis once the attempt is
+        settled. None when no start of it is under way: somebody else answers for the slot."""
+        attempt = self._newest.get(off.slot)
+        if attempt is not None:
+            attempt.broken = True
+            attempt._off[off.slot] = off
+        return attempt
+
+    def forget(self, slots: Iterable[str]) -> list[StartAttempt]:
+        """Nothing more is to be said of these slots' starts; answers with the attempts that are broken by it."""
+        attempts = {attempt: None for slot in slots if (attempt := self._newest.pop(slot, None)) is not None}
+        for attempt in attempts:
+            attempt.broken = True
+        return list(attempts)
+
+    def settle(self, attempt: StartAttempt) -> Iterator[tuple[str, Diagnosis | None]]:
+        """The attempt is over: each slot that it still answers for, and what it was called off with, if it was.
+
+        What the caller does with one slot may call off the next, or begin another start of it: the account is kept
+        between any two of them.
+        """
+        for slot in attempt.slots:
+            if self._newest.get(slot) is attempt:
+                del self._newest[slot]
+                yield slot, attempt._off.pop(slot, None)
+
+
 class Executor(Protocol):
     """Starts, stops and watches the processes of one node.
 
@@ -125,3 +189,57 @@ OnAddress = Callable[[str, str, str], None]
 
 EmitEvent = Callable[..., None]
 """Appends to the run's event log: emit(kind, **fields)."""
+
+
+class HeadAgent(Protocol):
+    """What `Nodes` reports to: the head's agent."""
+
+    def post(self, event: Event) -> None:
+        """An event for the supervisor."""
+
+    def on_event(self, event: Event) -> None:
+        """Something happened to a slot on a node that joined."""
+
+    def on_address(self, slot: str, address: str, remote: str) -> None:
+        """Where a role on such a node serves."""
+
+    def on_gone(self, slot: str, epoch: int, reason: str) -> None:
+        """A process was lost with its node."""
+
+
+class Nodes(Protocol):
+    """The nodes of a run: the head's own and those that joined. See relax_rt.cluster.nodes.fleet.Fleet."""
+
+    here: Node
+    """The head's own node; its name is empty in a run of one node."""
+    host: str
+    """Address at which other nodes reach it."""
+    environment: dict[str, str]
+    """Variables of its roles."""
+
+    def pinned(self, plans: Sequence[RolePlan]) -> list[RolePlan]:
+        """The roles, those pinned to the head that cannot run elsewhere."""
+
+    def attach(self, local: Executor, agent: HeadAgent, emit: EmitEvent) -> None:
+        """Use this executor for the head's own node, and report to this agent. Call it once, before all others."""
+
+    async def open(self, kinds: Sequence[str]) -> str:
+        """Listen for nodes, which are told of these kinds of role; the address, or empty in a run of one node."""
+
+    async def close(self, exit_code: int, reason: str) -> None:
+        """End all nodes that joined, wait until they are gone (or for a while), and stop listening."""
+
+    def executor(self, node: str) -> Executor | None:
+        """The executor of a node; None when the node is gone."""
+
+    def put(self, slot: str, remote: str) -> None:
+        """Set the address at which a slot serves other nodes; empty: none."""
+
+    def where(self, slot: str) -> str:
+        """The address at which a slot serves other nodes; empty: none."""
+
+    def log(self, node: str, slot: str) -> str:
+        """A slot's log on a node that joined, as ``node:path``; empty for the head's own."""
+
+    def status(self, slots: Sequence[str]) -> list[NodeStatus]:
+        """Every node, the head's own first, with its slots of these."""

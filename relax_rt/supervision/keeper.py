@@ -19,7 +19,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from relax_rt.supervision import procfs
+from relax_rt.process import procfs
 from relax_rt.supervision.rundir import RunPaths, end_run
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

@@ -1,4 +1,7 @@
-"""The executor of this node: turns orders into processes, and what they say and how they end into events."""
+"""The executor of this node: turns orders into processes, and their messages and exits into events.
+
+Also watches the keeper above the agent, and replaces it when it dies.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import msgspec
 import structlog
 
 from relax_rt.config.schema import RoleSettings, RunConfig
-from relax_rt.supervision import procfs
+from relax_rt.process import procfs
+from relax_rt.process.child import rotate_log, watch_exit
+from relax_rt.process.limits import Limits
+from relax_rt.process.zygote_pool import ZygoteKey
 from relax_rt.supervision.channel import (
     AddressMsg,
     FaultKind,
@@ -29,22 +36,20 @@ from relax_rt.supervision.channel import (
 from relax_rt.supervision.devices import DeviceGate, device_environment, outer_devices
 from relax_rt.supervision.diagnosis import Diagnosis, Kind
 from relax_rt.supervision.executor import EmitEvent, GangOrder, OnAddress, OnEvent, Rendezvous, StartOrder
-from relax_rt.supervision.limits import Limits
-from relax_rt.supervision.nursery import ZygoteKey
 from relax_rt.supervision.plan import SYSTEM_ROLES, RolePlan
-from relax_rt.supervision.process import Launch, RoleProcess, host_argv, role_environment, rotate_log
 from relax_rt.supervision.protocol import Progress, SlotExited, SlotFinished, SlotReady, SlotSpawned
+from relax_rt.supervision.role_process import Launch, RoleProcess, host_argv, role_environment
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths
-from relax_rt.supervision.spares import Wanted
-from relax_rt.supervision.spawn import Spawner
+from relax_rt.supervision.spawner import SpareSpec, Spawner
 from relax_rt.transport.rpc.errors import Refused
 
 MIB = 1 << 20
-RENDEZVOUS_WITHIN_S = 60.0
-"""A gang's socket is closed if its rank 0 has not been ordered by then."""
+RENDEZVOUS_TIMEOUT_S = 60.0
+"""Close a gang's socket if its rank 0 has not been ordered by then."""
 SPARES_WITHOUT_SLOT_S = 10.0
-"""Spares of a role are kept so long, beyond its longest back-off, after its last process on this node has gone: then
-nobody is about to start again (drained, scaled to none, given up, or placed elsewhere)."""
+"""Keep spares of a role this long, beyond its longest back-off, after its last process on this node has gone: then no
+slot is about to start again (drained, scaled to none, given up, or placed elsewhere)."""
+KEEPER_RESTART_S = 1.0
 
 
 class LocalExecutor:
@@ -54,7 +59,7 @@ class LocalExecutor:
         config: the resolved config.
         paths: the run's directories.
         plans: the roles of the run.
-        on_event, on_address: take what comes to pass.
+        on_event, on_address: take what the processes do.
         emit: appends to the run's event log.
         node: this node's name.
         host: address at which other nodes reach this one; ranks of a gang meet there.
@@ -88,76 +93,80 @@ class LocalExecutor:
         self._vacant: dict[str, float] = {}
 
     def prepare(self) -> None:
-        """Start the zygotes, in the background. Roles that start before they are there are spawned, or wait for them
-        when that is shorter."""
+        """Start the zygotes, in the background. Roles that start earlier wait for them or, if that takes long, are
+        spawned."""
         for plan in self._plans.values():
             if plan.settings.spares:
                 spare = self._launch(StartOrder(slot=f"{plan.kind}/spare", epoch=0))
                 launch = msgspec.structs.replace(spare, env={**spare.env, "RELAX_SPARE": "1"})
                 timeout_s = plan.settings.start_timeout_s or self._config.supervision.start_timeout_s
-                self._spawner.spares.want(plan.kind, Wanted(plan.settings.spares, launch, timeout_s))
+                self._spawner.spares.configure(plan.kind, SpareSpec(plan.settings.spares, launch, timeout_s))
         if not self._config.supervision.zygote:
             return
         config = self._paths.run_dir / RESOLVED_CONFIG
-        nursery = self._spawner.with_zygotes(self._paths.log("zygote"), config, self._paths.run_id)
+        zygotes = self._spawner.use_zygotes(self._paths.log("zygote"), config, self._paths.run_id)
         for plan in self._plans.values():
-            # The runtime's own roles are known to the light zygote, which must be there first.
+            # The light zygote knows the runtime's own roles.
             target = "" if plan.kind in SYSTEM_ROLES else plan.target
-            nursery.want(zygote_key(plan.settings), target, plan.preload)
-        nursery.start()
+            zygotes.preload(zygote_key(plan.settings), target, plan.preload)
+        zygotes.start()
 
     def has(self, slot: str) -> bool:
         """Whether a process of the slot lives here."""
         return slot in self._processes
 
     def start(self, order: StartOrder) -> None:
-        """See Executor."""
+        """Start a process."""
         self._starts[order.slot] = asyncio.create_task(self._start(order))
 
     def stop(self, slot: str) -> None:
-        """See Executor."""
+        """Ask the slot's role to finish."""
         if slot in self._processes:
             self._processes[slot].stop()
 
     def kill(self, slot: str, kind: Literal["killed", "hang"], reason: str) -> None:
-        """See Executor."""
+        """SIGKILL the slot's process group."""
         if slot in self._processes:
             self._processes[slot].kill(kind, reason)
 
     def dump_stacks(self, slot: str) -> None:
-        """See Executor."""
+        """Have the stacks of all threads written to the role's log."""
         if slot in self._processes:
             self._processes[slot].dump_stacks()
 
     def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
-        """See Executor."""
+        """Inject a fault into a role.
+
+        Raises:
+            Refused: there is no such fault, or the slot has no process.
+        """
         what = f"cannot inject {fault} into {slot}"
         if fault not in get_args(FaultKind):
             raise Refused(what, why="there is no such fault", hint=f"faults: {', '.join(get_args(FaultKind))}")
         if slot not in self._processes:
             raise Refused(what, why="it has no process now")
         if not self._processes[slot].inject(FaultMsg(cast(FaultKind, fault), seconds, amount)):
-            raise Refused(what, why="its host does not listen")
+            raise Refused(what, why="its control channel is full or closed")
 
     async def rendezvous(self, slot: str, generation: int) -> Rendezvous:
-        """See Executor."""
-        self._forget_listener(slot)
+        """Bind the socket that the gang's next rank 0 serves on."""
+        self._close_listener(slot)
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listener = socket.create_server((self._host, 0), family=family, backlog=1024)
         self._listeners[slot] = listener
-        asyncio.get_running_loop().call_later(RENDEZVOUS_WITHIN_S, self._expire, slot, listener)
+        asyncio.get_running_loop().call_later(RENDEZVOUS_TIMEOUT_S, self._expire, slot, listener)
         return Rendezvous(self._host, listener.getsockname()[1])
 
     async def close(self) -> list[int]:
-        """See Executor. Helpers are left alone.
+        """End all roles; the keeper's successor lives on.
 
         Returns:
-            What lives on although it was killed.
+            Processes that SIGKILL did not end.
         """
         for task in self._starts.values():
             task.cancel()
         for slot in list(self._listeners):
-            self._forget_listener(slot)
+            self._close_listener(slot)
         await self._spawner.aclose()
         mine = {*self._helpers, os.getpid()}
         left = await asyncio.to_thread(
@@ -171,7 +180,7 @@ class LocalExecutor:
 
     async def helper(self, argv: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
         """Start a process of the run that is no role; `helper_gone` must follow once it was waited for."""
-        child = await self._spawner.spawn_plain(argv, env, log)
+        child = await self._spawner.spawn_helper(argv, env, log)
         self._helpers.add(child.pid)
         return child
 
@@ -180,13 +189,13 @@ class LocalExecutor:
         self._helpers.discard(pid)
 
     async def housekeep(self) -> None:
-        """What is to be done once a second: dead orphans reaped, spares that nobody needs ended, long logs rotated."""
-        self._reap_strangers()
+        """Reap dead orphans, end unneeded spares, rotate long logs; called once a second."""
+        self._reap_orphans()
         self._end_idle_spares()
         await self._rotate_logs(self._config.events.role_log_mib * MIB)
 
     async def _rotate_logs(self, limit_bytes: int) -> None:
-        """Of the agent, the zygotes, the keeper and spares as well: a run may go on for months."""
+        """Rotate the logs of the agent, the zygotes, the keeper and spares as well: a run may last for months."""
         for path in await asyncio.to_thread(lambda: sorted(self._paths.logs.glob("*.log"))):
             try:
                 if not await asyncio.to_thread(rotate_log, path, limit_bytes):
@@ -208,21 +217,23 @@ class LocalExecutor:
                 SPARES_WITHOUT_SLOT_S + self._config.supervision.restart.backoff_max_s
             ):
                 del self._vacant[kind]
-                self._spawner.spares.end(kind)
+                self._spawner.spares.drop(kind)
                 self._emit("spares_ended", role=kind, reason="no slot of the role is on this node")
 
     async def _start(self, order: StartOrder) -> None:
         slot = order.slot
         try:
             await self._gate.free(slot, order.devices)
-            process = await self._spawner.spawn(self._launch(order), self._hearer(slot), self._exit_taker(slot))
+            process = await self._spawner.spawn(
+                self._launch(order), partial(self._on_message, slot), partial(self._on_exit, slot)
+            )
         except Exception as error:  # noqa: BLE001 whatever went wrong is this slot's diagnosis
             cause = f"cannot be started: {error!r}"
             self._on_event(SlotExited(slot, unspawned(slot, order.epoch, "unknown", cause)))
             return
         finally:
             del self._starts[slot]
-            self._forget_listener(slot)
+            self._close_listener(slot)
         self._processes[slot] = process
         self._on_event(SlotSpawned(slot, order.epoch, process.pid, self.node))
 
@@ -259,39 +270,33 @@ class LocalExecutor:
         )
 
     def _expire(self, slot: str, listener: socket.socket) -> None:
-        """The start that it was bound for has not come: it was called off, or its order was lost."""
+        """Close the socket of a start that was called off, or whose order was lost."""
         if self._listeners.get(slot) is listener and slot not in self._starts:
-            self._forget_listener(slot)
+            self._close_listener(slot)
 
-    def _forget_listener(self, slot: str) -> None:
+    def _close_listener(self, slot: str) -> None:
         if (listener := self._listeners.pop(slot, None)) is not None:
             listener.close()
 
-    def _hearer(self, slot: str) -> Callable[[FromRole], None]:
-        def hear(message: FromRole) -> None:
-            match message:
-                case ReadyMsg():
-                    self._spawner.spares.begin(slot.partition("/")[0])
-                    self._on_event(SlotReady(slot))
-                case ProgressMsg(n=n, detail=detail, waiting=waiting, extend_s=extend_s):
-                    self._on_event(Progress(slot, n, waiting, extend_s, detail))
-                case AddressMsg(address=address, remote=remote):
-                    self._on_address(slot, address, remote)
-                case FinishedMsg():
-                    self._on_event(SlotFinished(slot))
+    def _on_message(self, slot: str, message: FromRole) -> None:
+        match message:
+            case ReadyMsg():
+                self._spawner.spares.keep(slot.partition("/")[0])
+                self._on_event(SlotReady(slot))
+            case ProgressMsg(n=n, detail=detail, waiting=waiting, extend_s=extend_s):
+                self._on_event(Progress(slot, n, waiting, extend_s, detail))
+            case AddressMsg(address=address, remote=remote):
+                self._on_address(slot, address, remote)
+            case FinishedMsg():
+                self._on_event(SlotFinished(slot))
 
-        return hear
+    def _on_exit(self, slot: str, diagnosis: Diagnosis) -> None:
+        self._processes.pop(slot, None)
+        self._on_address(slot, "", "")
+        self._on_event(SlotExited(slot, diagnosis))
 
-    def _exit_taker(self, slot: str) -> Callable[[Diagnosis], None]:
-        def take(diagnosis: Diagnosis) -> None:
-            self._processes.pop(slot, None)
-            self._on_address(slot, "", "")
-            self._on_event(SlotExited(slot, diagnosis))
-
-        return take
-
-    def _reap_strangers(self) -> None:
-        """Reap dead orphans that came to us as subreaper; our own roles are reaped when their pidfd says so."""
+    def _reap_orphans(self) -> None:
+        """Reap dead orphans that we adopted as subreaper; our own processes are reaped through their pidfds."""
         known = {process.pid for process in self._processes.values()} | self._helpers | self._spawner.helpers
         while not self._spawner.in_flight:
             try:
@@ -304,7 +309,7 @@ class LocalExecutor:
 
 
 def limits_of(settings: RoleSettings) -> Limits:
-    """What a process of a role may take."""
+    """Return the limits of a role's processes."""
     return Limits(
         nice=settings.nice,
         cpus=settings.cpus or [],
@@ -314,12 +319,12 @@ def limits_of(settings: RoleSettings) -> Limits:
 
 
 def zygote_key(settings: RoleSettings) -> ZygoteKey:
-    """Which zygote a role can be forked from."""
+    """Return which zygote a role can be forked from."""
     return ZygoteKey(settings.python or sys.executable, tuple(sorted(settings.env.items())))
 
 
 def gang_environment(gang: GangOrder) -> dict[str, str]:
-    """What torch.distributed's env:// start reads, and the generation."""
+    """Return the variables that torch.distributed's env:// start reads, and the generation."""
     return {
         "RELAX_GENERATION": str(gang.generation),
         "RELAX_GANG_KEY": gang.key,
@@ -335,5 +340,50 @@ def gang_environment(gang: GangOrder) -> dict[str, str]:
 
 
 def unspawned(slot: str, epoch: int, kind: Kind, cause: str) -> Diagnosis:
-    """The diagnosis of a process that never was."""
+    """Return the diagnosis of a process that was never started."""
     return Diagnosis(slot=slot, epoch=epoch, kind=kind, cause=cause, at=time.time())
+
+
+class KeeperWatch:
+    """Watches the keeper above this agent and, once it is dead, keeps a successor running below the agent."""
+
+    def __init__(self, paths: RunPaths, local: LocalExecutor, emit: EmitEvent) -> None:
+        self._paths, self._local, self._emit = paths, local, emit
+        self._log = structlog.get_logger()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def watch(self, keeper_pid: int) -> None:
+        """Begin with the keeper that started us."""
+        # If it died before this call, our parent is another by now.
+        if os.getppid() != keeper_pid:
+            self._died(0)
+        else:
+            watch_exit(keeper_pid, lambda: self._died(keeper_pid))
+
+    def close(self) -> None:
+        """Start no more successors."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _died(self, pid: int, wait_s: float = 0.0) -> None:
+        self._log.warning("the keeper is dead; starting a successor", pid=pid)
+        self._emit("keeper_died", pid=pid)
+        task = asyncio.create_task(self._start(wait_s))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _start(self, wait_s: float) -> None:
+        await asyncio.sleep(wait_s)
+        argv = [sys.executable, "-m", "relax_rt.supervision.keeper"]
+        argv += ["--run-id", self._paths.run_id, "--run-dir", str(self._paths.run_dir), "--watch", str(os.getpid())]
+        # Without the run's id, by which it would find and kill itself.
+        env = {name: value for name, value in os.environ.items() if name != "RELAX_RUN_ID"}
+        child = await self._local.helper(argv, env, self._paths.log("keeper"))
+        self._emit("keeper_started", pid=child.pid)
+
+        def died() -> None:
+            child.wait()
+            self._local.helper_gone(child.pid)
+            self._died(child.pid, KEEPER_RESTART_S)
+
+        watch_exit(child.pid, died)

@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from relax_rt.cluster.registry.api import RegistryApi
-from relax_rt.hosting.context import QUEUE_SLOT, REGISTRY_SLOT
+from relax_rt.interfaces.registry import QUEUE_SLOT, REGISTRY_SLOT, RegistryApi
 from relax_rt.supervision.rundir import RunPaths, slot_file
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.rpc.backoff import BackoffPolicy

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from relax_rt.cluster.nodes.placement import Node
 from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.supervision.placement import Node
 
 
 class RunStarted(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from relax_rt.config import RESOLVED_CONFIG as RESOLVED_CONFIG
-from relax_rt.supervision import procfs
+from relax_rt.process import procfs
 
 RUN_JSON = "run.json"
 LOCK = "lock"

@@ -11,7 +11,7 @@ from relax_rt.config.job import Planner, load_job
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import MIB, RoleSettings, RunConfig
 from relax_rt.config.validation import validate
-from relax_rt.hosting.loading import load_role
+from relax_rt.interfaces.loading import load_role
 from relax_rt.supervision.plan import RolePlan
 from relax_rt.supervision.rundir import SHM_ROOT
 from relax_rt.transport.rpc.errors import Refused

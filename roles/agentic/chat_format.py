@@ -17,11 +17,11 @@ from relax_rt.roles.gateway.settings import GatewaySettings
 from relax_rt.transport.rpc.errors import Refused
 
 if TYPE_CHECKING:
-    from relax_rt.roles.job.sections import RLConfig
+    from relax_rt.config.schema import RunConfig
     from relax_rt.roles.models.tokenizer import ChatTokenizer
 
 
-def chat_format_of(config: RLConfig) -> ChatFormat:
+def chat_format_of(config: RunConfig) -> ChatFormat:
     """Return what episodes are played with: each key of [roles.env], else of [roles.gateway]."""
     gateway, env = _gateway_settings(config), env_settings(config)
     found = ChatFormat()
@@ -31,13 +31,13 @@ def chat_format_of(config: RLConfig) -> ChatFormat:
     return msgspec.structs.replace(found, **{name: value for name, value in own.items() if value is not None})
 
 
-def _gateway_settings(config: RLConfig) -> GatewaySettings | None:
+def _gateway_settings(config: RunConfig) -> GatewaySettings | None:
     table = config.roles.get("gateway")
     target = table.get("target") if isinstance(table, dict) else getattr(table, "target", None)
     return None if table is None or target is not None else role_settings(config, "gateway", GatewaySettings)
 
 
-def template_warnings(config: RLConfig, tokenizer: ChatTokenizer) -> Iterator[str]:
+def template_warnings(config: RunConfig, tokenizer: ChatTokenizer) -> Iterator[str]:
     """Return what a program may send through the gateway that the chat template cannot render.
 
     Raises:
@@ -49,7 +49,7 @@ def template_warnings(config: RLConfig, tokenizer: ChatTokenizer) -> Iterator[st
         yield f"the model's chat template cannot render {fault.why}; {cost}"
 
 
-def check_chat_format(config: RLConfig) -> Iterator[Problem]:
+def check_chat_format(config: RunConfig) -> Iterator[Problem]:
     """Check that files of templates exist, and parsers are known."""
     tables = ((("roles", "env"), env_settings(config)), (("roles", "gateway"), _gateway_settings(config)))
     for path, table in tables:

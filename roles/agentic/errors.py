@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from relax_rt.transport.base.targets import did_you_mean
 from relax_rt.transport.rpc.errors import RelaxError
-from relax_rt.transport.targets import did_you_mean
 
 OPTIONS = "roles.env.options"
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.agentic.episode import Played
 from relax_rt.roles.agentic.errors import EnvironmentFailed, EnvironmentStuck, EpisodeLost, GenerationFailed
 from relax_rt.roles.agentic.interface import Task
@@ -21,13 +21,13 @@ from relax_rt.roles.evaluation.branch import Branch
 from relax_rt.roles.evaluation.sampling import SEED_DOMAIN
 from relax_rt.roles.evaluation.scoring import Z95, difference, wilson
 from relax_rt.roles.evaluation.sets import MAIN, courses
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import RelaxError
-from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
+    from relax_rt.config.schema import RunConfig
     from relax_rt.roles.evaluation.sampling import SampleSeed
     from relax_rt.roles.evaluation.sets import Course
-    from relax_rt.roles.job.sections import RLConfig
 
 ATTEMPTS = 5
 """How often an episode is begun that was lost through no fault of its own."""
@@ -46,7 +46,7 @@ class HeldOut:
     """
 
     def __init__(
-        self, ctx: RoleContext, config: RLConfig, tasks: Tasks, player: Player, seed: SampleSeed, at_a_time: int
+        self, ctx: RoleContext, config: RunConfig, tasks: Tasks, player: Player, seed: SampleSeed, at_a_time: int
     ) -> None:
         from relax_rt.observe.metrics import read_metrics
 

@@ -17,8 +17,8 @@ from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
 from relax_rt.roles.agentic.user_tasks import AbandonedTasks
 from relax_rt.roles.agentic.workers import EnvironmentPool
 from relax_rt.roles.base.user_code import user_line
-from relax_rt.roles.job.sections import SamplingTable
 from relax_rt.roles.rewards.scoring import Failed, Request, Score
+from relax_rt.roles.rollout.engines.settings import SamplingTable
 
 if TYPE_CHECKING:
     from relax_rt.roles.agentic.program_episodes import Programs

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from relax_rt.process.limits import MIB, raise_open_files
 from relax_rt.roles.agentic.errors import EnvironmentFailed, EpisodeLost
 from relax_rt.roles.agentic.program import ProgramLimits
 from relax_rt.roles.agentic.program_link import NO_ROOM, NotStarted, SpawnerLink
 from relax_rt.roles.agentic.program_spawner import END_S, MOST_BYTES
 from relax_rt.roles.agentic.stall_detection import Fruitless
-from relax_rt.supervision.limits import MIB, raise_open_files
 from relax_rt.transport.rpc.errors import RelaxError
 
 KILL_S = END_S + 1.0

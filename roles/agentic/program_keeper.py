@@ -20,8 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from relax_rt.process import sandbox_setup
-from relax_rt.supervision import procfs
+from relax_rt.process import procfs, sandbox_setup
 
 CANNOT_START = 127
 ORDERS = frozenset({signal.SIGTERM, signal.SIGCHLD})

@@ -27,9 +27,9 @@ import sys
 import time
 from typing import Any
 
+from relax_rt.process import procfs
+from relax_rt.process.limits import MIB, own_memory
 from relax_rt.roles.agentic import program_keeper
-from relax_rt.supervision import procfs
-from relax_rt.supervision.limits import MIB, own_memory
 
 MOST_BYTES = 1 << 17
 LOOK_S = 0.25

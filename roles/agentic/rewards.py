@@ -22,10 +22,10 @@ from relax_rt.roles.rewards.scoring import Failed, Request, Score
 from relax_rt.roles.rewards.settings import ComponentTable, RewardTable
 
 if TYPE_CHECKING:
+    from relax_rt.config.schema import RunConfig
     from relax_rt.roles.agentic.episode import Played
     from relax_rt.roles.agentic.interface import Task
     from relax_rt.roles.agentic.tokens import Episode
-    from relax_rt.roles.job.sections import RLConfig
     from relax_rt.roles.models.tokenizer import ChatTokenizer
 
 PLACE: KeyPath = ("roles", "env")
@@ -36,26 +36,26 @@ JUDGED = "genrm"
 WHERE = "the rewards of roles.env.rewards"
 
 
-def reward_table(config: RLConfig) -> RewardTable | None:
+def reward_table(config: RunConfig) -> RewardTable | None:
     """Return the reward functions of a run: [reward], or with [roles.env] what is added to the environment's own
     reward, within the limits of [reward]; None if that is nothing."""
     table = env_settings(config)
     if table is None:
-        return config.reward
+        return config.table(RewardTable)
     if not table.rewards:
         return None
-    return config.reward.model_copy(
+    return config.table(RewardTable).model_copy(
         update={"function": None, "components": table.rewards, "group": False, "judge": None}
     )
 
 
-def reward_commands(config: RLConfig) -> list[list[str]]:
+def reward_commands(config: RunConfig) -> list[list[str]]:
     """Return the commands that a run's rewards run programs with, for `relax-rt doctor`."""
     table = reward_table(config)
     return [] if table is None else sandbox_commands(table)
 
 
-def check_rewards(config: RLConfig) -> Iterator[Problem]:
+def check_rewards(config: RunConfig) -> Iterator[Problem]:
     """What shows without user code."""
     table = reward_table(config)
     if table is None:

@@ -10,16 +10,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from relax_rt.config.schema import RoleSettings
-from relax_rt.hosting.role import Role, RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.agentic.counters import Tally
 from relax_rt.roles.agentic.settings import KIND, EnvSettings
 from relax_rt.roles.agentic.stall_detection import LOSSES, Fruitless, Standstill, ending
 from relax_rt.roles.base.progress import without_retired
-from relax_rt.roles.job.sections import RLConfig
-from relax_rt.transport.queue.api import ABOUT, Ticket
+from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.rollout.engines.settings import SamplingTable
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.queue.ledger.messages import ABOUT, Ticket
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.interface import idempotent
-from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
     from relax_rt.roles.agentic.episode import Played
@@ -36,7 +39,6 @@ if TYPE_CHECKING:
     from relax_rt.roles.rewards.compose import Rewards
     from relax_rt.roles.rollout.engines.routing import RoutingShape
     from relax_rt.roles.rollout.router import Router
-    from relax_rt.transport.queue.client import QueueClient
 
 EVALUATES = f"{KIND}/0"
 """The slot that plays the held-out episodes."""
@@ -79,7 +81,7 @@ def games(members: Sequence[int], seats: int) -> list[list[int]]:
     return [list(found) for _, found in itertools.groupby(members, key=lambda member: member // seats)]
 
 
-class EnvRole(Role):
+class EnvRole(RLRole[EnvSettings]):
     """One member of a group is one episode, and one sample. When the role dies its tickets lapse, and the episodes are
     played again by whoever gets the groups; what was put stays.
 
@@ -94,7 +96,7 @@ class EnvRole(Role):
         "transformers",
         "relax_rt.roles.models.tokenizer",
         "relax_rt.roles.rollout.router",
-        "relax_rt.roles.training.publication",
+        "relax_rt.roles.training.publication.follower",
         "relax_rt.roles.agentic.player",
         "relax_rt.roles.agentic.evaluation",
         "relax_rt.roles.agentic.samples",
@@ -104,8 +106,6 @@ class EnvRole(Role):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, EnvSettings)
-        self.config, self.settings = ctx.config, ctx.settings
         self.record = VersionRecord(0, 0, 0)
         """The newest committed version."""
         self.groups: dict[int, Group] = {}
@@ -118,7 +118,6 @@ class EnvRole(Role):
         self.chat: ChatTemplate
         self.factory: Factory
         self.tasks: Tasks
-        self.queue: QueueClient
         self.pool: EnvironmentPool | None = None
         self.router: Router
         self.player: Player
@@ -130,26 +129,12 @@ class EnvRole(Role):
     # --- beginning and end
 
     async def setup(self) -> None:
-        from relax_rt.transport.queue.client import QueueClient
-
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading tokenizer and environment")
         await asyncio.to_thread(self._load)
         await self._open_pool()
         await self._start_rewards()
         self.ctx.serve(EnvApi, self)
-        self.queue = QueueClient(
-            await self.ctx.queue(),
-            self.ctx.who,
-            self.ctx.payload_dir,
-            spill_dir=self.ctx.spill_dir,
-            slab_bytes=self.config.queue.slab_mib << 20,
-            capacity_bytes=self.config.queue.capacity_mib << 20,
-            length_field="tokens",
-            on_lost=self._lost,
-            fetcher=self.ctx.fetcher,
-            on_wait=self.ctx.progress.waiting,
-        )
-        await self.queue.__aenter__()
+        await self.open_queue(length_field="tokens", on_lost=self._lost)
         await self.queue.warm()
 
     def _load(self) -> None:
@@ -158,20 +143,18 @@ class EnvRole(Role):
         from relax_rt.roles.agentic.replay_cache import Store
         from relax_rt.roles.agentic.tasks import load_tasks
         from relax_rt.roles.agentic.tokens.chat_format import load_chat_template
-        from relax_rt.roles.base.locations import config_dir, model_folder
-        from relax_rt.roles.job.checks import settings
-        from relax_rt.roles.job.sections import RolloutSettings
+        from relax_rt.roles.base.locations import model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
         from relax_rt.roles.rollout.engines.routing import sparse_layers
+        from relax_rt.roles.rollout.engines.settings import RolloutSettings
 
-        folder = config_dir(self.ctx)
         model = model_folder(self.ctx)
         self.tokenizer = load_tokenizer(model)
-        if settings(self.config, "rollout", RolloutSettings).routing:
+        if self.config.role("rollout", RolloutSettings).routing:
             self.routing, _ = sparse_layers(model)
         chat_format = chat_format_of(self.config)
-        self.chat = load_chat_template(folder, self.tokenizer, chat_format, self.ctx.log.warning)
-        self.factory = load_factory(self.settings.environment, self.settings.options, folder)
+        self.chat = load_chat_template(self.config_dir, self.tokenizer, chat_format, self.ctx.log.warning)
+        self.factory = load_factory(self.settings.environment, self.settings.options, self.config_dir)
         self.tasks = load_tasks(self.config, self.settings, self.tokenizer, self.ctx.run_dir)
         if self.settings.unfinished == "keep" and self.factory.program is None:
             lasts_s = 2 * self.settings.episode_timeout_s
@@ -182,11 +165,10 @@ class EnvRole(Role):
 
         self.pool = open_pool(self.settings, self.factory, self.config.config_dir)
         if self.pool is not None:
-            await self.pool.__aenter__()
+            await self.resources.enter_async_context(self.pool)
 
     async def _start_rewards(self) -> None:
         from relax_rt.roles.agentic.rewards import KEY, PLACE, reward_table
-        from relax_rt.roles.base.locations import config_dir
         from relax_rt.roles.rewards.compose import Rewards
         from relax_rt.roles.rewards.dry_run import task_of
 
@@ -196,8 +178,9 @@ class EnvRole(Role):
         def lost(why: str) -> None:
             self.ctx.event("reward_worker_lost", reason=why[:500])
 
-        task = task_of(self.config.data)
-        self.rewards = Rewards(table, config_dir(self.ctx), task, lost, path=PLACE, key=KEY)
+        task = task_of(self.table(DataTable))
+        self.rewards = Rewards(table, self.config_dir, task, lost, path=PLACE, key=KEY)
+        self.resources.push_async_callback(self.rewards.close)
         await self.rewards.start()
         if (sandbox := self.rewards.sandbox) is not None:
             self.ctx.event("sandbox", level=sandbox.level, backend=sandbox.backend, what=str(sandbox))
@@ -247,7 +230,7 @@ class EnvRole(Role):
             chat=self.chat,
             generate=self.router.generate,
             settings=self.settings,
-            sampling=self.config.sampling,
+            sampling=self.table(SamplingTable),
             stop_ids=self.tokenizer.stop_ids,
             lag=self._lag,
             told=self._advance,
@@ -259,14 +242,6 @@ class EnvRole(Role):
         if self.ctx.who.slot == EVALUATES:
             places = self.settings.episodes_in_flight
             self.held_out = HeldOut(self.ctx, self.config, self.tasks, self.player, self._seed, places)
-
-    async def teardown(self) -> None:
-        if self.pool is not None:
-            await self.pool.__aexit__()
-        if self.rewards is not None:
-            await self.rewards.close()
-        if hasattr(self, "queue"):
-            await self.queue.close()
 
     def _abandoned(self, name: str, where: str, line: str) -> None:
         """A coroutine of the environment goes on although it was cancelled."""
@@ -311,7 +286,7 @@ class EnvRole(Role):
         return self._begun
 
     async def _follow(self) -> None:
-        from relax_rt.roles.training.publication import committed_versions
+        from relax_rt.roles.training.publication.follower import committed_versions
 
         async for record in committed_versions(self.ctx):
             if self.held_out is not None:
@@ -330,7 +305,7 @@ class EnvRole(Role):
             await self._news.wait()
             self._news.clear()
             record = self.record
-            last = record.step >= self.config.algorithm.steps
+            last = record.step >= self.table(AlgorithmTable).steps
             if last and (left := await self._leave_groups("the last step is done")):
                 raise NotLeft(f"{left} episodes after the last step", why=f"they are {self.player.doing()}")
             if self.held_out is not None and (when := self.held_out.due(record)):
@@ -375,12 +350,12 @@ class EnvRole(Role):
         return self.tasks.train(ticket.prompt, ticket.item).item
 
     def _is_due(self) -> bool:
-        last = self.record.step >= self.config.algorithm.steps
+        last = self.record.step >= self.table(AlgorithmTable).steps
         return last or (self.held_out is not None and bool(self.held_out.due(self.record)))
 
     def _free(self) -> int:
         """Groups that may be begun, counted by their episodes; one is always at work."""
-        size = self.config.algorithm.group_size
+        size = self.table(AlgorithmTable).group_size
         room = self.settings.episodes_in_flight - sum(group.left for group in self.groups.values())
         return max(room // size, 0 if self.groups else 1)
 
@@ -501,11 +476,10 @@ class EnvRole(Role):
     def _check(self, played: Played) -> None:
         """Raises: Broken, if the trainer cannot train it."""
         from relax_rt.roles.agentic.errors import EnvironmentFailed
-        from relax_rt.roles.job.checks import settings
-        from relax_rt.roles.job.sections import TrainerSettings
+        from relax_rt.roles.training.backend.settings import TrainerSettings
 
         count = len(played.episode.branches)
-        if count > 1 and settings(self.config, "trainer", TrainerSettings).backend == "megatron":
+        if count > 1 and self.config.role("trainer", TrainerSettings).backend == "megatron":
             hint = "have the environment go on with one conversation, or train with the torch backend"
             why = f"it has {count} branches, and gangs of Megatron-Core take one"
             raise EnvironmentFailed("the episode", why=why, hint=hint)
@@ -523,11 +497,12 @@ class EnvRole(Role):
         self._standstill.failed(group.ticket.prompt, f"{name}: {why}")
 
     def _sample(self, ticket: Ticket, member: int, played: Played) -> Sample:
+        sampling_table = self.table(SamplingTable)
         from relax_rt.roles.agentic.samples import make_sample
 
         sampling: dict[str, float | int | str] = {
-            "temperature": self.config.sampling.temperature,
-            "max_new_tokens": self.config.sampling.max_new_tokens,
+            "temperature": sampling_table.temperature,
+            "max_new_tokens": sampling_table.max_new_tokens,
             "seed": self._seed(ticket.prompt, member, ticket.attempt),
         }
         task = self.tasks.train(ticket.prompt, ticket.item)
@@ -562,7 +537,7 @@ class EnvRole(Role):
         # What a new router has not heard of yet is not old; the queue looks once more when the episode is put.
         fleet = self.router.core.fleet
         known = fleet.committed.version >= self.record.version
-        return known and bool(fleet.lag(version) > self.config.algorithm.max_staleness)
+        return known and bool(fleet.lag(version) > self.table(AlgorithmTable).max_staleness)
 
     def _lag(self, oldest: int) -> int:
         """A reply may come from weights as old as the episode's oldest token: it is no staler for it."""

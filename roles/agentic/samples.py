@@ -18,8 +18,8 @@ from relax_rt.roles.data.media.pictures import IMAGE, Placed, Shown
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.engines.routing import NO_EXPERT, RoutingShape
 from relax_rt.roles.training.algorithms.inputs import TURN_REWARDS, TURN_STATES
-from relax_rt.transport.queue.api import SampleKey, Ticket, VersionSpan
 from relax_rt.transport.queue.client import NewSample
+from relax_rt.transport.queue.ledger.messages import SampleKey, Ticket, VersionSpan
 from relax_rt.transport.rpc.errors import Refused
 
 TRUNCATED_BY = "truncated_by"

@@ -7,7 +7,7 @@ ends the run.
 
 from __future__ import annotations
 
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.observe.metrics import read_metrics
 from relax_rt.transport.rpc.errors import GivenUp, RelaxError
 

@@ -11,7 +11,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from relax_rt.roles.data.media.pictures import Shown
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 

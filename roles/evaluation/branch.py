@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
+from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Unreachable
-from relax_rt.transport.versions import ROOT, VersionRecord
 
 RETRY_S = 0.5
 

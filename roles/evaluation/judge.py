@@ -15,7 +15,7 @@ from relax_rt.roles.rewards.settings import RewardTable
 
 if TYPE_CHECKING:
     from relax_rt.roles.data.items import PromptItem
-    from relax_rt.roles.job.sections import EvaluationSet
+    from relax_rt.roles.evaluation.settings import EvaluationSet
     from relax_rt.roles.rewards.worker import TaskSpec
 
 MOST_STUCK = 2

@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
-from relax_rt.hosting.role import Role, RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE
-from relax_rt.roles.job.sections import EvaluatorSettings, RLConfig
-from relax_rt.transport.versions import ROOT, VersionRecord
+from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.evaluation.settings import EvaluationTable, EvaluatorSettings
+from relax_rt.roles.rewards.settings import RewardTable
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.transport.base.versions import ROOT, VersionRecord
 
 if TYPE_CHECKING:
     from relax_rt.roles.data.items import PromptItem
@@ -21,12 +25,12 @@ if TYPE_CHECKING:
     from relax_rt.roles.evaluation.sets import Course, Recipe
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.rollout.engines.base import Engine
-    from relax_rt.roles.training.publication import EngineFailure, WeightFollower
+    from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
 
 LOAD_ALLOWANCE_S = 120.0
 
 
-class EvaluatorRole(Role):
+class EvaluatorRole(RLRole[EvaluatorSettings]):
     """Evaluates on items that training never sees: those that [data] holds out, by hash of the canonical question, and
     the sets of [evaluation], one after the other.
 
@@ -43,7 +47,7 @@ class EvaluatorRole(Role):
         "transformers",
         "relax_rt.roles.rollout.engines.embedded",
         "relax_rt.roles.models.tokenizer",
-        "relax_rt.roles.training.publication",
+        "relax_rt.roles.training.publication.follower",
         "relax_rt.roles.data.kept",
         "reasoning_gym",
         "relax_rt.roles.evaluation.scoring",
@@ -55,8 +59,6 @@ class EvaluatorRole(Role):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, EvaluatorSettings)
-        self.config, self.settings = ctx.config, ctx.settings
         self._worked = False
         self._judges: dict[str, Judge] = {}
         self.items: dict[str, Sequence[PromptItem]] = {}
@@ -70,7 +72,7 @@ class EvaluatorRole(Role):
 
     async def setup(self) -> None:
         from relax_rt.roles.evaluation.sampling import Asker
-        from relax_rt.roles.training.publication import EngineFailure, WeightFollower
+        from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
         await asyncio.to_thread(self._load)
@@ -80,7 +82,7 @@ class EvaluatorRole(Role):
         await self.engine.start(self.asker.arrive, self.failure)
 
     def _load(self) -> None:
-        from relax_rt.roles.base.locations import config_dir, model_folder
+        from relax_rt.roles.base.locations import model_folder
         from relax_rt.roles.data.source import PromptSource
         from relax_rt.roles.models.tokenizer import load_tokenizer
         from relax_rt.roles.rollout.engines import make_engine
@@ -88,31 +90,33 @@ class EvaluatorRole(Role):
         folder = model_folder(self.ctx)
         self.tokenizer = load_tokenizer(folder)
         self.source = PromptSource.load(
-            self.config.data,
+            self.table(DataTable),
             self.tokenizer,
             seed=self.config.run.seed,
-            config_dir=config_dir(self.ctx),
+            config_dir=self.config_dir,
             run_dir=self.ctx.run_dir,
         )
         self.engine = make_engine(self.ctx, folder, self.settings)
+        self.resources.push_async_callback(self.engine.close, 5.0)
         self._load_sets()
 
     def _load_sets(self) -> None:
         """The sets' items and judges, and what an earlier incarnation has evaluated."""
         from relax_rt.observe.metrics import read_metrics
-        from relax_rt.roles.base.locations import config_dir
         from relax_rt.roles.evaluation.judge import Judge
         from relax_rt.roles.evaluation.sets import MAIN, courses, load_set
         from relax_rt.roles.rewards.dry_run import task_of
 
-        folder = config_dir(self.ctx)
+        folder = self.config_dir
         self.items[MAIN] = self.source.held_out
-        for table in self.config.evaluation.sets:
+        for table in self.table(EvaluationTable).sets:
             items, left_out = load_set(table, self.config, self.source, self.tokenizer, folder)
             self.items[table.name] = items
             self.ctx.event("evaluation_set_loaded", set=table.name, items=len(items), trained_on=left_out)
             if table.reward is not None:
-                self._judges[table.name] = Judge(table, folder, self.config.reward.timeout_s, task_of(table))
+                judge = Judge(table, folder, self.table(RewardTable).timeout_s, task_of(table))
+                self.resources.push_async_callback(judge.close)
+                self._judges[table.name] = judge
         kinds = ("evaluation", "evaluation_set")
         self.courses = courses(self.config, (r for r in read_metrics(self.ctx.run_dir) if r.get("kind") in kinds))
 
@@ -131,16 +135,10 @@ class EvaluatorRole(Role):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def teardown(self) -> None:
-        for judge in self._judges.values():
-            await judge.close()
-        if hasattr(self, "engine"):
-            await self.engine.close(5.0)
-
     async def _work(self) -> None:
         from relax_rt.roles.base.final import is_final
         from relax_rt.roles.evaluation.branch import Branch
-        from relax_rt.roles.training.publication import committed_versions
+        from relax_rt.roles.training.publication.follower import committed_versions
 
         branch = Branch(self.ctx)
         await self.ctx.ready()
@@ -154,7 +152,7 @@ class EvaluatorRole(Role):
                 course.when(record.step, record.version) for course in self.courses.values()
             ) and await self.follower.follow(record):
                 await self._evaluate_all(record)
-            if record.step >= self.config.algorithm.steps and await is_final(self.ctx, record):
+            if record.step >= self.table(AlgorithmTable).steps and await is_final(self.ctx, record):
                 return
 
     async def _evaluate_all(self, record: VersionRecord) -> None:

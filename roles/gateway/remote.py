@@ -8,7 +8,7 @@ import secrets
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.gateway.api import LEASE_S, Access, Closed, GatewayApi, SessionLimits
 from relax_rt.transport.rpc.errors import RelaxError, StaleEpoch
 

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from relax_rt.cluster.nodes.links import Links
 from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import MIB, RoleSettings
-from relax_rt.hosting.role import Role, RoleContext
+from relax_rt.interfaces.role import RoleContext
+from relax_rt.process.limits import raise_open_files
+from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.gateway.admission import Load, Marks
 from relax_rt.roles.gateway.api import Access, Closed, GatewayApi, Name, Nonce, SessionLimits
 from relax_rt.roles.gateway.gate import Gate
 from relax_rt.roles.gateway.keys import FILE, Keys, run_token
 from relax_rt.roles.gateway.settings import LOOPBACK, OF_THE_NODE, GatewaySettings
-from relax_rt.roles.job.sections import RLConfig, RolloutSettings
-from relax_rt.supervision.limits import raise_open_files
+from relax_rt.roles.rollout.engines.settings import RolloutSettings, SamplingTable
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -42,7 +44,7 @@ OTHER_FILES = 256
 """Open files of a process besides its callers' connections."""
 
 
-class GatewayRole(Role):
+class GatewayRole(RLRole[GatewaySettings]):
     """Serves HTTP, and `GatewayApi` to roles of the run. Sessions live in this process and go with it: whoever plays
     the episode hears of it and has it played again."""
 
@@ -60,8 +62,6 @@ class GatewayRole(Role):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, GatewaySettings)
-        self.config, self.settings = ctx.config, ctx.settings
         self.tokenizer: ChatTokenizer
         self.template: ChatTemplate
         self.sessions: Sessions
@@ -198,6 +198,7 @@ class GatewayRole(Role):
         if hasattr(self, "listening"):
             self.listening.close()
             self._file().unlink(missing_ok=True)
+        await super().teardown()
 
     # --- inside
 
@@ -211,8 +212,8 @@ class GatewayRole(Role):
     def _serve_calls(self, router: Router, gate: Gate) -> None:
         from relax_rt.roles.gateway.service import Service, Terms
 
-        table, sampling = self.settings, self.config.sampling
-        lag = min(1, int(min(self.config.algorithm.max_staleness, 1))) if table.lag is None else table.lag
+        table, sampling = self.settings, self.table(SamplingTable)
+        lag = min(1, int(min(self.table(AlgorithmTable).max_staleness, 1))) if table.lag is None else table.lag
         terms = Terms(
             models=tuple(table.models),
             temperature=sampling.temperature,

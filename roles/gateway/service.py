@@ -28,7 +28,7 @@ from relax_rt.roles.rollout.engines.routing import PART_TOKENS
 from relax_rt.roles.rollout.router.core import Deliver
 from relax_rt.roles.rollout.router.requests import Outcome, Wanted
 from relax_rt.roles.rollout.router.router import NotGenerated
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 ID_BYTES = 12

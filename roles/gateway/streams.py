@@ -13,7 +13,7 @@ from relax_rt.roles.agentic.tokens import Message, PromptPlan, Sampled, TokenLed
 from relax_rt.roles.gateway.sessions import Session
 from relax_rt.roles.rollout.engines.base import extend_spans
 from relax_rt.roles.rollout.router.core import Deliver
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused
 
 Spell = Callable[[Sequence[int]], str]

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from relax_rt.config.loader import load_config
-from relax_rt.roles.job.sections import RLConfig, RolloutSettings
+from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.rollout.router.requests import Outcome, Wanted
 from relax_rt.transport.rpc.errors import RelaxError
 
@@ -297,7 +298,7 @@ class Scripted:
         self._said = 0
 
     async def __call__(self, wanted: Wanted) -> Outcome:
-        from relax_rt.transport.queue.api import VersionSpan
+        from relax_rt.transport.queue.ledger.messages import VersionSpan
 
         words, number = self._words, self._said
         self._said += 1
@@ -333,12 +334,11 @@ class Model:
         Raises:
             RelaxError: it cannot be loaded.
         """
-        from relax_rt.roles.job.checks import settings
         from relax_rt.roles.models.resolve import resolve_model
         from relax_rt.roles.rollout.engines.base import Assembly
         from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 
-        table = settings(self._config, "rollout", RolloutSettings)
+        table = self._config.role("rollout", RolloutSettings)
         folder = resolve_model(self._config.model.path, Path(self._config.config_dir))
         most, threads = table.max_sequences, table.threads
         try:

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from relax_rt.cluster.nodes.gpus import count_gpus
+from relax_rt.cluster.nodes.machine import count_gpus
 from relax_rt.roles.models.cache import cache_dir
 from relax_rt.roles.models.processor import computes_bfloat16, processor_name
 

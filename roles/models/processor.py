@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relax_rt.supervision.procfs import CPU_MODEL, CPUINFO, cpuinfo_field
+from relax_rt.process.procfs import CPU_MODEL, CPUINFO, cpuinfo_field
 
 BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 """Flags of x86 and Arm for products of bfloat16 matrices."""

@@ -14,8 +14,8 @@ from relax_rt.observe.text import NOTHING, clip, count, duration, number
 from relax_rt.roles.report.cold import cold_lines, summarise_cold
 from relax_rt.roles.report.history import Evaluation, History, Step
 from relax_rt.roles.report.sets import set_lines, summarise_sets
-from relax_rt.transport.queue.api import Loss, describe_loss
-from relax_rt.transport.queue.ledger.account import is_state
+from relax_rt.transport.queue.ledger.accounting import is_state
+from relax_rt.transport.queue.ledger.messages import Loss, describe_loss
 
 ENDS = 10
 LABEL = 19

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from relax_rt.config.job import GoldReport, WrongGold
 from relax_rt.roles.data.index import RowIndex
 from relax_rt.roles.data.items import answer_text
+from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.dry_run import offered_info
 from relax_rt.roles.rewards.library.functions import rewards
@@ -24,7 +25,7 @@ from relax_rt.roles.rewards.scoring import Request, Score
 from relax_rt.roles.rewards.settings import ComponentTable, RewardTable
 
 if TYPE_CHECKING:
-    from relax_rt.roles.job.sections import DataTable
+    from relax_rt.roles.data.settings import DataTable
 
 FIRST, DRAWN = 256, 256
 """Rows that are checked without --all: the first, and as many drawn from the others."""

@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_rt.config.problems import Problem
-from relax_rt.config.schema import RoleSettings
+from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.process.sandbox import SandboxFailed, cached_mode
-from relax_rt.roles.job.sections import GenrmSettings, RLConfig
 from relax_rt.roles.rewards.compose import Component, read_components, requested_info, takes_groups
+from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 from relax_rt.roles.rewards.judge import Judging, fields_of, load_judging
 from relax_rt.roles.rewards.scoring import Request
 from relax_rt.roles.rewards.settings import JudgeTable, RewardTable
+from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
+    from relax_rt.config.schema import RunConfig
     from relax_rt.roles.data.items import PromptItem
 
 VERDICT, ALIAS = "verdict", "genrm"
@@ -55,14 +57,14 @@ async def describe_sandboxes(table: RewardTable) -> str:
     return "; ".join(dict.fromkeys(modes))
 
 
-def check_judge(config: RLConfig) -> Iterator[Problem]:
+def check_judge(config: RunConfig) -> Iterator[Problem]:
     """Check the judge's tables, without model, data and user code."""
-    table, role = config.reward.judge, config.roles.get("genrm")
+    table, role = config.table(RewardTable).judge, config.roles.get("genrm")
     if table is None:
         if isinstance(role, RoleSettings):
             message = "nobody asks the judge: there is no [reward.judge]"
             yield Problem(("roles", "genrm"), message, "say there what it is asked, or leave the role out", at="key")
-        if ALIAS in (config.reward.function, *(one.name for one in config.reward.components)):
+        if ALIAS in (config.table(RewardTable).function, *(one.name for one in config.table(RewardTable).components)):
             message = f'"{ALIAS}" is the verdict of a judge, and there is no [reward.judge]'
             yield Problem(("reward", "function"), message, "say there what it is asked")
         return
@@ -110,7 +112,7 @@ def _check_table(table: JudgeTable) -> Iterator[Problem]:
         yield Problem((*JUDGE, "samples"), message, "raise temperature, or leave samples out")
 
 
-def _check_role(config: RLConfig, role: GenrmSettings) -> Iterator[Problem]:
+def _check_role(config: RunConfig, role: GenrmSettings) -> Iterator[Problem]:
     if not role.follow:
         return
     if role.model is not None:
@@ -122,13 +124,13 @@ def _check_role(config: RLConfig, role: GenrmSettings) -> Iterator[Problem]:
         yield Problem(("roles", "genrm", "dtype"), f"{message}: weights are published in one dtype", "use one for both")
 
 
-def preflight_judge(config: RLConfig, config_dir: Path, items: Sequence[PromptItem]) -> Iterator[Problem]:
+def preflight_judge(config: RunConfig, config_dir: Path, items: Sequence[PromptItem]) -> Iterator[Problem]:
     """Check the judge's model, its questions about these items, and that the reward function takes its verdict."""
-    table, role = config.reward.judge, config.roles.get("genrm")
+    table, role = config.table(RewardTable).judge, config.roles.get("genrm")
     if table is None or not isinstance(role, GenrmSettings) or role.target is not None:
         return
     try:
-        wants = requested_info(config.reward, config_dir)
+        wants = requested_info(config.table(RewardTable), config_dir)
     except RelaxError:
         wants = None  # said elsewhere
     if wants is not None and VERDICT not in wants:
@@ -143,7 +145,7 @@ def preflight_judge(config: RLConfig, config_dir: Path, items: Sequence[PromptIt
     yield from _check_questions(config, judging, items)
 
 
-def _check_questions(config: RLConfig, judging: Judging, items: Sequence[PromptItem]) -> Iterator[Problem]:
+def _check_questions(config: RunConfig, judging: Judging, items: Sequence[PromptItem]) -> Iterator[Problem]:
     """Check that the questions about a few items can be asked, and fit the judge's context."""
     values = json.loads((judging.tokenizer.folder / "config.json").read_text())
     context = (values.get("text_config") or values).get("max_position_embeddings")
@@ -157,10 +159,10 @@ def _check_questions(config: RLConfig, judging: Judging, items: Sequence[PromptI
             return
         longest = max(longest, len(asked[0].prompt))
     # A token of the policy's may be several of the judge's, or fewer; this finds what is hopeless.
-    need = longest + config.sampling.max_new_tokens + judging.table.max_new_tokens
+    need = longest + config.table(SamplingTable).max_new_tokens + judging.table.max_new_tokens
     if isinstance(context, int) and need > context:
         message = (
-            f"a question of {longest} tokens, a completion of up to {config.sampling.max_new_tokens} and "
+            f"a question of {longest} tokens, a completion of up to {config.table(SamplingTable).max_new_tokens} and "
             f"{judging.table.max_new_tokens} for the judge's words are {need}; its context is {context}"
         )
         yield Problem(

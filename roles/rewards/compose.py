@@ -21,8 +21,8 @@ from relax_rt.roles.rewards.scoring import CONCURRENT_CALLS, Caller, Failed, Req
 from relax_rt.roles.rewards.settings import ComponentTable, RewardTable
 from relax_rt.roles.rewards.worker import FunctionSpec, Setup, TaskSpec, load_function, task_verifier
 from relax_rt.roles.rewards.workers import RewardWorkers
+from relax_rt.transport.base.targets import did_you_mean
 from relax_rt.transport.rpc.errors import RelaxError
-from relax_rt.transport.targets import did_you_mean
 
 REWARD: KeyPath = ("reward",)
 UNSCORED = Failed("it was not scored")

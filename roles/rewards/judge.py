@@ -17,14 +17,14 @@ import xxhash
 from relax_rt.roles.data.items import answer_text
 from relax_rt.roles.rewards.genrm.role import judge_folder
 from relax_rt.roles.rewards.scoring import Failed, Request
-from relax_rt.roles.rewards.settings import JudgeTable
+from relax_rt.roles.rewards.settings import JudgeTable, RewardTable
 from relax_rt.roles.rollout.router import NotGenerated, Outcome, Wanted
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from relax_rt.roles.job.sections import RLConfig
+    from relax_rt.config.schema import RunConfig
     from relax_rt.roles.models.tokenizer import ChatTokenizer
 
 SHOWN = 200
@@ -193,7 +193,7 @@ class Judge:
         return outcome.tokens
 
 
-def load_judging(config: RLConfig, config_dir: Path) -> Judging:
+def load_judging(config: RunConfig, config_dir: Path) -> Judging:
     """Load the judge's prompts with the tokenizer of its model.
 
     Raises:
@@ -201,8 +201,9 @@ def load_judging(config: RLConfig, config_dir: Path) -> Judging:
     """
     from relax_rt.roles.models.tokenizer import load_tokenizer
 
-    assert config.reward.judge is not None
-    return Judging(config.reward.judge, load_tokenizer(judge_folder(config, config_dir)))
+    table = config.table(RewardTable).judge
+    assert table is not None
+    return Judging(table, load_tokenizer(judge_folder(config, config_dir)))
 
 
 def with_verdict(request: Request, verdict: Verdict) -> Request:

@@ -9,8 +9,10 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
-from relax_rt.hosting.role import Role, RoleContext
-from relax_rt.roles.job.sections import RewardSettings, RLConfig
+from relax_rt.interfaces.role import RoleContext
+from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.rewards.settings import RewardSettings, RewardTable
 from relax_rt.transport.rpc.errors import ProtocolError, RelaxError
 
 if TYPE_CHECKING:
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
     from relax_rt.roles.rewards.compose import Rewards
     from relax_rt.roles.rewards.judge import Judge, Judging
     from relax_rt.roles.rewards.scoring import Failed, Request, Score
-    from relax_rt.transport.queue.api import Failure
-    from relax_rt.transport.queue.client import LeasedBatch, LeasedSample, QueueClient
+    from relax_rt.transport.queue.client import LeasedBatch, LeasedSample
+    from relax_rt.transport.queue.ledger.messages import Failure
 
 TASK = "reward"
 FETCH_S = 10.0
@@ -36,7 +38,7 @@ SLAB_BYTES, CAPACITY_BYTES = 1 << 20, 8 << 20
 """A reward and its components nearly always travel inside the message."""
 
 
-class RewardRole(Role):
+class RewardRole(RLRole[RewardSettings]):
     """Takes completions from the queue and puts `reward` (float32, total) and `rewards` (components) on them.
 
     A call that raises fails its sample, not the run; its group is made again. Functions of users run in worker
@@ -60,11 +62,8 @@ class RewardRole(Role):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, RewardSettings)
-        self.config, self.settings = ctx.config, ctx.settings
         self.tokenizer: ChatTokenizer
         self.rewards: Rewards
-        self.queue: QueueClient
         self.judging: Judging | None = None
         self.judge: Judge | None = None
         self._failures_in_a_row = 0
@@ -74,10 +73,9 @@ class RewardRole(Role):
         self._unreadable: set[str] = set()
 
     async def setup(self) -> None:
-        from relax_rt.transport.queue.client import QueueClient
-
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading tokenizer and reward function")
         self.rewards = self._composed()
+        self.resources.push_async_callback(self.rewards.close)
         starting = asyncio.create_task(self.rewards.start())
         try:
             await asyncio.to_thread(self._load)
@@ -88,54 +86,33 @@ class RewardRole(Role):
         await starting
         if (sandbox := self.rewards.sandbox) is not None:
             self.ctx.event("sandbox", level=sandbox.level, backend=sandbox.backend, what=str(sandbox))
-        self.queue = QueueClient(
-            await self.ctx.queue(),
-            self.ctx.who,
-            self.ctx.payload_dir,
-            spill_dir=self.ctx.spill_dir,
-            slab_bytes=SLAB_BYTES,
-            capacity_bytes=CAPACITY_BYTES,
-            fetcher=self.ctx.fetcher,
-            fetch_s=FETCH_S,
-            on_wait=self.ctx.progress.waiting,
-        )
+        await self.open_queue(slab_bytes=SLAB_BYTES, capacity_bytes=CAPACITY_BYTES, fetch_s=FETCH_S)
 
     def _load(self) -> None:
-        from relax_rt.roles.base.locations import config_dir, model_folder
+        from relax_rt.roles.base.locations import model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
 
         self.tokenizer = load_tokenizer(model_folder(self.ctx))
-        if self.config.reward.judge is not None:
+        if self.table(RewardTable).judge is not None:
             from relax_rt.roles.rewards.judge import load_judging
 
-            self.judging = load_judging(self.config, config_dir(self.ctx))
+            self.judging = load_judging(self.config, self.config_dir)
 
     def _composed(self) -> Rewards:
-        from relax_rt.roles.base.locations import config_dir
         from relax_rt.roles.rewards.compose import Rewards
         from relax_rt.roles.rewards.dry_run import task_of
 
         def lost(why: str) -> None:
             self.ctx.event("reward_worker_lost", reason=why[:500])
 
-        return Rewards(self.config.reward, config_dir(self.ctx), task_of(self.config.data), lost)
+        return Rewards(self.table(RewardTable), self.config_dir, task_of(self.table(DataTable)), lost)
 
     async def run(self) -> None:
-        from relax_rt.roles.base.consume import consume
-
         # Who asks for several whole groups waits for all of them.
         groups = 1 if self.rewards.groups else 0
         try:
             async with self._with_judge():
-                await consume(
-                    self.ctx,
-                    self.queue,
-                    TASK,
-                    self.settings.batch,
-                    self._score,
-                    "completions to score",
-                    groups=groups,
-                )
+                await self.consume(TASK, self.settings.batch, self._score, "completions to score", groups=groups)
         finally:
             self._report(last=True)
 
@@ -152,10 +129,6 @@ class RewardRole(Role):
         async with Router(self.ctx, "genrm", frozen=not genrm_settings(self.config).follow) as router:
             self.judge = Judge(self.judging, router.generate)
             yield
-
-    async def teardown(self) -> None:
-        if hasattr(self, "rewards"):
-            await self.rewards.close()
 
     async def _score(self, batch: LeasedBatch) -> None:
         from relax_rt.roles.rewards.scoring import Failed
@@ -332,7 +305,7 @@ class Tally:
 def _failure(sample: LeasedSample, failed: Failed) -> Failure:
     from relax_rt.roles.base.sample import SampleMeta
     from relax_rt.roles.rewards.judge import LateVerdict
-    from relax_rt.transport.queue.api import ABOUT, Failure
+    from relax_rt.transport.queue.ledger.messages import ABOUT, Failure
 
     meta = sample.decode("meta", SampleMeta)
     late, about = failed.excess or isinstance(failed, LateVerdict), str(meta.info.get("question", ""))[:ABOUT]

@@ -1,4 +1,4 @@
-"""The tables of the reward and of a generative judge."""
+"""The tables [reward], [reward.judge] and [roles.reward] of roles.toml."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from relax_rt.config.schema import Seconds, Table
+from relax_rt.config.schema import RoleSettings, Seconds, Table
 
 NUMBER = r"(-?\d+(?:\.\d+)?)"
 
@@ -93,3 +93,10 @@ class RewardTable(Table):
     """A worker that starts more is killed."""
     judge: JudgeTable | None = None
     """The generative judge; its verdict, 0 to 1, is what a reward function gets that takes `verdict`."""
+
+
+class RewardSettings(RoleSettings):
+    """A reward worker."""
+
+    batch: Annotated[int, Field(ge=1, le=4096)] = 32
+    """Samples leased at a time."""

@@ -17,11 +17,11 @@ import msgspec
 from relax_rt.roles.data.media.pictures import MOST_PICTURES, Shown
 from relax_rt.roles.rollout.engines.base import MAX_TEMPERATURE, EngineEnded, GroupRequest, Partial
 from relax_rt.roles.rollout.intake import Intake, Marks
-from relax_rt.transport.queue.api import Finite, VersionSpan
+from relax_rt.transport.queue.ledger.messages import Finite, VersionSpan
 from relax_rt.transport.rpc.interface import idempotent
 
 if TYPE_CHECKING:
-    from relax_rt.hosting.role import RoleContext
+    from relax_rt.interfaces.role import RoleContext
     from relax_rt.roles.rollout.engines.base import Chunk, Engine
 
 FIRST_REQUEST = 1 << 48

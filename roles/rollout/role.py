@@ -14,17 +14,19 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
-from relax_rt.hosting.role import Role, RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.progress import without_retired
-from relax_rt.roles.job.sections import RLConfig, RolloutSettings
-from relax_rt.roles.rollout.engines.tables import SHARING
+from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.rollout.engines.settings import RolloutSettings, SamplingTable
 from relax_rt.roles.rollout.engines.turns import Gate
 from relax_rt.roles.rollout.sharing import SharedDevice
-from relax_rt.transport.queue.api import Ticket
+from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.queue.ledger.messages import Ticket
 from relax_rt.transport.rpc.errors import RelaxError
-from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
     from relax_rt.roles.data.source import PromptSource
@@ -35,8 +37,7 @@ if TYPE_CHECKING:
     from relax_rt.roles.rollout.intake import Intake
     from relax_rt.roles.rollout.samples import SampleMaker
     from relax_rt.roles.rollout.work import Due, Job, Work
-    from relax_rt.roles.training.publication import EngineFailure, WeightFollower
-    from relax_rt.transport.queue.client import QueueClient
+    from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
     from relax_rt.transport.queue.marking import Begun
 
 ADMIT_WAIT_S = 0.25
@@ -54,7 +55,7 @@ LEFT = "the rollout ends"
 """Why the queue gets groups back that were not handed over; `relax-rt why` looks for it."""
 
 
-class RolloutRole(Role):
+class RolloutRole(RLRole[RolloutSettings]):
     """One engine. It generates whole groups within the staleness bound and serves nothing before it has the
     committed weights; when it dies, its tickets lapse and other rollouts go on with the groups."""
 
@@ -65,7 +66,7 @@ class RolloutRole(Role):
         "transformers",
         "relax_rt.roles.rollout.engines.embedded",
         "relax_rt.roles.models.tokenizer",
-        "relax_rt.roles.training.publication",
+        "relax_rt.roles.training.publication.follower",
         "relax_rt.roles.data.kept",
         "relax_rt.roles.rollout.samples",
         "relax_rt.roles.rollout.generation",
@@ -77,8 +78,6 @@ class RolloutRole(Role):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, RolloutSettings)
-        self.config, self.settings = ctx.config, ctx.settings
         self._requests = itertools.count(1)
         self._room, self._news, self._changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._complete = self._worked = False
@@ -88,7 +87,7 @@ class RolloutRole(Role):
         self.only_serves = env_settings(self.config) is not None
         """Groups are not its affair: environments play them, and it generates for these."""
         self.gate = Gate()
-        self.device = SharedDevice(self) if self.config.algorithm.mode in SHARING else None
+        self.device = SharedDevice(self) if self.table(AlgorithmTable).mode in SHARING else None
         self.engine: Engine
         self.routing: RoutingShape | None = None
         self.intake: Intake | None = None
@@ -96,33 +95,19 @@ class RolloutRole(Role):
         self.maker: SampleMaker
         self.tokenizer: ChatTokenizer
         self.source: PromptSource
-        self.queue: QueueClient
         self.failure: EngineFailure
         self.follower: WeightFollower
         self.generation: GenerationService
 
     async def setup(self) -> None:
         from relax_rt.roles.rollout.generation import MOST_REQUESTS, serve_generation
-        from relax_rt.roles.training.publication import EngineFailure, WeightFollower
-        from relax_rt.transport.queue.client import QueueClient
+        from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
 
         if self.device is not None:
             await self.device.turns.enter()
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
         await asyncio.to_thread(self._load)
-        self.queue = QueueClient(
-            await self.ctx.queue(),
-            self.ctx.who,
-            self.ctx.payload_dir,
-            spill_dir=self.ctx.spill_dir,
-            slab_bytes=self.config.queue.slab_mib << 20,
-            capacity_bytes=self.config.queue.capacity_mib << 20,
-            length_field="tokens",
-            on_lost=self._lost,
-            fetcher=self.ctx.fetcher,
-            on_wait=self.ctx.progress.waiting,
-        )
-        await self.queue.__aenter__()
+        await self.open_queue(length_field="tokens", on_lost=self._lost)
         await self.queue.warm()
         self.failure = EngineFailure()
         self.follower = WeightFollower(self.ctx, self.engine, self.settings.kv_on_update)
@@ -131,21 +116,21 @@ class RolloutRole(Role):
         await self.engine.start(self._arrive, self._engine_failed)
 
     def _load(self) -> None:
-        from relax_rt.roles.base.locations import config_dir, model_folder
+        from relax_rt.roles.base.locations import model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
         from relax_rt.roles.rollout.engines import make_engine
         from relax_rt.roles.rollout.samples import SampleMaker
         from relax_rt.roles.rollout.work import Work
 
-        folder, sampling = model_folder(self.ctx), self.config.sampling
+        folder, sampling = model_folder(self.ctx), self.table(SamplingTable)
         self.tokenizer = load_tokenizer(folder)
-        size = self.config.algorithm.group_size
+        size = self.table(AlgorithmTable).group_size
         slots = max(self.settings.max_sequences, size)
         self.engine = make_engine(self.ctx, folder, self.settings.model_copy(update={"max_sequences": slots}))
         self.routing = self.engine.routing if self.settings.routing else None
         self.work = Work(self.settings.journal_every_tokens, self._row_bytes)
         if not self.only_serves:
-            self.source = self._prompts(config_dir(self.ctx))
+            self.source = self._prompts()
             self.maker = SampleMaker(
                 self.source,
                 self.tokenizer,
@@ -165,14 +150,14 @@ class RolloutRole(Role):
     def _row_bytes(self) -> int:
         return self.routing.row_bytes if self.routing is not None else 0
 
-    def _prompts(self, folder: Any) -> PromptSource:
+    def _prompts(self) -> PromptSource:
         from relax_rt.roles.data.source import PromptSource
 
         return PromptSource.load(
-            self.config.data,
+            self.table(DataTable),
             self.tokenizer,
             seed=self.config.run.seed,
-            config_dir=folder,
+            config_dir=self.config_dir,
             run_dir=self.ctx.run_dir,
         )
 
@@ -211,27 +196,27 @@ class RolloutRole(Role):
                 await self.engine.close(5.0)
                 self._measure()
         finally:
-            if hasattr(self, "queue"):
-                await self._leave_queue()
+            try:
+                if hasattr(self, "queue"):
+                    await self._leave_queue()
+            finally:
+                await super().teardown()
 
     async def _leave_queue(self) -> None:
-        try:
-            # The queue may be gone as well: then the tickets lapse.
-            with suppress(RelaxError, TimeoutError):
-                async with asyncio.timeout(LAST_WORD_S):
-                    if not self._doubtful:
-                        await self._keep(self.work.take_all())
-                    if self.queue.groups:
-                        lost = self.work.tokens_unmarked
-                        self.ctx.event("groups_left", groups=len(self.queue.groups), tokens_lost=lost)
-                        # What an engine fails on may be in one of them.
-                        await self.queue.give_back(list(self.queue.groups), LEFT, losses=int(self._doubtful))
-        finally:
-            await self.queue.close()
+        # The queue may be gone as well: then the tickets lapse.
+        with suppress(RelaxError, TimeoutError):
+            async with asyncio.timeout(LAST_WORD_S):
+                if not self._doubtful:
+                    await self._keep(self.work.take_all())
+                if self.queue.groups:
+                    lost = self.work.tokens_unmarked
+                    self.ctx.event("groups_left", groups=len(self.queue.groups), tokens_lost=lost)
+                    # What an engine fails on may be in one of them.
+                    await self.queue.give_back(list(self.queue.groups), LEFT, losses=int(self._doubtful))
 
     async def _follow(self) -> None:
-        from relax_rt.roles.training.publication import committed_versions
-        from relax_rt.roles.training.sft.waiting import wait_for_weights
+        from relax_rt.roles.training.checkpoints.cold_start import wait_for_weights
+        from relax_rt.roles.training.publication.follower import committed_versions
 
         self.ctx.progress.waiting("the first committed weights")
         await wait_for_weights(self.ctx)
@@ -253,7 +238,7 @@ class RolloutRole(Role):
             self._doubtful = True
             raise
         if whole:
-            self._complete = record.step >= self.config.algorithm.steps
+            self._complete = record.step >= self.table(AlgorithmTable).steps
             self._room.set()
         return whole
 
@@ -290,7 +275,7 @@ class RolloutRole(Role):
 
         Counted by members: a group of which only the longest is left leaves room for nearly another one.
         """
-        size = self.config.algorithm.group_size
+        size = self.table(AlgorithmTable).group_size
         room = self.settings.groups_in_flight * size - self.work.members
         if self.intake is not None:
             room = min(room, self.intake.room(self.work.sequences))
@@ -323,7 +308,7 @@ class RolloutRole(Role):
         from relax_rt.roles.rollout.engines.base import GroupRequest
         from relax_rt.roles.rollout.work import partials_of
 
-        sampling, stop_ids = self.config.sampling, self.tokenizer.stop_ids
+        sampling, stop_ids = self.table(SamplingTable), self.tokenizer.stop_ids
         return GroupRequest(
             id=number,
             prompt=tuple(self.source.prompt(ticket.prompt, ticket.item).tokens),

@@ -14,8 +14,8 @@ from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.engines.base import Completion
 from relax_rt.roles.rollout.engines.routing import RoutingShape
 from relax_rt.roles.rollout.work import Job
-from relax_rt.transport.queue.api import SampleKey, Ticket, VersionSpan
 from relax_rt.transport.queue.client import NewSample
+from relax_rt.transport.queue.ledger.messages import SampleKey, Ticket, VersionSpan
 from relax_rt.transport.rpc.errors import Refused
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from relax_rt.roles.rollout.engines.base import Assembly, Chunk, Completion, GroupRequest, Partial
-from relax_rt.transport.queue.api import Mark, SampleKey, Ticket
+from relax_rt.transport.queue.ledger.messages import Mark, SampleKey, Ticket
 from relax_rt.transport.queue.marking import Begun, make_mark
 
 INTERRUPTED = "abort"

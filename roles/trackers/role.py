@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 from relax_rt.config.schema import RoleSettings
-from relax_rt.hosting.role import Role, RoleContext
-from relax_rt.roles.job.sections import RLConfig, WriterSettings
+from relax_rt.interfaces.role import RoleContext
+from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.trackers.settings import WriterSettings
 
 if TYPE_CHECKING:
     from relax_rt.roles.trackers.feed import Feed
@@ -21,7 +22,7 @@ LAST_TURNS_S = 8.0
 """What is left is told within this time once the run ends; a resumed run tells the rest."""
 
 
-class WriterRole(Role):
+class WriterRole(RLRole[WriterSettings]):
     """Follows the metrics file and feeds one sink after the other.
 
     A sink that fails (a full disk, a package that is gone) is closed and told in an event; the others go on. Without
@@ -35,8 +36,6 @@ class WriterRole(Role):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, WriterSettings)
-        self.config, self.settings = ctx.config, ctx.settings
         self._feeds: list[Feed] = []
 
     async def run(self) -> None:
@@ -59,6 +58,7 @@ class WriterRole(Role):
 
     async def teardown(self) -> None:
         await asyncio.to_thread(self._close)
+        await super().teardown()
 
     async def _wait(self) -> None:
         self.ctx.progress.waiting("records to tell")

@@ -29,7 +29,7 @@ from queue_chaos_records import (
     Weights,
 )
 
-from relax_rt.transport.queue.api import SampleKey, VersionSpan
+from relax_rt.transport.queue.ledger.messages import SampleKey, VersionSpan
 from relax_rt.transport.rpc.identity import Incarnation
 
 ENGINE, TRAINER = Incarnation("rollout/0", 1), Incarnation("trainer/0", 2)

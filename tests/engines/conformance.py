@@ -31,7 +31,7 @@ from harness import (
 )
 
 from relax_rt.roles.rollout.engines.base import Completion, GroupRequest, Partial
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Corrupt, Gone, Refused, RelaxError
 
 ENDLESS: frozenset[int] = frozenset()

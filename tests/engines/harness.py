@@ -21,8 +21,8 @@ transformers = pytest.importorskip("transformers")
 from relax_rt.roles.data.media.sight import sees  # noqa: E402
 from relax_rt.roles.rollout.engines.base import Assembly, Chunk, Completion, Engine, GroupRequest  # noqa: E402
 from relax_rt.roles.rollout.engines.weights import model_layout  # noqa: E402
+from relax_rt.transport.base.versions import VersionRecord  # noqa: E402
 from relax_rt.transport.rpc.errors import Corrupt, Gone, RelaxError  # noqa: E402
-from relax_rt.transport.versions import VersionRecord  # noqa: E402
 from relax_rt.transport.weights.manifest import (  # noqa: E402
     Layout,
     Manifest,

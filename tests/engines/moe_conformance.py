@@ -9,7 +9,7 @@ import pytest
 from harness import VOCABULARY, Driver, raises, routed
 
 from relax_rt.roles.rollout.engines.base import Completion, GroupRequest, Partial
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused
 
 ENDLESS: frozenset[int] = frozenset()

@@ -7,9 +7,9 @@ import os
 import signal
 from typing import Any
 
+from relax_rt.process import procfs
 from relax_rt.roles.rollout.engines.sglang.client import Client
 from relax_rt.roles.rollout.role import RolloutRole
-from relax_rt.supervision import procfs
 
 AT_VERSION = 5
 STRUCK = "struck"

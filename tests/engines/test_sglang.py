@@ -14,7 +14,7 @@ from conformance import *  # noqa: F403
 from harness import Driver, MemorySource, Traits, model_of, torch
 from sglang_parts import make_engine, needs_server
 
-from relax_rt.transport.versions import ROOT, VersionRecord
+from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.weights.manifest import Layout
 from relax_rt.transport.weights.payloads import Adapter, Lora, encode_lora
 from relax_rt.transport.weights.served import stage_server

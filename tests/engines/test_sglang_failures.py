@@ -19,13 +19,13 @@ from conformance import ENDLESS
 from harness import Driver, Traits, torch, transformers
 from sglang_parts import PYTHON, make_engine, needs_server
 
+from relax_rt.process import procfs
 from relax_rt.roles.rollout.engines.base import EngineEnded
 from relax_rt.roles.rollout.engines.sglang import guard
 from relax_rt.roles.rollout.engines.sglang.client import Client
 from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
 from relax_rt.roles.rollout.engines.sglang.interpreter import option_names
 from relax_rt.roles.rollout.engines.sglang.server import ServerDied
-from relax_rt.supervision import procfs
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, RelaxError
 
 pytestmark = [pytest.mark.engines, needs_server]

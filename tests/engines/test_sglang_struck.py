@@ -16,10 +16,10 @@ from harness import MemorySource
 from sglang_parts import needs_server
 from test_sglang_failures import is_out, running, scheduler_of, wait_for
 
+from relax_rt.process import procfs
 from relax_rt.roles.rollout.engines.sglang.client import Client
 from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
 from relax_rt.roles.rollout.engines.sglang.server import ServerDied
-from relax_rt.supervision import procfs
 from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError
 
 pytestmark = [pytest.mark.engines, needs_server]

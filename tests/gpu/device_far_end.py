@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import RelaxError
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights import device
 from relax_rt.transport.weights.cuda_ipc import CudaIpcSource, CudaStage
 from relax_rt.transport.weights.device import DeviceBuffer, DeviceView

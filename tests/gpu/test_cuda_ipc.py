@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from relax_rt.roles.rollout.engines.sglang.handles import Shown
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone, Refused
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights import device
 from relax_rt.transport.weights.cuda_ipc import CudaIpcSource, CudaStage
 from relax_rt.transport.weights.device import DeviceBuffer

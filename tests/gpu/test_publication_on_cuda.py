@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.weights import device
 from relax_rt.transport.weights.device import DeviceBuffer, DeviceView
 from relax_rt.transport.weights.manifest import layout_of

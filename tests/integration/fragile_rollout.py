@@ -11,8 +11,8 @@ from typing import Any
 
 from relax_rt.roles.rollout.engines.base import Engine, KvPolicy, Swap
 from relax_rt.roles.rollout.role import RolloutRole
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.source import WeightSource
 
 FRAGILE = "rollout/0"

@@ -13,8 +13,8 @@ from test_program_run import CONFIG
 from test_run_survives import check_account
 from tiny_run import TinyRun, steps_that_count
 
+from relax_rt.process import procfs
 from relax_rt.roles.models.resolve import resolve_model
-from relax_rt.supervision import procfs
 
 pytest.importorskip("torch")
 pytest.importorskip("uvicorn")

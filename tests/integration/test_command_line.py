@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from live_run import WAIT_S, environment, until
 
-from relax_rt.supervision import procfs
+from relax_rt.process import procfs
 from relax_rt.supervision.rundir import RunPaths, read_run
 
 pytestmark = pytest.mark.integration
@@ -126,7 +126,7 @@ def test_a_detached_run_that_fails_says_why(toys: Toys) -> None:
 @of("[roles.broken]\ntarget = 'broken.py:Broken'")
 def test_a_detached_run_that_cannot_start_has_its_diagnosis_and_exit_code(toys: Toys) -> None:
     (toys.folder / "broken.py").write_text(
-        "from relax_rt.hosting.role import Role\n\n\nclass Broken(Role):\n    kind = 'broken'\n\n"
+        "from relax_rt.interfaces.role import Role\n\n\nclass Broken(Role):\n    kind = 'broken'\n\n"
         "    async def setup(self):\n        raise OSError('no such device')\n\n    async def run(self): ...\n"
     )
     tables = ["max_restarts=0", "role_restarts=0"]

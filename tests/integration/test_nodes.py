@@ -16,7 +16,8 @@ from netns import Nodes, cut, mend
 
 from relax_rt.cluster.nodes.head import patience_s
 from relax_rt.cluster.nodes.keys import make_key
-from relax_rt.supervision import control, procfs
+from relax_rt.process import procfs
+from relax_rt.supervision import control
 from relax_rt.transport.rpc.errors import Refused
 
 pytestmark = pytest.mark.integration

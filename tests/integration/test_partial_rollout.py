@@ -16,10 +16,10 @@ import pytest
 import xxhash
 from tiny_run import TinyRun
 
-from relax_rt.transport.journal import Journal
-from relax_rt.transport.queue.api import Mark, SampleKey
-from relax_rt.transport.queue.ledger import Entry
+from relax_rt.transport.base.journal import Journal
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.messages import Mark, SampleKey
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.integration

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_run import Make, TinyRun, processes, steps_that_count
 
-from relax_rt.supervision import procfs
+from relax_rt.process import procfs
 
 pytest.importorskip("torch")
 pytest.importorskip("uvicorn")

@@ -16,14 +16,14 @@ from test_partial_rollout import JOB, LONG, REWARD, Held, kill_until
 from tiny_experts import build_sparse_model
 from tiny_run import TinyRun
 
-from relax_rt.transport.queue.api import Mark
+from relax_rt.transport.queue.ledger.messages import Mark
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from relax_rt.config.loader import load_config  # noqa: E402
+from relax_rt.roles.config.sections import RLConfig  # noqa: E402
 from relax_rt.roles.data.source import PromptSource  # noqa: E402
-from relax_rt.roles.job.sections import RLConfig  # noqa: E402
 from relax_rt.roles.models.tokenizer import load_tokenizer  # noqa: E402
 from relax_rt.roles.rollout.engines.routing import sparse_layers  # noqa: E402
 

@@ -13,13 +13,14 @@ import pytest
 from tiny_run import TinyRun
 
 from relax_rt.roles.data.items import PromptItem
+from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.data.source import PromptSource
-from relax_rt.roles.job.sections import DataTable
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
-from relax_rt.transport.journal import Journal
-from relax_rt.transport.queue.ledger import Entry, Ledger
+from relax_rt.transport.base.journal import Journal
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.machine import Ledger
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.integration, pytest.mark.long]

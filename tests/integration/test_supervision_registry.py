@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 from live_run import LiveRun, until
 
-from relax_rt.cluster.registry.api import Member, RegistryApi
+from relax_rt.interfaces.registry import Member, RegistryApi
 from relax_rt.supervision import control
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.rpc.identity import Incarnation

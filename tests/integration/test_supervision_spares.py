@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from live_run import LiveRun, until
 
-from relax_rt.supervision import control, procfs
+from relax_rt.process import procfs
+from relax_rt.supervision import control
 
 pytestmark = pytest.mark.integration
 

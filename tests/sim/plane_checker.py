@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sim_checker import Checker
 
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 HEARD = "a fenced incarnation was heard"
 EPOCHS = "a number was issued twice"

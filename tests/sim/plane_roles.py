@@ -12,11 +12,12 @@ from sim_kernel import Promise, Steps
 
 from relax_rt.supervision.executor import Rendezvous, StartOrder
 from relax_rt.supervision.protocol import Progress, SlotFinished, SlotReady
-from relax_rt.transport.queue.api import Batch, BlockRef, Put, RowPut, SampleKey, Ticket, VersionSpan, Want
+from relax_rt.transport.base.versions import ROOT, VersionRecord
+from relax_rt.transport.memory.refs import BlockRef
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.messages import Batch, Put, RowPut, SampleKey, Ticket, VersionSpan, Want
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import ROOT, VersionRecord
 
 if TYPE_CHECKING:
     from plane_agent import Executor

@@ -11,14 +11,14 @@ from plane_roles import Role
 from sim_broker import Crashed, SimBroker
 from sim_kernel import Steps
 
-from relax_rt.cluster.registry.api import Changes
 from relax_rt.cluster.registry.core import TICK_S, Counters, Entry, Forgotten, Issued, RegistryCore, Stored
-from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
+from relax_rt.interfaces.registry import Changes
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.errors import RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.pauses import Pauses
-from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
     from plane_world import World

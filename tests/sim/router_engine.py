@@ -11,7 +11,7 @@ from relax_rt.roles.rollout import generation
 from relax_rt.roles.rollout.engines.base import extend_spans
 from relax_rt.roles.rollout.generation import EngineReport, Order, Piece
 from relax_rt.roles.rollout.router.core import Open
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 if TYPE_CHECKING:
     from router_world import World

@@ -12,7 +12,7 @@ from relax_rt.roles.rollout.generation import Piece
 from relax_rt.roles.rollout.router.core import Action, Close, Deliver, End, Limits, Open, Probe, RouterCore
 from relax_rt.roles.rollout.router.fleet import EngineNews, Patience
 from relax_rt.roles.rollout.router.requests import Outcome, Wanted
-from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.base.versions import VersionRecord
 
 TWICE, NONE, WRONG, STALE, ROUTED, LEAK, STUCK, UNJUST, ACCOUNT = (
     "two outcomes",

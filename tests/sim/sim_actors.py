@@ -11,24 +11,13 @@ from sim_checker import FOREIGN, UNEXPECTED, Trained
 from sim_kernel import Exit, Silence, Steps, Thread
 from sim_memory import Arena, Full, Slab
 
-from relax_rt.transport.queue.api import (
-    Batch,
-    BlobRef,
-    BlockRef,
-    Extent,
-    Failure,
-    Put,
-    RowPut,
-    SampleKey,
-    Ticket,
-    VersionSpan,
-    Want,
-)
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.messages import Batch, Failure, Put, RowPut, SampleKey, Ticket, VersionSpan, Want
 from relax_rt.transport.queue.marking import begun, make_mark
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
     from sim_world import World

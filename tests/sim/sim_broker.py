@@ -12,12 +12,15 @@ import msgspec
 from sim_kernel import Kernel, Promise, Steps
 from sim_memory import CELL, Memory
 
-from relax_rt.transport.queue.api import Extent, SampleKey
-from relax_rt.transport.queue.disk import dead_slabs
-from relax_rt.transport.queue.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
+from relax_rt.transport.memory.refs import Extent
+from relax_rt.transport.memory.spill import dead_slabs
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.admission import partials
 from relax_rt.transport.queue.ledger.core import Notice
-from relax_rt.transport.queue.ledger.marks import partials
+from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.machine import Ledger
+from relax_rt.transport.queue.ledger.messages import SampleKey
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -180,7 +183,7 @@ class SimBroker:
         except Crashed:
             return
         self._spill(ledger)
-        for name in dead_slabs(list(self._memory.slabs), ledger.state):
+        for name in dead_slabs(list(self._memory.slabs), ledger.state.blocks.live, ledger.state.callers.ended):
             if name != self._writing:
                 del self._memory.slabs[name]
         if len(self.journal) > 300:

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from relax_rt.transport.queue.api import Extent, Put, SampleKey
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.queue.ledger.core import Notice
+from relax_rt.transport.queue.ledger.messages import Put, SampleKey
 from relax_rt.transport.rpc.identity import Incarnation
 
 LOST = "acknowledged sample lost"

@@ -12,9 +12,9 @@ from sim_checker import STANDSTILL, UNEXPECTED, Checker, Trained
 from sim_kernel import Exit, Kernel, Steps, Thread
 from sim_memory import Memory
 
-from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 FAULTS_S = 60.0
 """So long there are faults; what follows must come to an end by itself."""

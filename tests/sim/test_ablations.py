@@ -15,12 +15,12 @@ from sim_broker import SimBroker
 from sim_checker import DOUBLED, FENCED, FOREIGN, LOST, STALE, STANDSTILL, TWICE
 from sim_world import World, streaming, training
 
-from relax_rt.transport.queue.ledger import Ledger, marks
-from relax_rt.transport.queue.ledger.blocks import BlockTable
-from relax_rt.transport.queue.ledger.callers import Callers
+from relax_rt.transport.base.versions import VersionTree
+from relax_rt.transport.memory.block_table import BlockTable
+from relax_rt.transport.queue.ledger import admission
 from relax_rt.transport.queue.ledger.core import Core
-from relax_rt.transport.queue.ledger.state import Group
-from relax_rt.transport.versions import VersionTree
+from relax_rt.transport.queue.ledger.machine import Ledger
+from relax_rt.transport.queue.ledger.state import Callers, Group
 
 SEEDS = range(16)
 """Of every test here: the runs without findings, and the most that an ablation may take to be found."""
@@ -51,7 +51,7 @@ ABLATIONS: dict[str, tuple[Callable[[int], World], list[Any], set[str]]] = {
     "staleness check": (training, [patch.object(Core, "staleness", lambda *_: 0)], {STALE}),
     "lineage": (training, [patch.object(VersionTree, "distance", lambda _, a, b: abs(a - b))], {STALE}),
     "journal before the acknowledgement": (streaming, [patch.object(SimBroker, "append", append_later)], {LOST, TWICE}),
-    "marks of earlier tickets": (training, [patch.object(marks, "reissued", forget_marks)], {LOST}),
+    "marks of earlier tickets": (training, [patch.object(admission, "reissued", forget_marks)], {LOST}),
     "memory pins": (training, [patch.object(BlockTable, "extents_of", lambda *_: [])], {FOREIGN}),
 }
 

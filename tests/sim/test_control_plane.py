@@ -15,7 +15,7 @@ import pytest
 from plane_world import FAULT_KINDS, World
 from sim_checker import STANDSTILL
 
-from relax_rt.transport.versions import VersionTree
+from relax_rt.transport.base.versions import VersionTree
 
 RUNS, CHUNK = 1000, 50
 

@@ -8,7 +8,7 @@ import pytest
 from sim_checker import TWICE, Checker, Trained
 from sim_world import World, streaming, training
 
-from relax_rt.transport.queue.api import SampleKey
+from relax_rt.transport.queue.ledger.messages import SampleKey
 
 SEEDS = range(100, 110)
 ALL_FAULTS = {"killed", "paused", "hung", "node died", "broker died", "spilled", "marked", "gone on with"} | {

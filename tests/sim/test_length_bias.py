@@ -23,11 +23,14 @@ from typing import Any
 import pytest
 from sim_kernel import Kernel
 
-from relax_rt.transport.queue.api import BlockRef, Put, RowPut, SampleKey, Ticket, VersionSpan, Want
-from relax_rt.transport.queue.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.memory.refs import BlockRef
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.machine import Ledger
+from relax_rt.transport.queue.ledger.messages import Put, RowPut, SampleKey, Ticket, VersionSpan, Want
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 SEEDS = (1, 2, 3, 4, 5)
 MIN_TRAINED = 5_000

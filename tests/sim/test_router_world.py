@@ -18,7 +18,7 @@ from relax_rt.roles.rollout import generation
 from relax_rt.roles.rollout.router.core import RouterCore
 from relax_rt.roles.rollout.router.fleet import Fleet, Patience
 from relax_rt.roles.rollout.router.requests import Life
-from relax_rt.transport.versions import VersionTree
+from relax_rt.transport.base.versions import VersionTree
 
 SEEDS = range(6)
 """Of the runs without findings."""

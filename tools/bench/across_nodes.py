@@ -30,7 +30,7 @@ import zmq
 from two_nodes import LOOPBACK, Nodes, NotPermitted, two_nodes
 
 from relax_rt.transport.memory.payload import Fetcher, PayloadServer
-from relax_rt.transport.queue.api import Extent
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.rpc.zmq_keys import CurveKeys
 
 RAW, RAW_CURVE, RAW_CURVE_2 = "raw ZeroMQ, not encrypted", "raw ZeroMQ, CURVE", "raw ZeroMQ, CURVE, 2 links"

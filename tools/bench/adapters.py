@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from relax_rt.transport.versions import ROOT, VersionRecord
+from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.weights.manifest import Layout, layout_of
 from relax_rt.transport.weights.payloads import Adapter, Lora, decode_lora, encode_lora, merge_lora
 from relax_rt.transport.weights.source import StageSource, add_adapters

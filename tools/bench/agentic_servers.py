@@ -23,8 +23,8 @@ import uvloop
 from peers.slots import ANSWER, TOKEN, Slots, name_of
 
 from relax_rt.actors.directory import Directory
-from relax_rt.cluster.registry.api import Changes, RegistryApi
 from relax_rt.cluster.registry.core import RegistryCore, Stored
+from relax_rt.interfaces.registry import Changes, RegistryApi
 from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
 from relax_rt.roles.gateway.admission import Marks
 from relax_rt.roles.gateway.api import SessionLimits
@@ -43,10 +43,10 @@ from relax_rt.roles.rollout.generation import Generation, GenerationService
 from relax_rt.roles.rollout.intake import Intake
 from relax_rt.roles.rollout.intake import Marks as IntakeMarks
 from relax_rt.roles.rollout.router import Router
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Client, Server, make_hello
-from relax_rt.transport.versions import VersionRecord
 
 RUN = "be9c0001"
 ENGINE, TRAINER, CALLER = Incarnation("rollout/0", 1), Incarnation("trainer/0", 2), Incarnation("gateway/0", 3)

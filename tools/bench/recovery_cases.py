@@ -26,12 +26,13 @@ from relax_rt.chaos.injector import Injector
 from relax_rt.chaos.schedule import Strike, by_steps
 from relax_rt.chaos.session import play
 from relax_rt.chaos.timeline import Recovery, recoveries
-from relax_rt.cluster.registry.api import RegistryApi
+from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.observe.events import read_events
 from relax_rt.observe.metrics import read_metrics
 from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, read_json, slot_file
-from relax_rt.transport.queue.api import QueueApi, QueueStats
+from relax_rt.transport.queue.api import QueueApi
+from relax_rt.transport.queue.ledger.messages import QueueStats
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Client, make_hello

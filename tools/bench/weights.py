@@ -42,7 +42,7 @@ from typing import Any
 
 import numpy as np
 
-from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.weights.manifest import Layout, Manifest, layout_of
 from relax_rt.transport.weights.source import DeltaSource, StageSource
 from relax_rt.transport.weights.stage import WeightStage, pinned, read_manifest

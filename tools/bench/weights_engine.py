@@ -17,7 +17,7 @@ from relax_rt.roles.models.precision import cpu_dtype
 from relax_rt.roles.rollout.engines.base import Chunk, GroupRequest
 from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 from relax_rt.roles.rollout.engines.weights import model_layout
-from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.weights.manifest import Layout
 from relax_rt.transport.weights.source import StageSource
 from relax_rt.transport.weights.stage import WeightStage

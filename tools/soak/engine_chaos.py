@@ -46,8 +46,8 @@ from relax_rt.observe.events import read_events
 from relax_rt.observe.metrics import read_metrics
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.rollout.router import Limits, NotGenerated, Outcome, Router, Wanted
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import RelaxError
-from relax_rt.transport.versions import VersionRecord
 
 HERE = Path(__file__).resolve().parent
 TINY = HERE.parents[1] / "tests/tiny_job/roles.toml"

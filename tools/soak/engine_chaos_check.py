@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.transport.versions import VersionRecord, VersionTree
+from relax_rt.transport.base.versions import VersionRecord, VersionTree
 
 Line = dict[str, Any]
 

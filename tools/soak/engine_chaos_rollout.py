@@ -28,8 +28,8 @@ import torch
 from relax_rt.roles.rollout.engines.base import Chunk, Engine, GroupRequest, KvPolicy, Swap
 from relax_rt.roles.rollout.generation import FIRST_REQUEST
 from relax_rt.roles.rollout.role import RolloutRole
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.manifest import Layout, bucket_digest, bucket_slices, total_digest
 from relax_rt.transport.weights.source import WeightSource
 

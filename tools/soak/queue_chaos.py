@@ -32,7 +32,7 @@ from queue_chaos_records import Step, now, read_life, read_lives, record_file
 from queue_chaos_sabotage import EXPECTED
 from queue_chaos_worker import LIMITS, POLICY
 
-from relax_rt.transport.journal import Journal
+from relax_rt.transport.base.journal import Journal
 
 SHOWN = 12
 IDLE_S = 6.0

@@ -23,7 +23,7 @@ from queue_chaos_records import (
     Weights,
 )
 
-from relax_rt.transport.queue.api import SampleKey
+from relax_rt.transport.queue.ledger.messages import SampleKey
 
 ROOT = 0
 _TERMINAL_BY_NAME = ("freed", "finished", SKIPPED)

@@ -17,8 +17,8 @@ import psutil
 from queue_chaos_records import now, record_file
 from queue_chaos_worker import FENCED, Orders
 
+from relax_rt.transport.base.folder import RUN_ID, SHM_PREFIX, SHM_ROOT, find
 from relax_rt.transport.queue.api import QueueApi
-from relax_rt.transport.queue.hosting import RUN_ID, SHM_PREFIX, SHM_ROOT, find
 from relax_rt.transport.rpc import rpc
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.identity import Incarnation

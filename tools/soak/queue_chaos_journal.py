@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from relax_rt.transport.journal import Recovered
-from relax_rt.transport.queue.api import Batch, SampleKey
-from relax_rt.transport.queue.ledger import Entry, Ledger
+from relax_rt.transport.base.journal import Recovered
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.machine import Ledger
+from relax_rt.transport.queue.ledger.messages import Batch, SampleKey
 from relax_rt.transport.queue.ledger.state import Group
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.identity import Incarnation

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from relax_rt.transport.queue.api import SampleKey, VersionSpan
+from relax_rt.transport.queue.ledger.messages import SampleKey, VersionSpan
 
 FIELDS = ("tokens", "logprobs", "image", "text")
 """What a producer puts."""

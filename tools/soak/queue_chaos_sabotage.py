@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from relax_rt.transport.journal import Journal
-from relax_rt.transport.queue.ledger.blocks import BlockTable
-from relax_rt.transport.queue.ledger.callers import Callers
+from relax_rt.transport.base.journal import Journal
+from relax_rt.transport.memory.block_table import BlockTable
 from relax_rt.transport.queue.ledger.core import Core
+from relax_rt.transport.queue.ledger.state import Callers
 
 EXPECTED = {"journal": {"lost"}, "fence": {"fence"}, "pins": {"digest"}}
 """By sabotage: the checks of which at least one must fire."""

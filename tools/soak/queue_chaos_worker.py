@@ -45,15 +45,15 @@ from queue_chaos_records import (
 )
 
 from relax_rt.transport import TransferQueue
+from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.memory.values import Shared
-from relax_rt.transport.queue.api import Failure, SampleKey, Ticket, VersionSpan
 from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample
 from relax_rt.transport.queue.blocking import BlockingQueue
 from relax_rt.transport.queue.client import NewSample
 from relax_rt.transport.queue.hosting import Host
-from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger.messages import Failure, SampleKey, Ticket, VersionSpan
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
-from relax_rt.transport.versions import ROOT, VersionRecord
 
 FENCED = 3
 PR_SET_PDEATHSIG = 1

@@ -17,12 +17,12 @@ import numpy as np
 
 from relax_rt.config.job import Job
 from relax_rt.config.schema import RoleSettings
-from relax_rt.hosting.role import Role
-from relax_rt.transport.queue.api import SampleKey, VersionSpan
+from relax_rt.interfaces.role import Role
+from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.queue.client import NewSample, QueueClient
+from relax_rt.transport.queue.ledger.messages import SampleKey, VersionSpan
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy
 from relax_rt.transport.rpc.errors import RelaxError
-from relax_rt.transport.versions import ROOT, VersionRecord
 
 GROUP, GROUPS_A_STEP, TOKENS = 4, 4, 32
 SAVE_EVERY = 5

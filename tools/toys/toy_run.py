@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from relax_rt.observe.events import EventFollower
-from relax_rt.supervision import control, procfs
+from relax_rt.process import procfs
+from relax_rt.supervision import control
 from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.rundir import RunPaths, read_run
 from relax_rt.transport.rpc.errors import RelaxError
 
 HERE = Path(__file__).resolve().parent
-UP = """import sys; from pathlib import Path; from relax_rt.supervision.launch import up
+UP = """import sys; from pathlib import Path; from relax_rt.cluster.launch import up
 sys.exit(up(Path(sys.argv[1]), sys.argv[3:], system=[word for word in sys.argv[2].split(",") if word]))"""
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from relax_rt.transport.queue.hosting import Host
-from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits, SamplerSpec
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits, SamplerSpec
 from relax_rt.transport.rpc.errors import RelaxError
 
 

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Self
 
-from relax_rt.transport.queue.api import Failure, SampleKey, Want
 from relax_rt.transport.queue.batch import LeasedBatch
 from relax_rt.transport.queue.facade import TransferQueue
+from relax_rt.transport.queue.ledger.messages import Failure, SampleKey, Want
 from relax_rt.transport.queue.offers import OFFER_WAIT_S
 from relax_rt.transport.queue.sync import SyncQueue, run_blocking
 from relax_rt.transport.rpc.errors import Refused

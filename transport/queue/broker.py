@@ -11,18 +11,25 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from relax_rt.transport.compat.store import state as sv
-from relax_rt.transport.compat.store.api import Found, Stored
-from relax_rt.transport.compat.store.desk import StoreDesk
-from relax_rt.transport.journal import SEGMENT_BYTES, Journal
-from relax_rt.transport.memory.process_stat import start_time
+from relax_rt.transport.base.journal import SEGMENT_BYTES, Journal
+from relax_rt.transport.base.process_stat import start_time
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.base.waits import Waits
+from relax_rt.transport.base.watch import Watch
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import owner_key
-from relax_rt.transport.queue.api import (
+from relax_rt.transport.memory.spill import Disk, dead_slabs
+from relax_rt.transport.queue.ledger import admission, failures
+from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.admission import partials as held_partials
+from relax_rt.transport.queue.ledger.core import ROOM
+from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.machine import Answer, Ledger, load_samplers
+from relax_rt.transport.queue.ledger.messages import (
     Admission,
     Advice,
     Batch,
     Chosen,
-    Extent,
     Failure,
     Mark,
     Marked,
@@ -34,21 +41,14 @@ from relax_rt.transport.queue.api import (
     SampleKey,
     Want,
 )
-from relax_rt.transport.queue.disk import Disk, dead_slabs
-from relax_rt.transport.queue.ledger import Entry, Ledger, LedgerPolicy, QueueLimits, admission, keyed, progress
-from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.callers import Home
-from relax_rt.transport.queue.ledger.core import ROOM
-from relax_rt.transport.queue.ledger.machine import Answer, load_samplers
-from relax_rt.transport.queue.ledger.marks import partials as held_partials
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger.state import Home
+from relax_rt.transport.queue.samplers.loading import load_sampler
 from relax_rt.transport.queue.statistics import States, broker_statistics
-from relax_rt.transport.queue.waits import Waits
-from relax_rt.transport.queue.watch import Watch
 from relax_rt.transport.rpc import rpc
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.pauses import Pauses
-from relax_rt.transport.versions import VersionRecord
 
 MAX_WAIT_S = 60.0
 _EMPTY_KEPT = 1024
@@ -57,8 +57,7 @@ FAR_SILENT_S = 600.0
 """A process on another node, whose death nobody sees, is taken for dead when it was not heard of for so long."""
 _OTHER_VERSION = "was it written by another version of relax-rt?"
 
-T = TypeVar("T", Admission, Offered, Batch, Found, Stored)
-W = TypeVar("W", Found, Stored)
+T = TypeVar("T", Admission, Offered, Batch)
 A = TypeVar("A")
 Notify = Callable[[str, dict[str, Any]], None]
 
@@ -129,7 +128,7 @@ class Broker:
         self._states = States()
         self._rearm = asyncio.Event()
         self._tight = asyncio.Event()
-        self._empty: dict[tuple[Incarnation, int], Admission | Offered | Batch | Found | Stored] = {}
+        self._empty: dict[tuple[Incarnation, int], Admission | Offered | Batch] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] | None = None
         self._sweep_wanted = True
@@ -153,7 +152,7 @@ class Broker:
         self._failed = asyncio.get_running_loop().create_future()
         recovered = await asyncio.to_thread(self._journal.recover)
         try:
-            self._ledger = Ledger(recovered.snapshot)
+            self._ledger = Ledger(recovered.snapshot, load_sampler)
         except msgspec.DecodeError as error:
             raise Corrupt(f"journal snapshot {recovered.n}", why=str(error), hint=_OTHER_VERSION) from error
         decode = msgspec.msgpack.Decoder(Entry).decode
@@ -167,7 +166,7 @@ class Broker:
         if recovered.torn_bytes:
             self._notify("queue_journal_torn", {"cut_bytes": recovered.torn_bytes, "n": self._ledger.n})
         # Fail on a sampler that cannot be loaded before anything changes.
-        load_samplers(self._policy)
+        load_samplers(self._policy, load_sampler)
         self._apply(ev.Configure(self._policy, self._limits))
         self._apply(ev.Open(self._run_id, self._node, self._payloads))
         # Every broker journals something before it spills, so no two of them have the same number.
@@ -271,7 +270,7 @@ class Broker:
             self._tight.set()
 
     async def _wait_for(
-        self, event: ev.Admit | ev.Offer | ev.Take | ev.StoreCall, topic: str, seq: int, wait_s: float, kind: type[T]
+        self, event: ev.Admit | ev.Offer | ev.Take, topic: str, seq: int, wait_s: float, kind: type[T]
     ) -> T:
         """Try until there is something to answer with, at most wait_s; then answer with the reason."""
         who = self._identify()
@@ -322,7 +321,7 @@ class Broker:
     def _know(self, home: Home) -> None:
         """Notice the end of a process that joined. Where a supervisor tells of ends, silence is none."""
         if home.node == self._node:
-            self._watch.add(home)
+            self._watch.add(home.who, home.pid, home.started)
         elif self._node:
             self._far[home.who] = self._clock()
 
@@ -382,7 +381,7 @@ class Broker:
     async def progress(self) -> ProgressReport:
         """See QueueApi."""
         self._check_alive()
-        return progress.report(self._ledger.core)
+        return failures.report(self._ledger.core)
 
     def report_losses(self, older_s: float = 0.0) -> None:
         """Report the losses that were not reported and whose cause was last reported at least `older_s` seconds ago.
@@ -476,17 +475,6 @@ class Broker:
         self._far.pop(who, None)
         self._sweep_wanted = True
 
-    def store_desk(self) -> StoreDesk:
-        """The keyed store, to be offered beside the queue."""
-        return StoreDesk(
-            lambda: self._ledger.core.store,
-            lambda event, seq: self._apply(ev.StoreCall(event), self._identify(), seq),
-            self._wait_store,
-        )
-
-    async def _wait_store(self, event: sv.StoreEvent, seq: int, wait_s: float, kind: type[W]) -> W:
-        return await self._wait_for(ev.StoreCall(event), keyed.topic(event), seq, wait_s, kind)
-
     async def stats(self) -> QueueStats:
         """See QueueApi."""
         core, state = self._ledger.core, self._ledger.state
@@ -576,7 +564,9 @@ class Broker:
                 # Again until the last spilled block is gone, and its file.
                 self._sweep_wanted = self._ledger.state.blocks.spilled_bytes > 0
                 names = await asyncio.to_thread(self._disk.names)
-                await asyncio.to_thread(self._disk.unlink, dead_slabs(names, self._ledger.state))
+                state = self._ledger.state
+                dead = dead_slabs(names, state.blocks.live, state.callers.ended)
+                await asyncio.to_thread(self._disk.unlink, dead)
             self.syncs += 1
 
     async def _keep_room(self) -> None:

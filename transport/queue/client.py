@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 
 from relax_rt.transport.memory.fields import check_row
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import owner_of
-from relax_rt.transport.queue.api import (
+from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample, extents_of
+from relax_rt.transport.queue.ledger.messages import (
     Admission,
     Batch,
-    Extent,
     Failure,
     ProgressReport,
     Put,
@@ -22,7 +23,6 @@ from relax_rt.transport.queue.api import (
     VersionSpan,
     Want,
 )
-from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample, extents_of
 from relax_rt.transport.queue.offers import OFFER_WAIT_S
 from relax_rt.transport.queue.session import SLICE_S
 from relax_rt.transport.queue.space import Rows, puts_of

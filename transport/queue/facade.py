@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from relax_rt.transport.memory.payload import Fetcher
-from relax_rt.transport.queue.api import Failure, Membership, SampleKey, Want
 from relax_rt.transport.queue.batch import LeasedBatch
 from relax_rt.transport.queue.client import QueueClient
 from relax_rt.transport.queue.hosting import Host, Keys, tasks_of
 from relax_rt.transport.queue.joining import CALL_TIMEOUT_S, Address, bind, join, keys_for
-from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits, SamplerSpec
+from relax_rt.transport.queue.ledger.messages import Failure, Membership, SampleKey, Want
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits, SamplerSpec
 from relax_rt.transport.queue.offers import OFFER_WAIT_S
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 

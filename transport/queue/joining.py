@@ -13,11 +13,13 @@ from pathlib import Path
 
 import msgspec
 
+from relax_rt.transport.base.folder import RUN_ID, SHM_PREFIX, SHM_ROOT, BrokerLocation, find
+from relax_rt.transport.base.process_stat import start_time
+from relax_rt.transport.base.watch import node_name
 from relax_rt.transport.memory.payload import PayloadServer
-from relax_rt.transport.memory.process_stat import start_time
-from relax_rt.transport.queue.api import Membership, QueueApi
-from relax_rt.transport.queue.hosting import RUN_ID, SHM_PREFIX, SHM_ROOT, Place, find, read_keys
-from relax_rt.transport.queue.watch import node_name
+from relax_rt.transport.queue.api import QueueApi
+from relax_rt.transport.queue.hosting import read_keys
+from relax_rt.transport.queue.ledger.messages import Membership
 from relax_rt.transport.rpc import rpc
 from relax_rt.transport.rpc.address import parse_address
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, Unreachable
@@ -68,9 +70,11 @@ class Address:
 
     async def _look(self, deadline: float) -> str:
         loop = asyncio.get_running_loop()
+        command = f"python -m relax_rt.transport.queue {self.where} --task …"
+        hint = f"start one with `{command}`, or TransferQueue.serve"
         while True:
             try:
-                place = await asyncio.to_thread(find, Path(self.where))
+                place = await asyncio.to_thread(find, Path(self.where), hint)
             except Refused as error:
                 if self._known:
                     raise DeadlineExceeded(f"queue {self.where}", why="no broker serves it at the moment") from None
@@ -82,7 +86,7 @@ class Address:
             self._known = True
             return self._of(place)
 
-    def _of(self, place: Place) -> str:
+    def _of(self, place: BrokerLocation) -> str:
         self.near = place.node == node_name()
         if self.near:
             return place.addresses[0]

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.transport.queue.api import Mark, Marked, QueueApi, SampleKey, Ticket, VersionSpan
+from relax_rt.transport.queue.api import QueueApi
+from relax_rt.transport.queue.ledger.messages import Mark, Marked, SampleKey, Ticket, VersionSpan
 
 CALL_BYTES = 1 << 20
 """Marks go out in calls of about this size, so that none holds the broker for long."""

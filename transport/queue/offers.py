@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from relax_rt.transport.memory.fields import Field, check_columns, check_row
-from relax_rt.transport.queue.api import Offered, Put, SampleKey
-from relax_rt.transport.queue.ledger.blocks import extents_in
+from relax_rt.transport.memory.refs import extents_in
+from relax_rt.transport.queue.ledger.messages import Offered, Put, SampleKey
 from relax_rt.transport.queue.outbox import Outbox
 from relax_rt.transport.queue.reasons import Reasons
 from relax_rt.transport.queue.space import Rows, Space, Until, nbytes_of, puts_of

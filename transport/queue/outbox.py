@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from relax_rt.transport.queue.api import SampleKey
+from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.queue.space import Rows, Until
 from relax_rt.transport.rpc.errors import OutOfSpace, Refused, RelaxError, StaleEpoch
 

@@ -9,13 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from relax_rt.transport.base.calls import Calls
 from relax_rt.transport.memory.arena import Reader, Writer
 from relax_rt.transport.memory.fields import parse_fields
 from relax_rt.transport.memory.payload import Fetcher
-from relax_rt.transport.queue.api import Admission, Batch, Extent, Offered, Put, QueueApi
+from relax_rt.transport.memory.refs import Extent, extents_in
+from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.batch import LeasedBatch
-from relax_rt.transport.queue.calls import Calls
-from relax_rt.transport.queue.ledger.blocks import extents_in
+from relax_rt.transport.queue.ledger.messages import Admission, Batch, Offered, Put
 from relax_rt.transport.queue.marking import Marks
 from relax_rt.transport.queue.offers import Offers
 from relax_rt.transport.queue.pins import Pins

@@ -8,7 +8,8 @@ from typing import Any
 
 from relax_rt.transport.memory.arena import Placed, Writer
 from relax_rt.transport.memory.fields import Sizes, check_sizes, column_sizes, row_sizes
-from relax_rt.transport.queue.api import Extent, Put, RowPut, SampleKey, VersionSpan
+from relax_rt.transport.memory.refs import Extent
+from relax_rt.transport.queue.ledger.messages import Put, RowPut, SampleKey, VersionSpan
 from relax_rt.transport.queue.reasons import Reasons
 from relax_rt.transport.queue.threads import Threads
 from relax_rt.transport.rpc.errors import OutOfSpace, Refused

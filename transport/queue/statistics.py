@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.transport.journal import Journal
+from relax_rt.transport.base.calls import CallStatistics
+from relax_rt.transport.base.journal import Journal
+from relax_rt.transport.base.waits import Waits
 from relax_rt.transport.memory.arena import ReaderStatistics, WriterStatistics
-from relax_rt.transport.queue.calls import CallStatistics
-from relax_rt.transport.queue.ledger import Ledger, admission
-from relax_rt.transport.queue.ledger import account as ledger_account
+from relax_rt.transport.queue.ledger import accounting, admission
 from relax_rt.transport.queue.ledger.core import Core
-from relax_rt.transport.queue.waits import Waits
+from relax_rt.transport.queue.ledger.machine import Ledger
 
 CHEAP_S = 0.001
 """A count that takes longer is not made anew before twenty times as long has passed."""
@@ -45,14 +45,14 @@ class States:
         """The counts of now, or of a moment ago."""
         began = time.perf_counter()
         if began >= self._again_at:
-            self._counts = ledger_account.by_state(ledger.core)
+            self._counts = accounting.by_state(ledger.core)
             took = time.perf_counter() - began
             self._again_at = began + (20 * took if took > CHEAP_S else 0.0)
         return dict(self._counts)
 
 
 def broker_statistics(ledger: Ledger, journal: Journal, waits: Waits, states: States) -> dict[str, Any]:
-    """Numbers by part: `samples`, `memory`, `leases`, `store`, `staleness`, `waits`, `journal`, `tallies`.
+    """Numbers by part: `samples`, `memory`, `leases`, `staleness`, `waits`, `journal`, `tallies`.
 
     Counts are samples unless named otherwise. `lengths` has ten counts for each way in which samples ended, shortest
     tenth first, since this broker started.
@@ -62,7 +62,6 @@ def broker_statistics(ledger: Ledger, journal: Journal, waits: Waits, states: St
         "samples": states.of(ledger),
         "memory": _memory(core),
         "leases": _leases(core),
-        "store": core.store.statistics(),
         "staleness": {
             "max": core.policy.max_staleness,
             "outstanding": admission.outstanding(core),

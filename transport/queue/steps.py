@@ -6,11 +6,11 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from relax_rt.transport.queue.api import WHY, Advice, Chosen
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.batch import LeasedBatch
+from relax_rt.transport.queue.ledger.messages import WHY, Advice, Chosen
 from relax_rt.transport.queue.session import Session
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
-from relax_rt.transport.versions import VersionRecord
 
 
 class StepCalls(Session):

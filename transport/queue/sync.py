@@ -7,15 +7,12 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from relax_rt.transport.queue.api import Admission, Advice, Chosen, Failure, SampleKey, Want
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.client import LeasedBatch, NewSample, QueueClient
+from relax_rt.transport.queue.ledger.messages import Admission, Advice, Chosen, Failure, SampleKey, Want
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused
-from relax_rt.transport.versions import VersionRecord
-
-if TYPE_CHECKING:
-    from relax_rt.transport.queue.loader.blocking import BlockingLoader
 
 T = TypeVar("T")
 
@@ -59,13 +56,6 @@ class SyncQueue:
 
     def _run(self, work: Coroutine[Any, Any, T], wait_s: float = 0.0) -> T:
         return run_blocking(work, self._loop, self._timeout_s + wait_s)
-
-    def loader(self, task: str, **options: Any) -> BlockingLoader:
-        """Steps of a task for one rank of a trainer, as an iterator. options: see StreamingLoader."""
-        from relax_rt.transport.queue.loader.blocking import BlockingLoader
-        from relax_rt.transport.queue.loader.streaming import StreamingLoader
-
-        return BlockingLoader(StreamingLoader(self._client, task, **options), self._loop, timeout_s=self._timeout_s)
 
     def admit(self, engine_version: int, groups: int, *, wait_s: float) -> Admission:
         """See QueueClient.admit."""

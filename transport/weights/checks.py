@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.manifest import (
     MAX_DELTA,
     MAX_DELTAS,

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from relax_rt.transport.memory.process_stat import start_time
+from relax_rt.transport.base.process_stat import start_time
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone, OutOfSpace, Refused
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights import device
 from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.collective.communicator import DeviceMemory

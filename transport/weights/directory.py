@@ -20,8 +20,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 import xxhash
 
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, Refused
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.fence import fence
 from relax_rt.transport.weights.manifest import Manifest, Sent, TensorEntry

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
+from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.rpc.errors import Gone, Refused
-from relax_rt.transport.versions import ROOT, VersionRecord
 from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.delta import apply
 from relax_rt.transport.weights.manifest import Manifest, Sent

@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 import xxhash
 
+from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone, OutOfSpace
-from relax_rt.transport.versions import ROOT, VersionRecord
 from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.delta import encode
 from relax_rt.transport.weights.fence import fence

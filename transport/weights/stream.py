@@ -22,10 +22,11 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
+from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.memory.payload.cache import Entry
 from relax_rt.transport.memory.payload.memory import Region
 from relax_rt.transport.memory.payload.peer import Link, Peer, Settings
-from relax_rt.transport.queue.api import Extent
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.rpc.errors import (
     Corrupt,
     DeadlineExceeded,
@@ -38,7 +39,6 @@ from relax_rt.transport.rpc.errors import (
     Unreachable,
 )
 from relax_rt.transport.rpc.zmq_keys import CurveKeys
-from relax_rt.transport.versions import ROOT, VersionRecord
 from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.delta import apply
 from relax_rt.transport.weights.manifest import Delta, Manifest, Sent, bucket_digest, bucket_slices

@@ -1,20 +1,19 @@
-"""What can be refused before a run starts: roles that ask for nodes or devices that there cannot be."""
+"""Which roles must run on the head, and which ask for nodes or GPUs that cannot be there: refused before a start."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+
+import msgspec
 
 from relax_rt.cluster.nodes.api import HEAD
-from relax_rt.cluster.nodes.base import SYSTEM, kinds_of_one_node
-from relax_rt.cluster.nodes.gpus import count_gpus
-from relax_rt.cluster.nodes.listen import check_listen
+from relax_rt.cluster.nodes.machine import count_gpus
+from relax_rt.config.job import load_job
+from relax_rt.config.listen import check_listen
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.supervision.plan import SYSTEM_ROLES, RolePlan
 from relax_rt.transport.rpc.errors import RelaxError
-
-if TYPE_CHECKING:
-    from relax_rt.supervision.plan import RolePlan
 
 
 def check_nodes(config: RunConfig, plans: Sequence[RolePlan]) -> None:
@@ -47,7 +46,7 @@ def node_problems(config: RunConfig, tables: Mapping[str, RoleSettings]) -> Iter
         if node and not listen:
             message = f'{key}.node = "{node}": this run has one node only'
             yield Problem((*path, "node"), message, 'supervision.nodes.listen = "HOST:PORT" lets others join')
-        elif node and node != HEAD and kind in SYSTEM:
+        elif node and node != HEAD and kind in SYSTEM_ROLES:
             message = f'{key}.node = "{node}": the {kind} runs on the head'
             yield Problem((*path, "node"), message, "leave it out")
         elif node and node != HEAD and kind in (together := kinds_of_one_node(config)):
@@ -58,3 +57,21 @@ def node_problems(config: RunConfig, tables: Mapping[str, RoleSettings]) -> Iter
         if not listen and table.count and table.gpus > (have := count_gpus()):
             message = f"{key}.gpus = {table.gpus:g}: this machine has {have}, and no other node can join"
             yield Problem((*path, "gpus"), message, "lower it, or see supervision.nodes.listen")
+
+
+def pinned_plans(plans: Sequence[RolePlan], config: RunConfig) -> list[RolePlan]:
+    """The roles of a run, those pinned to the head that cannot run elsewhere."""
+    if not config.supervision.nodes.listen:
+        return list(plans)
+    at_head = {*SYSTEM_ROLES, *kinds_of_one_node(config)}
+    return [
+        msgspec.structs.replace(plan, settings=plan.settings.model_copy(update={"node": HEAD}))
+        if plan.kind in at_head
+        else plan
+        for plan in plans
+    ]
+
+
+def kinds_of_one_node(config: RunConfig) -> Sequence[str]:
+    """Kinds of role that run on the head only, because they share memory and files."""
+    return load_job(config.run.job).one_node

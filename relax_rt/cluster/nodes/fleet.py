@@ -1,187 +1,118 @@
-"""The nodes of a run as the head's agent uses them: an executor for each, and what becomes of those that go."""
+"""The nodes of a run at the head: those that joined, what they report, and the listener that they call."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal, Protocol
 
 import structlog
 
 from relax_rt.cluster.nodes.api import (
+    DOOR,
+    HEAD,
     Began,
-    BindSlot,
     Bound,
-    DumpSlot,
     EndNode,
     Facts,
-    InjectSlot,
+    HeadApi,
     Item,
-    KillSlot,
+    Joined,
     Listens,
-    Order,
+    Orders,
     Seat,
-    SlotEvent,
-    StartSlot,
-    StopSlot,
     Told,
     WantsToLeave,
     Wrote,
     hear,
 )
-from relax_rt.cluster.nodes.base import HeadBase
-from relax_rt.cluster.nodes.head import Departure, HeadCore
-from relax_rt.cluster.nodes.placement import Node
+from relax_rt.cluster.nodes.checks import pinned_plans
+from relax_rt.cluster.nodes.head import STOP_S, TICK_S, Departure, HeadCore
+from relax_rt.cluster.nodes.links import role_environment
+from relax_rt.cluster.nodes.machine import count_gpus, physical_mib
+from relax_rt.cluster.nodes.remote import RemoteExecutor
+from relax_rt.cluster.nodes.seat import read_keys
+from relax_rt.config.listen import check_listen
+from relax_rt.config.schema import RunConfig
 from relax_rt.observe.events import CURRENT, Appender
 from relax_rt.supervision.api import NodeStatus
-from relax_rt.supervision.executor import EmitEvent, Executor, Rendezvous, StartOrder
-from relax_rt.supervision.protocol import DrainRequested, Event, NodeJoined, NodeLost, SlotExited, SlotSpawned
-from relax_rt.supervision.rundir import RunPaths
-from relax_rt.transport.rpc.errors import Refused, RelaxError
+from relax_rt.supervision.executor import EmitEvent, Executor, HeadAgent
+from relax_rt.supervision.placement import Node
+from relax_rt.supervision.plan import SYSTEM_ROLES, RolePlan
+from relax_rt.supervision.protocol import DrainRequested, NodeJoined, NodeLost
+from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, read_run
+from relax_rt.transport.rpc.address import AddressError, parse_address
+from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.rpc import CurveKeys, Server, make_hello
 
-BIND_TIMEOUT_S = 10.0
+MAX_WAIT_S = 30.0
 LEAVE_TIMEOUT_S = 5.0
 """How long the end of a run waits for its nodes to say that nothing is left there."""
 
 
-class RemoteExecutor:
-    """The processes of a node that joined; see Executor. Orders go into the head's account, where the node finds them.
-
-    Args:
-        core: the account.
-        seat: the node.
-        give: tells the node's waiting call that there is an order.
-        on_event: takes what comes to pass.
-    """
-
-    def __init__(
-        self, core: HeadCore, seat: Seat, give: Callable[[], None], on_event: Callable[[SlotEvent], None]
-    ) -> None:
-        self.node = seat.node
-        self.seat = seat
-        self._core, self._wake, self._on_event = core, give, on_event
-        self.run_dir = ""
-        """Where the node keeps its logs."""
-        self.agent_pid = 0
-        self.open: dict[str, int] = {}
-        """Epoch of each slot that was ordered to start there and has not exited."""
-        self._binding: dict[tuple[str, int], asyncio.Future[Rendezvous]] = {}
-
-    def start(self, order: StartOrder) -> None:
-        """See Executor. Of a node that is gone nothing is heard: the supervisor knows that it is."""
-        self.open[order.slot] = order.epoch
-        self._give(StartSlot(order))
-
-    def stop(self, slot: str) -> None:
-        """See Executor."""
-        self._give(StopSlot(slot))
-
-    def kill(self, slot: str, kind: Literal["killed", "hang"], reason: str) -> None:
-        """See Executor."""
-        self._give(KillSlot(slot, kind, reason))
-
-    def dump_stacks(self, slot: str) -> None:
-        """See Executor."""
-        self._give(DumpSlot(slot))
-
-    def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
-        """See Executor. What the node refuses is told in its agent's log."""
-        if slot not in self.open:
-            raise Refused(f"cannot inject {fault} into {slot}", why=f"it has no process on node {self.node}")
-        self._give(InjectSlot(slot, fault, seconds, amount))
-
-    async def rendezvous(self, slot: str, generation: int) -> Rendezvous:
-        """See Executor."""
-        bound: asyncio.Future[Rendezvous] = asyncio.get_running_loop().create_future()
-        self._binding[slot, generation] = bound
-        try:
-            if not self._give(BindSlot(slot, generation)):
-                raise OSError(f"node {self.node} is gone")
-            async with asyncio.timeout(BIND_TIMEOUT_S):
-                return await bound
-        except TimeoutError:
-            raise OSError(f"node {self.node} bound no port in {BIND_TIMEOUT_S:g} s") from None
-        finally:
-            self._binding.pop((slot, generation), None)
-
-    async def close(self) -> None:
-        """See Executor: the fleet ends all nodes at once."""
-
-    def _give(self, order: Order) -> bool:
-        given = self._core.order(self.node, order)
-        self._wake()
-        return given
-
-    def bound(self, answer: Bound) -> None:
-        """The node has bound a socket, or could not."""
-        waiting = self._binding.get((answer.slot, answer.generation))
-        if waiting is None or waiting.done():
-            return
-        if answer.host:
-            waiting.set_result(Rendezvous(answer.host, answer.port))
-        else:
-            waiting.set_exception(OSError(f"node {self.node}: {answer.error}"))
-
-    def told(self, event: SlotEvent) -> None:
-        """An event of a slot that we started there; one of any other is none of ours any more."""
-        epoch = self.open.get(event.slot)
-        if epoch is None or (isinstance(event, SlotSpawned) and event.epoch != epoch):
-            return
-        if isinstance(event, SlotExited):
-            del self.open[event.slot]
-        self._on_event(event)
-
-    def lost(self, reason: str) -> None:
-        """The node is gone: nobody waits for its answers any more."""
-        for waiting in self._binding.values():
-            if not waiting.done():
-                waiting.set_exception(OSError(f"node {self.node} is gone: {reason}"))
-
-
-class HeadAgent(Protocol):
-    """What the fleet tells the head's agent."""
-
-    def post(self, event: Event) -> None:
-        """An event for the supervisor."""
-
-    def on_event(self, event: Event) -> None:
-        """What came to pass with a slot on a node that joined."""
-
-    def on_address(self, slot: str, address: str, remote: str) -> None:
-        """Where a role on such a node serves."""
-
-    def on_gone(self, slot: str, epoch: int, reason: str) -> None:
-        """A process went with its node."""
-
-
 class Fleet:
-    """The head's own executor, and one for each node that joined.
+    """The nodes of a run: the head's own, and those that joined. Implements relax_rt.supervision.executor.Nodes.
 
     Args:
-        local: the head's own.
-        base: the head's own node.
-        agent: takes what comes to pass.
-        emit: appends to the run's event log.
+        config: of the run; without [supervision.nodes] listen no other node can join.
+        paths: the run's directories on the head.
     """
 
-    def __init__(self, local: Executor, base: HeadBase, agent: HeadAgent, emit: EmitEvent) -> None:
-        self.core = HeadCore(base.paths.run_id, base.table.lease_s, time.monotonic()) if base.several else None
-        self.emit = emit
-        self._local, self._base, self._agent = local, base, agent
-        self._lines = Appender(base.paths.run_dir / "events" / CURRENT)
+    def __init__(self, config: RunConfig, paths: RunPaths) -> None:
+        self._config, self._paths, table = config, paths, config.supervision.nodes
+        self.core = HeadCore(paths.run_id, table.lease_s, time.monotonic()) if table.listen else None
+        cores = len(os.sched_getaffinity(0))
+        self.here = Node(HEAD if self.core else "", cores, count_gpus(), physical_mib())
+        self.host, self.environment = "127.0.0.1", dict[str, str]()
+        if self.core:
+            self.host = parse_address(check_listen(table.listen)).host
+            self.environment = role_environment(paths, run_id=paths.run_id, node=HEAD, host=self.host)
+        self._lines = Appender(paths.run_dir / "events" / CURRENT)
         self._log = structlog.get_logger()
         self._remote: dict[str, RemoteExecutor] = {}
         self._room: dict[str, Node] = {}
         self._news, self._changed = asyncio.Event(), asyncio.Event()
+        self._listener: NodeListener | None = None
         self.ending: EndNode | None = None
         """Set once the run is over."""
 
+    def pinned(self, plans: Sequence[RolePlan]) -> list[RolePlan]:
+        """See Nodes."""
+        return pinned_plans(plans, self._config)
+
+    def attach(self, local: Executor, agent: HeadAgent, emit: EmitEvent) -> None:
+        """See Nodes."""
+        self._local, self._agent, self.emit = local, agent, emit
+
+    async def open(self, kinds: Sequence[str]) -> str:
+        """See Nodes. Where any port will do, the one before: nodes that knew the head before it died find it there.
+
+        Raises:
+            AddressError: nothing can listen there.
+        """
+        if self.core is None:
+            return ""
+        config = (self._paths.run_dir / RESOLVED_CONFIG).read_text()
+        system = [kind for kind in SYSTEM_ROLES if kind in kinds]
+        self._listener = NodeListener(self, self.core, config=config, system=system, keys=read_keys(self._paths))
+        wanted = check_listen(self._config.supervision.nodes.listen)
+        before = str((read_run(self._paths.run_dir) or {}).get("listen", ""))
+        here, there = parse_address(wanted), parse_address(before) if before else None
+        address = ""
+        if there is not None and here.port == 0 and there.host == here.host:
+            with suppress(AddressError):
+                address = await self._listener.open(before)
+        address = address or await self._listener.open(wanted)
+        self.emit("listening_for_nodes", address=address)
+        return address
+
     def executor(self, node: str) -> Executor | None:
         """The node's; None when it is gone."""
-        return self._local if node == self._base.here.name else self._remote.get(node)
+        return self._local if node == self.here.name else self._remote.get(node)
 
     def put(self, slot: str, remote: str) -> None:
         """Where a slot listens for other nodes; empty: nowhere any more."""
@@ -235,7 +166,9 @@ class Fleet:
             self.core.put(slot, "")
             self._agent.on_gone(slot, epoch, f"node {seat.node} is gone: {reason}")
         self.wake()
-        self._agent.post(NodeLost(seat.node, reason, keep=lost and self._base.table.on_loss == "wait", at=time.time()))
+        self._agent.post(
+            NodeLost(seat.node, reason, keep=lost and self._config.supervision.nodes.on_loss == "wait", at=time.time())
+        )
         self._changed.set()
 
     def reported(self, seat: Seat, items: Sequence[Item]) -> None:
@@ -280,7 +213,7 @@ class Fleet:
             self.wake()
 
     async def close(self, exit_code: int, reason: str) -> None:
-        """The run is over: end all nodes, and wait until they say that nothing is left there, or a while."""
+        """See Nodes."""
         self.ending = EndNode(exit_code, reason)
         for node in self._remote:
             assert self.core is not None
@@ -294,16 +227,18 @@ class Fleet:
         except TimeoutError:
             names = ", ".join(self._remote)
             self._log.warning("nodes have not said that they ended; they end when their lease is over", nodes=names)
+        if self._listener is not None:
+            await self._listener.close()
 
     def status(self, slots: Sequence[str]) -> list[NodeStatus]:
         """Every node: the head's own first, with its slots of these, then the others in the order they joined."""
         elsewhere = {slot for executor in self._remote.values() for slot in executor.open}
         own = NodeStatus(
-            node=self._base.here.name,
-            host=self._base.host if self._base.several else os.uname().nodename,
+            node=self.here.name,
+            host=self.host if self.core else os.uname().nodename,
             agent_pid=os.getpid(),
-            cores=self._base.here.cores,
-            gpus=self._base.here.gpus,
+            cores=self.here.cores,
+            gpus=self.here.gpus,
             slots=[slot for slot in slots if slot not in elsewhere],
         )
         if self.core is None:
@@ -323,3 +258,91 @@ class Fleet:
             )
             for view in self.core.view()
         ]
+
+
+class NodeListener:
+    """Serves HeadApi over tcp with CURVE to nodes that hold the run's key, and lets their leases lapse.
+
+    Args:
+        fleet: acts on what nodes say.
+        core: the fleet's.
+        config: the resolved config, JSON; system: the system roles of the run.
+        keys: of the run.
+    """
+
+    def __init__(self, fleet: Fleet, core: HeadCore, *, config: str, system: list[str], keys: CurveKeys) -> None:
+        self._fleet, self._core = fleet, core
+        self._config, self._system = config, system
+        self._log = structlog.get_logger()
+        self._server = Server(make_hello(DOOR, Incarnation(f"{HEAD}/0", 0)), curve=keys)
+        self._server.offer(HeadApi, self)
+        self._ticking: asyncio.Task[None] | None = None
+        self.address = ""
+
+    async def open(self, listen: str) -> str:
+        """Listen at an address; returns it with its real port.
+
+        Raises:
+            AddressError: nothing can listen there.
+        """
+        self.address = await self._server.listen(listen)
+        self._ticking = asyncio.create_task(self._tick())
+        return self.address
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.wait([self._ticking])
+        await self._server.close()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            for departure in self._core.tick(time.monotonic()):
+                self._fleet.gone(departure, lost=True)
+
+    async def join(self, facts: Facts, token: str) -> Joined:
+        """See HeadApi."""
+        if self._fleet.ending is not None:
+            raise Refused(f"node {facts.name!r} cannot join", why=f"the run is over: {self._fleet.ending.reason}")
+        seat, new = self._core.joins(facts, token, time.monotonic())
+        if new:
+            self._fleet.joined(seat, facts)
+        return Joined(seat=seat, config=self._config, system=self._system, lease_s=self._core.lease_s, stop_s=STOP_S)
+
+    async def orders(self, seat: Seat, since: int, map_version: int, wait_s: float) -> Orders:
+        """See HeadApi."""
+        self._heard(seat)
+        deadline = time.monotonic() + min(max(0.0, wait_s), MAX_WAIT_S)
+        while True:
+            news = self._fleet.news
+            found = self._core.orders(seat, since, map_version)
+            left_s = deadline - time.monotonic()
+            if found is not None or left_s <= 0:
+                return found or Orders(since + 1, [], map_version)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await news.wait()
+
+    async def report(self, seat: Seat, first: int, items: list[Item]) -> int:
+        """See HeadApi."""
+        self._heard(seat)
+        known = self._core.report(seat, first, len(items))
+        self._fleet.reported(seat, items[known:])
+        return first + len(items) - 1
+
+    async def leave(self, seat: Seat, reason: str) -> None:
+        """See HeadApi."""
+        departure = self._core.left(seat, reason)
+        if departure is not None:
+            self._fleet.gone(departure, lost=False)
+
+    def _heard(self, seat: Seat) -> None:
+        try:
+            first = self._core.heard(seat, time.monotonic())
+        except StaleEpoch as error:
+            self._fleet.emit("node_fenced", node=seat.node, node_epoch=seat.epoch, reason=str(error.why))
+            raise
+        if first:
+            self._fleet.began(seat)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from relax_rt.cluster.nodes.keys import FILE, curve_keys, read_key
-from relax_rt.cluster.nodes.where import WhereApi
+from relax_rt.supervision.api import WhereApi
 from relax_rt.supervision.rundir import AGENT_SOCKET, RunPaths
-from relax_rt.transport.queue.watch import NODE_ENV
+from relax_rt.transport.base.watch import NODE_ENV
 from relax_rt.transport.rpc.errors import Unreachable
 from relax_rt.transport.rpc.identity import Hello
 from relax_rt.transport.rpc.rpc import Client, CurveKeys

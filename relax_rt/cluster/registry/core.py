@@ -6,11 +6,11 @@ from typing import TypeAlias
 
 import msgspec
 
-from relax_rt.cluster.registry.api import Changes, Ended, Member, Renewed
+from relax_rt.interfaces.registry import Changes, Ended, Member, Renewed
+from relax_rt.transport.base.versions import ROOT, VersionRecord, VersionTree
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.pauses import Pauses
-from relax_rt.transport.versions import ROOT, VersionRecord, VersionTree
 
 TICK_S = 0.2
 """How often `tick` is called."""

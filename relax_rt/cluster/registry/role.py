@@ -6,10 +6,10 @@ import asyncio
 import os
 from typing import ClassVar
 
-from relax_rt.cluster.registry.api import RegistryApi
 from relax_rt.cluster.registry.service import RegistryService
 from relax_rt.cluster.registry.store import Store
-from relax_rt.hosting.role import Role
+from relax_rt.interfaces.registry import RegistryApi
+from relax_rt.interfaces.role import Role
 
 FILE = "registry.sqlite"
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from relax_rt.cluster.registry.api import Changes, Member, Renewed
 from relax_rt.cluster.registry.core import TICK_S, RegistryCore
 from relax_rt.cluster.registry.store import Store
+from relax_rt.interfaces.registry import Changes, Member, Renewed
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import caller
-from relax_rt.transport.versions import VersionRecord
 
 MAX_WAIT_S = 60.0
 """A watch answers by then, so that a connection that died unseen costs no handler for ever."""

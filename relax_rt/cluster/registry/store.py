@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from relax_rt.cluster.registry.api import Ended, Member
 from relax_rt.cluster.registry.core import Counters, Entry, Forgotten, Issued, Stored, Write
+from relax_rt.interfaces.registry import Ended, Member
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 T = TypeVar("T")
 

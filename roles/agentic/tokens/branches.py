@@ -11,7 +11,7 @@ from relax_rt.roles.agentic.tokens.tree import Call, Said, chain, token_chain
 from relax_rt.roles.agentic.tokens.types import CONTEXT, Branch, BranchTurn, Message, Sampled
 from relax_rt.roles.data.media.pictures import Placed, digest_of
 from relax_rt.roles.rollout.engines.base import extend_spans
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 
 def branches_of(said: Sequence[Said]) -> Iterator[Branch]:

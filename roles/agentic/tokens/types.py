@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from relax_rt.roles.data.media.pictures import Placed, Shown
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 Message = dict[str, Any]
 """A chat message as OpenAI's Chat Completions have it: `role`, `content` (str, list of parts, or None), `tool_calls`,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from relax_rt.roles.data.media.pictures import Shown, identity
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused
-from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
     from relax_rt.roles.data.media.sight import Sight

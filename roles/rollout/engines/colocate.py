@@ -20,7 +20,7 @@ from typing import Literal
 
 import msgspec
 
-from relax_rt.cluster.registry.api import Member
+from relax_rt.interfaces.registry import Member
 from relax_rt.transport.rpc.errors import Refused
 
 Word = Literal["have", "give"]

@@ -27,8 +27,8 @@ from relax_rt.roles.rollout.engines.base import (
 )
 from relax_rt.roles.rollout.engines.decoder import Decoder
 from relax_rt.roles.rollout.engines.sequences import Sequence as Member
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.source import WeightSource
 
 MAX_MEMBERS = 1 << 16

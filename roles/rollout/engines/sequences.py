@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from relax_rt.roles.rollout.engines.base import Chunk, GroupRequest, extend_spans
 from relax_rt.roles.rollout.engines.routing import RoutingShape, Rows, told
 from relax_rt.roles.rollout.engines.sampling import member_uniforms
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 
 class Sequence:

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from relax_rt.cluster.registry.api import Changes, Member
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.registry import Changes, Member
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.rollout.engines.colocate import Action, Out, Report, Told, Train, Turns, nobody_trains
 from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError, Retiring, Unreachable
 from relax_rt.transport.rpc.interface import idempotent

@@ -14,9 +14,9 @@ from relax_rt.roles.rollout.generation import EngineReport, Order, Piece
 from relax_rt.roles.rollout.router.choice import Candidate, Lengths, Need, choose, prefix_key
 from relax_rt.roles.rollout.router.fleet import EngineNews, Fleet, Patience, Sign
 from relax_rt.roles.rollout.router.requests import Life, Outcome, Place, Wanted
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused
-from relax_rt.transport.versions import VersionRecord
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from typing import Literal
 
 import msgspec
 
-from relax_rt.transport.versions import ROOT, VersionRecord, VersionTree
+from relax_rt.transport.base.versions import ROOT, VersionRecord, VersionTree
 
 State = Literal["healthy", "suspect", "dead", "restarting", "stale"]
 

@@ -15,7 +15,7 @@ import msgspec
 from relax_rt.roles.data.media.pictures import Shown
 from relax_rt.roles.rollout.engines.base import extend_spans, odd_sampling
 from relax_rt.roles.rollout.generation import Piece
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused
 
 OF_ONE = 3

@@ -10,14 +10,14 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from relax_rt.cluster.registry.api import RegistryApi
-from relax_rt.cluster.registry.client import Discovery, Members
+from relax_rt.interfaces.members import Discovery, Members
+from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.roles.rollout.generation import Generation
 from relax_rt.roles.rollout.router.core import Action, Close, Deliver, End, Limits, Open, Probe, RouterCore
 from relax_rt.roles.rollout.router.fleet import EngineNews
 from relax_rt.roles.rollout.router.requests import Outcome, Wanted
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Refused, RelaxError, Retiring
-from relax_rt.transport.versions import VersionRecord
 
 T = TypeVar("T")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from relax_rt.roles.job.sections import PublicationTable
-from relax_rt.roles.training.base import AdapterBackend, TrainerBackend
+from relax_rt.roles.training.backend.interface import AdapterBackend, TrainerBackend
+from relax_rt.roles.training.publication.settings import PublicationTable
+from relax_rt.transport.base.versions import ROOT
 from relax_rt.transport.rpc.errors import Corrupt, Gone, Refused
-from relax_rt.transport.versions import ROOT
 from relax_rt.transport.weights.manifest import MAX_DELTA, Layout, Manifest
 from relax_rt.transport.weights.payloads import Lora, encode_lora
 from relax_rt.transport.weights.source import add_adapters

@@ -18,9 +18,9 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from relax_rt.cluster.registry.api import Member
+from relax_rt.interfaces.registry import Member
+from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import ROOT, VersionRecord
 
 RETRY_S = 0.2
 REMEMBERED_COMMITS = 256

@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
-from relax_rt.hosting.role import Role, RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE
-from relax_rt.roles.job.sections import ReferenceSettings, RLConfig
+from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.models.settings import ModelTable
+from relax_rt.roles.rollout.engines.settings import SamplingTable
+from relax_rt.roles.training.reference.settings import ReferenceSettings
+from relax_rt.roles.training.sft.settings import ColdStartTable
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.roles.training.reference.model import FrozenModel
-    from relax_rt.transport.queue.api import SampleKey
-    from relax_rt.transport.queue.client import LeasedBatch, QueueClient
+    from relax_rt.transport.queue.client import LeasedBatch
+    from relax_rt.transport.queue.ledger.messages import SampleKey
 
 TASK, COLUMN = "reference", "reference_logprobs"
 FETCH_S = 10.0
@@ -27,7 +31,7 @@ FAILURES_IN_A_ROW = 64
 REPORT_EVERY_S = 5.0
 
 
-class ReferenceRole(Role):
+class ReferenceRole(RLRole[ReferenceSettings]):
     """Takes completions from the queue and puts `reference_logprobs` on them, float32 [T].
 
     The model is the policy before its first step, after a cold start, or the teacher that [roles.reference] names. It
@@ -50,40 +54,24 @@ class ReferenceRole(Role):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, ReferenceSettings)
-        self.config, self.settings = ctx.config, ctx.settings
         self.model: FrozenModel
-        self.queue: QueueClient
         self._failures_in_a_row = 0
         self._worked = False
         self._tally = Tally(0.0)
 
     async def setup(self) -> None:
-        from relax_rt.transport.queue.client import QueueClient
-
         if (folder := await asyncio.to_thread(self._folder)) is not None:
             await self._open(folder)
-        self.queue = QueueClient(
-            await self.ctx.queue(),
-            self.ctx.who,
-            self.ctx.payload_dir,
-            spill_dir=self.ctx.spill_dir,
-            slab_bytes=self.config.queue.slab_mib << 20,
-            capacity_bytes=self.config.queue.capacity_mib << 20,
-            fetcher=self.ctx.fetcher,
-            fetch_s=FETCH_S,
-            on_wait=self.ctx.progress.waiting,
-        )
+        await self.open_queue(fetch_s=FETCH_S)
 
     def _folder(self) -> Path | None:
         """The model's; None while it is to come: the policy after a cold start."""
-        from relax_rt.roles.base.locations import config_dir
         from relax_rt.roles.models.resolve import resolve_model
-        from relax_rt.roles.training.sft.kept import finished
+        from relax_rt.roles.training.checkpoints.cold_start import finished
 
-        if self.settings.model is None and self.config.cold_start.wanted:
+        if self.settings.model is None and self.table(ColdStartTable).wanted:
             return finished(self.ctx.run_dir)
-        return resolve_model(self.settings.model or self.config.model.path, config_dir(self.ctx))
+        return resolve_model(self.settings.model or self.table(ModelTable).path, self.config_dir)
 
     async def _open(self, folder: Path) -> None:
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
@@ -92,7 +80,7 @@ class ReferenceRole(Role):
     def _load(self, folder: Path) -> None:
         from relax_rt.roles.models.device import open_device
         from relax_rt.roles.models.opening import refused_for_good
-        from relax_rt.roles.training.budget import Budget
+        from relax_rt.roles.training.batch.budget import Budget
         from relax_rt.roles.training.reference.model import FrozenModel
 
         device, budget = open_device(self.ctx, self.settings), Budget.of(self.ctx, self.settings.tokens_per_micro_batch)
@@ -102,13 +90,12 @@ class ReferenceRole(Role):
                 dtype=self.settings.dtype,
                 threads=self.settings.threads,
                 budget=budget,
-                temperature=self.config.sampling.temperature,
+                temperature=self.table(SamplingTable).temperature,
                 device=device,
             )
 
     async def run(self) -> None:
-        from relax_rt.roles.base.consume import consume
-        from relax_rt.roles.training.sft.waiting import weights_after
+        from relax_rt.roles.training.checkpoints.cold_start import weights_after
 
         if not hasattr(self, "model"):
             # It comes after the time for a start.
@@ -118,12 +105,12 @@ class ReferenceRole(Role):
                 return
             await self._open(folder)
         try:
-            await consume(self.ctx, self.queue, TASK, self.settings.batch, self._judge, "completions to judge")
+            await self.consume(TASK, self.settings.batch, self._judge, "completions to judge")
         finally:
             self._report(last=True)
 
     async def _judge(self, batch: LeasedBatch) -> None:
-        from relax_rt.transport.queue.api import Failure
+        from relax_rt.transport.queue.ledger.messages import Failure
 
         began = time.monotonic()
         columns, failed = await asyncio.to_thread(self._compute, batch)

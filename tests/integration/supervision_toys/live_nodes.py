@@ -14,7 +14,8 @@ from typing import Any
 from live_run import TOYS, WAIT_S, LiveRun, environment, until
 from netns import Nodes
 
-from relax_rt.supervision import control, procfs
+from relax_rt.process import procfs
+from relax_rt.supervision import control
 from relax_rt.supervision.rundir import RunPaths, read_run
 
 LEASE_S = 5.0

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from relax_rt.observe.events import EventFollower
-from relax_rt.supervision import control, procfs
+from relax_rt.process import procfs
+from relax_rt.supervision import control
 from relax_rt.supervision.rundir import RunPaths, read_run
 
 TOYS = Path(__file__).parent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from relax_rt.cluster.nodes.join import join, wish_of
+from relax_rt.cluster.join import join, wish_of
 from relax_rt.transport.rpc.errors import RelaxError
 
 

@@ -14,9 +14,9 @@ from relax_rt.config.job import Job
 from relax_rt.config.problems import BadInput
 from relax_rt.config.schema import RoleSettings
 from relax_rt.hosting.gang import Gang
-from relax_rt.hosting.role import Role
+from relax_rt.interfaces.role import Role
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy
-from relax_rt.transport.versions import VersionRecord
 
 
 class ToySettings(RoleSettings):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from relax_rt.supervision.launch import up
+from relax_rt.cluster.launch import up
 from relax_rt.transport.rpc.errors import RelaxError
 
 if __name__ == "__main__":

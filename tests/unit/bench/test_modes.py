@@ -32,9 +32,9 @@ from modes_times import (
 )
 
 from relax_rt.roles.rollout.engines.base import Assembly, Chunk, Completion, GroupRequest, Partial
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.manifest import Manifest, layout_of
 
 EQUAL = Shape(median=100, sigma=0.0, most=1000, group=2, groups=4, engines=1, slots=4)

@@ -13,7 +13,7 @@ from ledger_driver import policy
 
 from relax_rt.transport.queue.broker import Broker
 from relax_rt.transport.queue.client import QueueClient
-from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.errors import Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 

@@ -14,7 +14,7 @@ import numpy as np
 from relax_rt.transport import TransferQueue
 from relax_rt.transport.memory.arena import Bf16, Raw, Shared
 from relax_rt.transport.queue.hosting import Host, Keys
-from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.rpc import CurveKeys
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import facade_far_end
 
-from relax_rt.transport.queue.hosting import SHM_PREFIX, SHM_ROOT
-from relax_rt.transport.queue.watch import NODE_ENV
+from relax_rt.transport.base.folder import SHM_PREFIX, SHM_ROOT
+from relax_rt.transport.base.watch import NODE_ENV
 
 T = TypeVar("T")
 _POLLS = 6000

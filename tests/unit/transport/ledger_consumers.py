@@ -7,8 +7,9 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from ledger_driver import INLINE, Driver
 from ledger_model import Model
 
-from relax_rt.transport.queue.api import Batch, BlockRef, Extent, Put, RowPut, SampleKey
+from relax_rt.transport.memory.refs import BlockRef, Extent
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.messages import Batch, Put, RowPut, SampleKey
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 

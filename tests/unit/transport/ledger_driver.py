@@ -10,14 +10,18 @@ from itertools import count
 
 import msgspec
 
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.memory.slab_names import owner_key
-from relax_rt.transport.queue.api import (
+from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.admission import crowded, obstacle
+from relax_rt.transport.queue.ledger.core import ROOM
+from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.machine import Ledger, Outcome
+from relax_rt.transport.queue.ledger.messages import (
     Admission,
     Advice,
     Batch,
-    BlobRef,
-    BlockRef,
-    Extent,
     Failure,
     Mark,
     Marked,
@@ -30,15 +34,11 @@ from relax_rt.transport.queue.api import (
     VersionSpan,
     Want,
 )
-from relax_rt.transport.queue.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
-from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.admission import crowded, obstacle
-from relax_rt.transport.queue.ledger.batch import stragglers
-from relax_rt.transport.queue.ledger.core import ROOM
-from relax_rt.transport.queue.ledger.machine import Outcome
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger.selection import stragglers
 from relax_rt.transport.queue.marking import make_mark
+from relax_rt.transport.queue.samplers.loading import load_sampler
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 TASKS = {"reward": ("tokens",), "train": ("tokens", "reward")}
 DEFAULT = QueueLimits(quarantine_after=3)
@@ -92,7 +92,7 @@ def fields_of(batch: Batch, info: SampleInfo) -> set[str]:
 
 class Driver:
     def __init__(self, policy: LedgerPolicy, limits: QueueLimits = DEFAULT) -> None:
-        self.ledger, self.twin = Ledger(), Ledger()
+        self.ledger, self.twin = Ledger(load_sampler=load_sampler), Ledger(load_sampler=load_sampler)
         self.journal: list[bytes] = []
         self.snapshot = b""
         self.now = 100.0
@@ -165,7 +165,7 @@ class Driver:
 
     def restart(self) -> None:
         """Kill the broker: its successor starts from the snapshot and the journal."""
-        successor = Ledger(self.snapshot)
+        successor = Ledger(self.snapshot, load_sampler)
         replay(successor, self.journal)
         assert successor.snapshot() == self.ledger.snapshot()
         self.ledger = successor

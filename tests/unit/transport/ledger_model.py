@@ -12,7 +12,8 @@ from collections.abc import Callable
 from ledger_model_holdings import Holdings
 from ledger_model_parts import Group, Lease, Part, Sample
 
-from relax_rt.transport.queue.api import Extent, Put, SampleKey, Ticket
+from relax_rt.transport.memory.refs import Extent
+from relax_rt.transport.queue.ledger.messages import Put, SampleKey, Ticket
 from relax_rt.transport.rpc.identity import Incarnation
 
 TRAIN = "train"

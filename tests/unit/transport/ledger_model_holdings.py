@@ -8,8 +8,9 @@ from collections.abc import Iterable
 
 from ledger_model_parts import Block, Group, Lease, Sample
 
-from relax_rt.transport.queue.api import Extent, Put
-from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.memory.refs import Extent
+from relax_rt.transport.queue.ledger.messages import Put
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 
 
 class Holdings:

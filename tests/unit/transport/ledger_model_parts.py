@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from relax_rt.transport.queue.api import Extent, SampleKey
+from relax_rt.transport.memory.refs import Extent
+from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.rpc.identity import Incarnation
 
 

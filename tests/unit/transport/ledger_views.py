@@ -11,7 +11,7 @@ from ledger_model import Model
 from ledger_model_parts import Group as ModelGroup
 from ledger_model_parts import Lease as ModelLease
 
-from relax_rt.transport.queue.api import Extent
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.queue.ledger.state import Group, Held, Lease, State
 
 

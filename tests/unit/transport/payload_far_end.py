@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rpc_far_end import eventually
 
 from relax_rt.transport.memory.payload import Fetcher, PayloadServer
-from relax_rt.transport.queue.api import Extent
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.zmq_keys import CurveKeys
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from relax_rt.transport.queue.api import QueueApi, SampleKey, VersionSpan
+from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.broker import Broker
 from relax_rt.transport.queue.client import NewSample, QueueClient
-from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger.messages import SampleKey, VersionSpan
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Client, Server, make_hello
 

@@ -22,8 +22,8 @@ def tell(line: str) -> None:
 
 async def host(folder: str, listen: str) -> None:
     async with TransferQueue.serve(folder, TASKS, listen=listen) as queue:
-        assert queue.host is not None and queue.host.place is not None
-        tell(queue.host.place.addresses[-1])
+        assert queue.host is not None and queue.host.location is not None
+        tell(queue.host.location.addresses[-1])
         samples = [{"tokens": np.full(TOKENS + n, n, np.int32), "image": IMAGE} for n in range(SAMPLES)]
         await queue.put(samples)
         total, seen = 0.0, 0

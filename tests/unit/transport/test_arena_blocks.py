@@ -19,8 +19,8 @@ import pytest
 from arena_world import PAGE, WHO, Clock, free, read, writer
 
 from relax_rt.transport.memory.arena import Bf16, Placed, Reader, Shared, Writer, slab_name
+from relax_rt.transport.memory.refs import BlockRef, Extent
 from relax_rt.transport.memory.values import digest_of
-from relax_rt.transport.queue.api import BlockRef, Extent
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused
 from relax_rt.transport.rpc.identity import Incarnation
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from broker_world import AGENT, World, until, world
 
-from relax_rt.transport.queue.api import Failure, SampleKey, Ticket, VersionSpan
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.client import NewSample, QueueClient
-from relax_rt.transport.queue.ledger import QueueLimits
+from relax_rt.transport.queue.ledger.messages import Failure, SampleKey, Ticket, VersionSpan
+from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.queue.sync import SyncQueue
 from relax_rt.transport.rpc.errors import DeadlineExceeded, OutOfSpace, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 ENGINE, JUDGE = Incarnation("rollout/0", 1), Incarnation("reward/0", 2)
 TRAINER = Incarnation("trainer/0", 3)

@@ -16,24 +16,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ledger_driver import free_policy, policy
 
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.queue import broker as queue_broker
-from relax_rt.transport.queue.api import (
-    BlobRef,
-    BlockRef,
-    Extent,
-    Failure,
-    Put,
-    QueueApi,
-    RowPut,
-    SampleKey,
-    VersionSpan,
-    Want,
-)
-from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.api import QueueApi
+from relax_rt.transport.queue.ledger.messages import Failure, Put, RowPut, SampleKey, VersionSpan, Want
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.errors import RelaxError, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.interface import methods_of
-from relax_rt.transport.versions import VersionRecord
 
 CALLERS = [Incarnation("rollout/0", 1), Incarnation("trainer/0", 2), Incarnation("rollout/0", 0)]
 

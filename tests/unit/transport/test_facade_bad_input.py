@@ -19,10 +19,13 @@ import numpy as np
 import pytest
 
 from relax_rt.transport import TransferQueue
+from relax_rt.transport.base.folder import RUN_ID, SHM_PREFIX, SHM_ROOT
 from relax_rt.transport.memory.arena import Bf16, slab_name
-from relax_rt.transport.queue.api import BlockRef, Extent, Failure, Put, QueueApi, RowPut, SampleKey
-from relax_rt.transport.queue.hosting import RUN_ID, SHM_PREFIX, SHM_ROOT, Keys
-from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.memory.refs import BlockRef, Extent
+from relax_rt.transport.queue.api import QueueApi
+from relax_rt.transport.queue.hosting import Keys
+from relax_rt.transport.queue.ledger.messages import Failure, Put, RowPut, SampleKey
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc import codec, rpc
 from relax_rt.transport.rpc.errors import Corrupt, ProtocolError, Refused, RelaxError, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
@@ -318,7 +321,7 @@ async def test_a_journal_of_another_version(tmp_path: Path) -> None:
     (segment,) = (folder / "journal").glob("segment-*.log")
     good = segment.read_bytes()
     for data, why in [
-        (good[:7] + b"\2" + good[8:], "it is of version 2, this process reads 1"),
+        (good[:7] + b"\1" + good[8:], "it is of version 1, this process reads 2 .relax-rt 0.1 wrote version 1"),
         (b"SQLite format 3\0" + good, "it does not begin as one"),
     ]:
         segment.write_bytes(data)
@@ -374,8 +377,8 @@ async def test_a_folder_without_a_broker(tmp_path: Path) -> None:
 
 async def test_keys_and_addresses(tmp_path: Path) -> None:
     async with serving(tmp_path, listen="tcp://127.0.0.1:0") as queue:
-        assert queue.host is not None and queue.host.place is not None
-        address, keys = queue.host.place.addresses[1], queue.host.folder / "keys.json"
+        assert queue.host is not None and queue.host.location is not None
+        address, keys = queue.host.location.addresses[1], queue.host.folder / "keys.json"
         assert keys.stat().st_mode & 0o777 == 0o600
 
         async def enter(where: str, **settings: Any) -> None:

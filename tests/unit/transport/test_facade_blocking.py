@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from relax_rt.transport import TransferQueue
+from relax_rt.transport.base.watch import NODE_ENV
 from relax_rt.transport.queue import blocking
 from relax_rt.transport.queue.blocking import CLOSE_TIMEOUT_S, BlockingQueue
-from relax_rt.transport.queue.watch import NODE_ENV
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused
 
 

@@ -22,7 +22,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, host: Host | None, *errors: Exception
     assert host is not None and host.broker is not None
     opened, left = host._open, list(errors)
 
-    async def open_() -> hosting.Place:
+    async def open_() -> hosting.BrokerLocation:
         if left:
             raise left.pop(0)
         return await opened()
@@ -42,8 +42,8 @@ async def test_what_cannot_be_mended_is_told_to_all(
         TransferQueue.serve(folder, {"t": ["x"]}, listen="tcp://127.0.0.1:0") as queue,
         TransferQueue.connect(folder) as other,
     ):
-        assert queue.host is not None and queue.host.place is not None
-        address, keys = queue.host.place.addresses[1], folder / "keys.json"
+        assert queue.host is not None and queue.host.location is not None
+        address, keys = queue.host.location.addresses[1], folder / "keys.json"
         waiting = asyncio.create_task(other.take("t", samples=1, wait_s=60))
         fails(monkeypatch, queue.host, error)
         told = f"its broker failed for good: {error}"

@@ -15,7 +15,7 @@ from facade_far_end import CHAIN, chained
 from facade_world import World, settled
 
 from relax_rt.transport import TransferQueue
-from relax_rt.transport.queue.api import SampleKey
+from relax_rt.transport.queue.ledger.messages import SampleKey
 
 KILLS = 7
 

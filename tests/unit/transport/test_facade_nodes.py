@@ -13,7 +13,7 @@ from facade_world import World, settled
 from netns import Nodes
 
 from relax_rt.transport import TransferQueue
-from relax_rt.transport.queue.watch import NODE_ENV
+from relax_rt.transport.base.watch import NODE_ENV
 
 TOKENS_BYTES = FAR_SAMPLES * FAR_TOKENS * 4
 
@@ -51,8 +51,8 @@ async def test_who_leaves_another_node_with_unread_payload_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with TransferQueue.serve(tmp_path / "queue", {"t": ["x"]}, listen="tcp://127.0.0.1:0") as queue:
-        assert queue.host is not None and queue.host.place is not None
-        address, keys = queue.host.place.addresses[1], tmp_path / "queue" / "keys.json"
+        assert queue.host is not None and queue.host.location is not None
+        address, keys = queue.host.location.addresses[1], tmp_path / "queue" / "keys.json"
         monkeypatch.setenv(NODE_ENV, "far")
         async with TransferQueue.connect(address, keys=keys, linger_s=0.05) as far:
             monkeypatch.delenv(NODE_ENV)

@@ -14,10 +14,10 @@ import pytest
 from broker_world import until
 
 from relax_rt.transport import TransferQueue
-from relax_rt.transport.queue.api import Failure, SampleKey, Want
 from relax_rt.transport.queue.batch import LeasedBatch
-from relax_rt.transport.queue.ledger import QueueLimits, SamplerSpec
-from relax_rt.transport.queue.samplers.base import Choice, Unit
+from relax_rt.transport.queue.ledger.messages import Failure, SampleKey, Want
+from relax_rt.transport.queue.ledger.policy import QueueLimits, SamplerSpec
+from relax_rt.transport.queue.ledger.selection import Choice, Unit
 from relax_rt.transport.rpc.errors import OutOfSpace, Refused
 
 

@@ -16,7 +16,7 @@ from facade_world import World, settled
 
 from relax_rt.transport import TransferQueue
 from relax_rt.transport.memory.arena import Shared
-from relax_rt.transport.queue.api import Failure
+from relax_rt.transport.queue.ledger.messages import Failure
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from facade_far_end import SAMPLES, plain, sample
 from facade_world import World
 
 from relax_rt.transport import TransferQueue
-from relax_rt.transport.queue.api import SampleKey
+from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.rpc.errors import Refused
 
 

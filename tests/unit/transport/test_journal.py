@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_rt.transport.journal import MAGIC, SNAPSHOT_RECORDS, SNAPSHOT_SHARE, Journal
+from relax_rt.transport.base.journal import MAGIC, SNAPSHOT_RECORDS, SNAPSHOT_SHARE, Journal
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace
 
 
@@ -194,7 +194,7 @@ def test_a_full_disk_says_so_and_stops_the_journal(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from relax_rt.transport.journal import Journal
+from relax_rt.transport.base.journal import Journal
 journal = Journal(Path(sys.argv[1]), segment_bytes=4096)
 journal.recover()
 while True:

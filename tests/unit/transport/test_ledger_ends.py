@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 from ledger_driver import ENGINE, JUDGE, OTHER, TRAINER, Driver, make, started
 
-from relax_rt.transport.queue.api import SampleKey
-from relax_rt.transport.queue.ledger import QueueLimits
 from relax_rt.transport.queue.ledger.admission import outstanding
+from relax_rt.transport.queue.ledger.messages import SampleKey
+from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.rpc.identity import Incarnation
 
 LIMITS = QueueLimits(quarantine_after=1)

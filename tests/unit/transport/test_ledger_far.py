@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ledger_driver import AGENT, JUDGE, TRAINER, Driver, free_policy, policy
 
-from relax_rt.transport.queue.api import RowPut, SampleKey
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.messages import RowPut, SampleKey
 from relax_rt.transport.rpc.identity import Incarnation
 
 FAR, OTHER, THERE = Incarnation("far/0", 20), Incarnation("other/0", 21), Incarnation("there/0", 22)

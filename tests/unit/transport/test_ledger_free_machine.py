@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from ledger_driver import ROW_BYTES, Driver, free_policy
 
+from relax_rt.transport.memory.refs import BlockRef, Extent, extents_in
 from relax_rt.transport.memory.slab_names import owner_key
-from relax_rt.transport.queue.api import Batch, BlockRef, Extent, Offered, Put, RowPut, SampleKey
-from relax_rt.transport.queue.ledger import QueueLimits
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.blocks import extents_in
+from relax_rt.transport.queue.ledger.messages import Batch, Offered, Put, RowPut, SampleKey
+from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.rpc.identity import Incarnation
 
 TASKS = {"judge": ("tokens",), "index": ("tokens", "label"), "pair": ("tokens",)}

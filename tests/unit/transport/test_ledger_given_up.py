@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from ledger_driver import ENGINE, JUDGE, OTHER, TRAINER, Driver, make, started
 
-from relax_rt.transport.queue.api import SampleKey, Ticket
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.admission import LOSSES
+from relax_rt.transport.queue.ledger.messages import SampleKey, Ticket
 from relax_rt.transport.rpc.identity import Incarnation
 
 

@@ -14,12 +14,15 @@ from ledger_driver import Driver, a_mark, policy, spans
 from ledger_model import TRAIN, Model
 from msgspec import structs
 
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.memory.refs import Extent, extents_in
 from relax_rt.transport.memory.slab_names import owner_key
-from relax_rt.transport.queue.api import (
+from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.admission import partials
+from relax_rt.transport.queue.ledger.messages import (
     Admission,
     Batch,
     Chosen,
-    Extent,
     Marked,
     Offered,
     Put,
@@ -27,14 +30,10 @@ from relax_rt.transport.queue.api import (
     SampleKey,
     Ticket,
 )
-from relax_rt.transport.queue.ledger import QueueLimits
-from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.blocks import extents_in
-from relax_rt.transport.queue.ledger.marks import partials
+from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.queue.marking import begun
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 TASKS = {"reward": ("tokens",), "values": ("tokens",), TRAIN: ("tokens", "reward", "values")}
 SPILLED = "spill-1-1.slab"

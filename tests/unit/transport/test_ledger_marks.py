@@ -9,14 +9,13 @@ import pytest
 from broker_world import world
 from ledger_driver import AGENT, ENGINE, OTHER, TRAINER, Driver, a_mark, make, started, step
 
-from relax_rt.transport.queue.api import Mark, SampleKey, Ticket, VersionSpan
-from relax_rt.transport.queue.ledger import QueueLimits
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.admission import crowded
-from relax_rt.transport.queue.ledger.marks import partials
+from relax_rt.transport.queue.ledger.admission import crowded, partials
+from relax_rt.transport.queue.ledger.messages import Mark, SampleKey, Ticket, VersionSpan
+from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.queue.marking import begun, make_mark
 from relax_rt.transport.rpc.errors import Refused
-from relax_rt.transport.versions import VersionRecord
 
 
 def tokens(first: int, count: int, version: int) -> list[tuple[int, int]]:

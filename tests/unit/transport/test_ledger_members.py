@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from ledger_driver import CRITIC, ENGINE, JUDGE, OTHER, TRAINER, Driver, fields_of, make, policy, started, step
 
-from relax_rt.transport.queue.api import Batch, RowPut, SampleKey, VersionSpan
-from relax_rt.transport.queue.ledger import QueueLimits
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.admission import outstanding
+from relax_rt.transport.queue.ledger.messages import Batch, RowPut, SampleKey, VersionSpan
+from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 ADVANTAGE = {"reward": ("tokens",), "advantage": ("reward",), "train": ("tokens", "advantage")}
 TWO_JUDGES = {"reward": ("tokens",), "reference": ("tokens",), "train": ("tokens", "reward", "reference")}

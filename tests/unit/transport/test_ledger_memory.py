@@ -18,12 +18,13 @@ from ledger_driver import (
     started,
 )
 
-from relax_rt.transport.queue.api import BlobRef, Extent, RowPut, SampleKey
-from relax_rt.transport.queue.ledger import QueueLimits
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.memory.refs import BlobRef, Extent
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.messages import RowPut, SampleKey
+from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 RANK0, RANK1 = Incarnation("reference/0", 40), Incarnation("reference/1", 41)
 REFERENCE = {"reward": ("tokens",), "reference": ("tokens",), "train": ("tokens", "reward", "reference")}

@@ -22,11 +22,13 @@ from ledger_driver import (
     step,
 )
 
-from relax_rt.transport.queue.api import Batch, Offered, RowPut, SampleKey, Want
-from relax_rt.transport.queue.ledger import Entry, LedgerPolicy, QueueLimits, SamplerSpec
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.events import Entry
 from relax_rt.transport.queue.ledger.machine import load_samplers
-from relax_rt.transport.queue.samplers import Choice, Unit
+from relax_rt.transport.queue.ledger.messages import Batch, Offered, RowPut, SampleKey, Want
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits, SamplerSpec
+from relax_rt.transport.queue.ledger.selection import Choice, Unit
+from relax_rt.transport.queue.samplers.loading import load_sampler
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -205,7 +207,7 @@ def test_what_was_settled_before_a_sampler_failed_is_not_forgotten() -> None:
 
 def test_an_unknown_sampler_is_refused() -> None:
     with pytest.raises(Refused, match="fifo"):
-        load_samplers(free_policy(samplers={"a": SamplerSpec("fifa")}))
+        load_samplers(free_policy(samplers={"a": SamplerSpec("fifa")}), load_sampler)
 
 
 def test_what_lapsed_is_offered_first_again_to_its_task() -> None:

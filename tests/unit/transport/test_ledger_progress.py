@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from ledger_driver import ENGINE, JUDGE, TASKS, TRAINER, make, policy, started, step
 
-from relax_rt.transport.queue.api import Failure, ProgressReport, Ticket
 from relax_rt.transport.queue.ledger import admission
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.failures import MAX_CAUSES, report
+from relax_rt.transport.queue.ledger.messages import Failure, ProgressReport, Ticket
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
-from relax_rt.transport.queue.ledger.progress import MAX_CAUSES, report
 from relax_rt.transport.rpc.errors import Refused
 
 RULES: dict[str, Any] = {"failed_groups": 6, "failed_prompts": 3, "failures_per_prompt": 2, "item_timeouts": 2}

@@ -5,12 +5,14 @@ import math
 import pytest
 from ledger_driver import ENGINE, INLINE, JUDGE, OTHER, TRAINER, Driver, fields_of, make, policy, started, step
 
-from relax_rt.transport.queue.api import Batch, BlobRef, BlockRef, Extent, Put, RowPut, SampleKey, Want
-from relax_rt.transport.queue.ledger import Entry, QueueLimits
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.messages import Batch, Put, RowPut, SampleKey, Want
+from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 
 def test_engines_wait_for_the_trainers_first_weights_and_for_known_versions() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from ledger_driver import ENGINE, JUDGE, OTHER, TRAINER, Driver, make, started
 
-from relax_rt.transport.queue.api import Batch, Chosen
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger import events as ev
+from relax_rt.transport.queue.ledger.messages import Batch, Chosen
 from relax_rt.transport.rpc.errors import Refused
-from relax_rt.transport.versions import VersionRecord
 
 
 def ready(d: Driver, version: int, groups: int) -> list[int]:

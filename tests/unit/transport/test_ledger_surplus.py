@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ledger_driver import CRITIC, ENGINE, JUDGE, OTHER, TASKS, TRAINER, Driver, make, started, step
 
-from relax_rt.transport.queue.api import Batch, SampleKey, Ticket
+from relax_rt.transport.queue.ledger.messages import Batch, SampleKey, Ticket
 
 
 def begun(on_surplus: str, max_staleness: int = 0) -> tuple[Driver, int, Ticket]:

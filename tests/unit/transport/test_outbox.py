@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from relax_rt.transport.queue import outbox as module
-from relax_rt.transport.queue.api import SampleKey
+from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.queue.outbox import Outbox
 from relax_rt.transport.queue.space import Rows, Until
 from relax_rt.transport.rpc.errors import OutOfSpace, Refused, StaleEpoch, Unreachable

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from relax_rt.transport.memory.payload.cache import Cache, Entry, Fetched, Job
 from relax_rt.transport.memory.payload.memory import LocalMemory
-from relax_rt.transport.queue.api import Extent
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.rpc.errors import OutOfSpace, Refused, Unreachable
 
 KIB = 1024

@@ -22,7 +22,7 @@ from rpc_far_end import eventually
 from relax_rt.transport.memory.arena import Reader, Writer
 from relax_rt.transport.memory.payload import PayloadServer, frames
 from relax_rt.transport.memory.payload.frames import Get, Part, Range
-from relax_rt.transport.queue.api import Extent
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.rpc.address import AddressError
 from relax_rt.transport.rpc.errors import (
     Corrupt,

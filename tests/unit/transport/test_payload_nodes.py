@@ -18,7 +18,7 @@ from netns import Nodes, cut
 from payload_far_end import SLAB, Far, environment, extents_of, reading, shm_dir, write_slab
 from rpc_far_end import eventually
 
-from relax_rt.transport.queue.api import Extent
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.rpc.errors import Unreachable
 
 MIB = 1 << 20

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 import queue_far_end as far
 
-from relax_rt.transport.journal import Journal
-from relax_rt.transport.queue.api import SampleKey
+from relax_rt.transport.base.journal import Journal
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.client import QueueClient
-from relax_rt.transport.queue.ledger import Entry, Ledger
+from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.machine import Ledger
+from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 JUDGE, TRAINER, AGENT = Incarnation("reward/0", 2), Incarnation("trainer/0", 3), Incarnation("agent/0", 1)
 STEPS = 30

@@ -12,8 +12,9 @@ from ledger_driver import policy
 from relax_rt.config.schema import QueueTable
 from relax_rt.hosting import queue_role
 from relax_rt.hosting.queue_role import QueueRole
-from relax_rt.transport.queue.api import Loss, QueueApi
+from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.ledger.events import Open
+from relax_rt.transport.queue.ledger.messages import Loss
 from relax_rt.transport.queue.ledger.state import LossCause
 from relax_rt.transport.rpc.errors import OutOfSpace, Unreachable
 

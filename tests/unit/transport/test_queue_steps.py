@@ -8,10 +8,10 @@ import pytest
 from broker_world import World, world
 from test_broker import ENGINE, JUDGE, TRAINER, V1, generate, judge_all
 
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.client import QueueClient
 from relax_rt.transport.queue.ledger.events import Lapse
 from relax_rt.transport.rpc.errors import Refused
-from relax_rt.transport.versions import VersionRecord
 
 
 def payload(w: World) -> int:

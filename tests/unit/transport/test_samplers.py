@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relax_rt.transport.queue.api import SampleKey, Want
-from relax_rt.transport.queue.samplers import Choice, Sampler, Unit, choose, choose_urgent_first, load_sampler
+from relax_rt.transport.queue.ledger.messages import SampleKey, Want
+from relax_rt.transport.queue.ledger.selection import Choice, Sampler, Unit, choose, choose_urgent_first
 from relax_rt.transport.queue.samplers.builtin import SAMPLERS
+from relax_rt.transport.queue.samplers.loading import load_sampler
 from relax_rt.transport.rpc.errors import Refused
 
 KINDS: list[tuple[str, dict[str, Any]]] = [
@@ -275,7 +276,7 @@ def test_samplers_of_ones_own_are_named_by_module_or_file(tmp_path: Path) -> Non
         load_sampler("beside_it:Last", {}, tmp_path)
     (tmp_path / "mine.py").write_text(
         "import msgspec\n"
-        "from relax_rt.transport.queue.samplers import Choice\n"
+        "from relax_rt.transport.queue.ledger.selection import Choice\n"
         "class Last(msgspec.Struct):\n"
         "    skip: int = 0\n"
         "    whole_groups: bool = False\n"

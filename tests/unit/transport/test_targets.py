@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_rt.transport.targets import NoTarget, load_target
+from relax_rt.transport.base.targets import NoTarget, load_target
 
 
 @pytest.fixture

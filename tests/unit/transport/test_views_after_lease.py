@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from broker_world import World, until, world
 
-from relax_rt.transport.queue.api import SampleKey, VersionSpan
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.client import NewSample, QueueClient
 from relax_rt.transport.queue.ledger.events import Lapse
+from relax_rt.transport.queue.ledger.messages import SampleKey, VersionSpan
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 ENGINE, JUDGE = Incarnation("rollout/0", 1), Incarnation("reward/0", 2)
 TRAINER = Incarnation("trainer/0", 3)

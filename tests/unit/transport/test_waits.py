@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 from broker_world import until
 
-from relax_rt.transport.queue import calls as calls_module
-from relax_rt.transport.queue import waits as waits_module
-from relax_rt.transport.queue.calls import WINDOW, Calls
+from relax_rt.transport.base import calls as calls_module
+from relax_rt.transport.base import waits as waits_module
+from relax_rt.transport.base.calls import WINDOW, Calls
+from relax_rt.transport.base.waits import Waits
 from relax_rt.transport.queue.reasons import Reasons
-from relax_rt.transport.queue.waits import Waits
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, Unreachable
 
 

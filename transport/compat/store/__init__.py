@@ -1,1 +1,1 @@
-"""A keyed store beside the ledger: partitions of rows that are put, listed, read and cleared by key, and sampled."""
+"""A key-value store with its own ledger, journal and broker: partitions of rows, put, listed and read by key."""

@@ -1,4 +1,4 @@
-"""Interface of the keyed store: partitions of rows with named fields and tags, served by the queue's broker."""
+"""Interface of the store's broker: partitions of rows with named fields and tags."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from relax_rt.transport.queue.api import BlobRef, BlockRef, Count, Extent
+from relax_rt.transport.memory.refs import BlobRef, BlockRef, Count, Extent
+from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.interface import idempotent
 
 MAX_ROWS = 1 << 20
 """Rows that one call may name."""
-# Checked by the decoder, as those of the queue.
+# The decoder checks these bounds.
 RowCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_ROWS)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)]
 
@@ -129,19 +130,34 @@ class Status(msgspec.Struct, frozen=True):
     flags: list[list[bool]] = []
 
 
+class Joined(msgspec.Struct, frozen=True):
+    """A process has joined the store: who it is from now on, and where payloads lie."""
+
+    who: Incarnation
+    shm_dir: str
+    spill_dir: str
+
+
 class StoreApi(Protocol):
-    """The keyed store. Calls with `seq` are journaled before they are answered, and idempotent as those of QueueApi."""
+    """The store. A call with `seq` is journaled before it is answered.
+
+    A repetition of a call, under the same number, gets the first one's answer and changes nothing. Numbers grow.
+    """
 
     @idempotent
-    async def store_configure(self, seq: Count, config: StoreConfig) -> StoreConfig:
+    async def join(self, name: str, node: str, pid: int) -> Joined:
+        """A process of the broker's node takes part under this name; the answer has the epoch to call with."""
+
+    @idempotent
+    async def configure(self, seq: Count, config: StoreConfig) -> StoreConfig:
         """Set the configuration if there is none yet; answers with the one in force."""
 
     @idempotent
-    async def store_config(self) -> StoreConfig | None:
+    async def config(self) -> StoreConfig | None:
         """The configuration in force, if there is one."""
 
     @idempotent
-    async def store_put(
+    async def put(
         self,
         seq: Count,
         rows: Rows,
@@ -162,31 +178,31 @@ class StoreApi(Protocol):
         """
 
     @idempotent
-    async def store_find(self, rows: Rows) -> Found:
+    async def find(self, rows: Rows) -> Found:
         """The rows that are there."""
 
     @idempotent
-    async def store_get(self, seq: Count, rows: Rows, fields: list[str] | None) -> Fetched:
+    async def get(self, seq: Count, rows: Rows, fields: list[str] | None) -> Fetched:
         """Where the fields (all that every row has, if None) of the rows that are there lie."""
 
     @idempotent
-    async def store_unpin(self, seq: Count, pins: list[Count]) -> list[Extent]:
+    async def unpin(self, seq: Count, pins: list[Count]) -> list[Extent]:
         """The caller reads what it was given under these pins no more. Answers with its freed extents."""
 
     @idempotent
-    async def store_clear(self, seq: Count, rows: Rows) -> list[Extent]:
+    async def clear(self, seq: Count, rows: Rows) -> list[Extent]:
         """Remove rows; a whole partition if neither keys nor indexes are given. Answers with freed extents."""
 
     @idempotent
-    async def store_list(self, partition: str | None) -> dict[str, dict[str, Tags]]:
+    async def list_keys(self, partition: str | None) -> dict[str, dict[str, Tags]]:
         """Keys and their tags by partition; rows without keys are left out."""
 
     @idempotent
-    async def store_partitions(self) -> list[str]:
+    async def partitions(self) -> list[str]:
         """Names of the partitions, oldest first."""
 
     @idempotent
-    async def store_sample(
+    async def sample(
         self,
         seq: Count,
         partition: str,
@@ -204,13 +220,13 @@ class StoreApi(Protocol):
         """
 
     @idempotent
-    async def store_consumed(self, partition: str, task: str) -> Status:
+    async def consumed(self, partition: str, task: str) -> Status:
         """Which rows the task has consumed; one flag each."""
 
     @idempotent
-    async def store_produced(self, partition: str, fields: list[str]) -> Status:
+    async def produced(self, partition: str, fields: list[str]) -> Status:
         """Which of the fields each row has; one flag a field."""
 
     @idempotent
-    async def store_reset(self, seq: Count, partition: str, task: str | None) -> bool:
+    async def reset(self, seq: Count, partition: str, task: str | None) -> bool:
         """Let a task (None: every task) consume the partition anew; False if there is no such partition."""

@@ -1,22 +1,26 @@
-"""The keyed store for processes on the broker's node: its calls, and the memory that goes with them."""
+"""The store for processes on the broker's node: its calls, and the memory that goes with them."""
 
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from relax_rt.transport.compat.store.api import Found, Rows, StoreApi, StoreConfig, Stored, Tags
-from relax_rt.transport.compat.store.reading import Reading
-from relax_rt.transport.memory.arena import Placed, Reader, Writer
-from relax_rt.transport.queue.api import Extent, Membership, QueueApi
-from relax_rt.transport.queue.calls import Calls
-from relax_rt.transport.queue.hosting import RUN_ID, find
-from relax_rt.transport.queue.watch import node_name
+import numpy as np
+
+from relax_rt.transport.base.calls import Calls
+from relax_rt.transport.base.folder import RUN_ID, find
+from relax_rt.transport.base.watch import node_name
+from relax_rt.transport.compat.store.api import Fetched, Found, Joined, Rows, StoreApi, StoreConfig, Stored, Tags
+from relax_rt.transport.memory.arena import Block, Placed, Reader, Writer
+from relax_rt.transport.memory.arena.slab import path_of
+from relax_rt.transport.memory.refs import BlockRef, Extent
 from relax_rt.transport.rpc import rpc
-from relax_rt.transport.rpc.errors import OutOfSpace, Refused, RelaxError
+from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused, RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
 
 CALL_S = 30.0
@@ -31,15 +35,17 @@ THREAD_BYTES = 8 << 20
 """A copy of more than this leaves the event loop."""
 SLAB_BYTES = 64 << 20
 
+OWN_PAGES_FROM_BYTES = 64 << 10
+"""Less than this is copied: a mapping of its own costs more."""
+
 T = TypeVar("T")
 
 
 class StoreClient:
-    """A process's part in the keyed store. Make it with `connect`; every method is for its event loop.
+    """A process's part in the store. Make it with `connect`; every method is for its event loop.
 
     Args:
-        client: connected to the broker as the member.
-        membership: what the broker said on joining.
+        client: connected to the broker under the name and epoch of `joined`.
         capacity_bytes: shared memory that this process may put into.
         patience_s: how long a broker that cannot be reached is asked again.
         space_wait_s: how long a put waits for memory to come free, its own and that of the queue.
@@ -48,17 +54,17 @@ class StoreClient:
     def __init__(
         self,
         client: rpc.Client,
-        membership: Membership,
+        joined: Joined,
         *,
         capacity_bytes: int,
         patience_s: float = 60.0,
         space_wait_s: float = 60.0,
     ) -> None:
-        self.who = membership.who
+        self.who = joined.who
         self.waiting_on = ""
         """Why the call that waits does so; empty when none does."""
         self._client, self._loop = client, asyncio.get_running_loop()
-        self._shm_dir, self._spill_dir = Path(membership.shm_dir), Path(membership.spill_dir)
+        self._shm_dir, self._spill_dir = Path(joined.shm_dir), Path(joined.spill_dir)
         self._api = client.bind(StoreApi, timeout_s=CALL_S)
         self._calls = Calls(str(self.who), patience_s, self._waits)
         self._space_wait_s = space_wait_s
@@ -66,39 +72,33 @@ class StoreClient:
             self._shm_dir, self.who, slab_bytes=min(SLAB_BYTES, capacity_bytes // 2), capacity_bytes=capacity_bytes
         )
         self.reader = Reader(self._shm_dir, self._spill_dir)
-        self._unread: list[int] = []
-        self._telling: asyncio.Task[None] | None = None
+        self._unpinned: list[int] = []
+        self._unpinning: asyncio.Task[None] | None = None
         self._closed = False
 
     @classmethod
     async def connect(cls, folder: Path, name: str, *, capacity_bytes: int, **settings: Any) -> StoreClient:
-        """Join the queue of a folder as `name`.
+        """Join the store of a folder as `name`.
 
         Raises:
             Refused: no broker serves it, or it is on another node.
             Unreachable: the broker does not answer.
         """
-        place = find(folder)
-        if place.node != node_name():
-            raise Refused(
-                f"keyed store {folder}",
-                why="its broker is on another node",
-                hint="the store is for one node's processes",
-            )
-        greeting = rpc.Client(place.addresses[0], rpc.make_hello(RUN_ID, Incarnation(name, 0)))
+        address = find(folder).addresses[0]
+        greeting = rpc.Client(address, rpc.make_hello(RUN_ID, Incarnation(name, 0)))
         try:
-            membership = await greeting.bind(QueueApi, timeout_s=CALL_S).join(name, place.node, os.getpid(), "")
+            joined = await greeting.bind(StoreApi, timeout_s=CALL_S).join(name, node_name(), os.getpid())
         finally:
             await greeting.close()
-        client = rpc.Client(place.addresses[0], rpc.make_hello(RUN_ID, membership.who))
-        return cls(client, membership, capacity_bytes=capacity_bytes, **settings)
+        client = rpc.Client(address, rpc.make_hello(RUN_ID, joined.who))
+        return cls(client, joined, capacity_bytes=capacity_bytes, **settings)
 
     async def close(self) -> None:
         """Leave. What was put stays; arrays that were read stay good while this process lives."""
         self._closed = True
-        if self._telling is not None:
-            self._telling.cancel()
-            await asyncio.gather(self._telling, return_exceptions=True)
+        if self._unpinning is not None:
+            self._unpinning.cancel()
+            await asyncio.gather(self._unpinning, return_exceptions=True)
         await self._client.close()
         self.reader.close()
 
@@ -108,12 +108,12 @@ class StoreClient:
     # --- put
 
     async def configure(self, config: StoreConfig) -> StoreConfig:
-        """See StoreApi.store_configure."""
-        return await self._calls.call(lambda seq: self._api.store_configure(seq, config))
+        """StoreApi.configure."""
+        return await self._calls.call(lambda seq: self._api.configure(seq, config))
 
     async def config(self) -> StoreConfig | None:
-        """See StoreApi.store_config."""
-        return await self._api.store_config()
+        """StoreApi.config."""
+        return await self._api.config()
 
     async def put(
         self,
@@ -124,13 +124,13 @@ class StoreClient:
         tags: Sequence[Tags] = (),
         replace_tags: bool = False,
     ) -> Stored:
-        """Put columns (see Writer.put_columns) and tags on rows; see StoreApi.store_put.
+        """Put columns (see Writer.put_columns) and tags on rows; see StoreApi.put.
 
         Raises:
             Refused: a value cannot be put, or rows and columns do not fit together.
             OutOfSpace: this process's shared memory, or the queue, stayed full for space_wait_s; nothing was put.
         """
-        return await self._finished(self._put(rows, columns, new, list(tags), replace_tags))
+        return await self._shielded(self._put(rows, columns, new, list(tags), replace_tags))
 
     async def _put(
         self, rows: Rows, columns: Mapping[str, Any] | None, new: int, tags: list[Tags], replace_tags: bool
@@ -139,8 +139,8 @@ class StoreClient:
         placed = await self._place(columns, deadline) if columns else None
         block, blobs = (placed.block, placed.blobs) if placed is not None else (None, [])
         try:
-            stored = await self._admitted(
-                lambda seq, slice_s: self._api.store_put(seq, rows, new, block, blobs, tags, replace_tags, slice_s),
+            stored = await self._put_when_room(
+                lambda seq, slice_s: self._api.put(seq, rows, new, block, blobs, tags, replace_tags, slice_s),
                 deadline,
             )
         except (Refused, OutOfSpace):
@@ -150,7 +150,7 @@ class StoreClient:
         self._free(stored.freed)
         return stored
 
-    async def _admitted(self, send: Callable[[int, float], Awaitable[Stored]], deadline: float) -> Stored:
+    async def _put_when_room(self, send: Callable[[int, float], Awaitable[Stored]], deadline: float) -> Stored:
         while True:
             slice_s = min(max(deadline - self._loop.time(), 0.0), ROOM_SLICE_S)
             stored = await self._calls.call(lambda seq, slice_s=slice_s: send(seq, slice_s))  # type: ignore[misc]
@@ -159,13 +159,13 @@ class StoreClient:
                 return stored
             if self._loop.time() >= deadline:
                 self._waits("")
-                raise OutOfSpace(f"put to the keyed store by {self.who}", why=stored.waiting_on)
+                raise OutOfSpace(f"put to the store by {self.who}", why=stored.waiting_on)
 
     async def _place(self, columns: Mapping[str, Any], deadline: float) -> Placed:
         nbytes = sum(int(getattr(value, "nbytes", 0)) for value in columns.values())
-        if nbytes >= THREAD_BYTES and self._unread:
+        if nbytes >= THREAD_BYTES and self._unpinned:
             # Memory that comes free by it may be the memory for this put.
-            await self._tell(self._taken_unread())
+            await self._unpin(self._take_unpinned())
         while True:
             try:
                 if nbytes < THREAD_BYTES:
@@ -175,7 +175,7 @@ class StoreClient:
                 if self._loop.time() >= deadline:
                     raise
                 self._waits(str(error))
-            await self._tell(self._taken_unread())
+            await self._unpin(self._take_unpinned())
             await asyncio.sleep(SPACE_POLL_S)
             self._waits("")
 
@@ -186,14 +186,14 @@ class StoreClient:
     # --- get
 
     async def find(self, rows: Rows) -> Found:
-        """See StoreApi.store_find."""
-        return await self._api.store_find(rows)
+        """StoreApi.find."""
+        return await self._api.find(rows)
 
     async def get(self, rows: Rows, fields: list[str] | None = None) -> Reading:
         """Where the fields of the rows lie. Close it when what is needed was made of it."""
-        return await self._finished(self._get(rows, fields))
+        return await self._shielded(self._get(rows, fields))
 
-    async def _finished(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _shielded(self, work: Coroutine[Any, Any, T]) -> T:
         """The work is done also when its caller gives up, so that no memory is forgotten."""
         task = asyncio.ensure_future(work)
         try:
@@ -203,64 +203,62 @@ class StoreClient:
             raise
 
     async def _get(self, rows: Rows, fields: list[str] | None) -> Reading:
-        fetched = await self._calls.call(lambda seq: self._api.store_get(seq, rows, fields))
+        fetched = await self._calls.call(lambda seq: self._api.get(seq, rows, fields))
         try:
-            return Reading(
-                fetched, self.reader, self._shm_dir, self._spill_dir, lambda: self._no_longer_read(fetched.pin)
-            )
+            return Reading(fetched, self.reader, self._shm_dir, self._spill_dir, lambda: self._release(fetched.pin))
         except BaseException:
-            self._no_longer_read(fetched.pin)
+            self._release(fetched.pin)
             raise
 
-    def _no_longer_read(self, pin: int) -> None:
+    def _release(self, pin: int) -> None:
         """May be called by the garbage collector, in any thread."""
         if not pin or self._closed or self._loop.is_closed():
             return
-        self._unread.append(pin)
-        self._loop.call_soon_threadsafe(self._tell_soon)
+        self._unpinned.append(pin)
+        self._loop.call_soon_threadsafe(self._unpin_soon)
 
-    def _tell_soon(self) -> None:
-        if self._telling is None and not self._closed:
-            self._telling = self._loop.create_task(self._tell_later())
-            self._telling.add_done_callback(self._told)
+    def _unpin_soon(self) -> None:
+        if self._unpinning is None and not self._closed:
+            self._unpinning = self._loop.create_task(self._unpin_later())
+            self._unpinning.add_done_callback(self._unpin_ended)
 
-    async def _tell_later(self) -> None:
-        while self._unread:
+    async def _unpin_later(self) -> None:
+        while self._unpinned:
             await asyncio.sleep(UNPIN_AFTER_S)
-            await self._tell(self._taken_unread())
+            await self._unpin(self._take_unpinned())
 
-    def _taken_unread(self) -> list[int]:
-        taken, self._unread = self._unread, []
+    def _take_unpinned(self) -> list[int]:
+        taken, self._unpinned = self._unpinned, []
         return taken
 
-    async def _tell(self, pins: list[int]) -> None:
+    async def _unpin(self, pins: list[int]) -> None:
         try:
-            self._free(await self._calls.call(lambda seq: self._api.store_unpin(seq, pins)))
+            self._free(await self._calls.call(lambda seq: self._api.unpin(seq, pins)))
         except RelaxError:
-            self._unread += pins
+            self._unpinned += pins
             raise
 
-    def _told(self, task: asyncio.Task[None]) -> None:
-        self._telling = None
+    def _unpin_ended(self, task: asyncio.Task[None]) -> None:
+        self._unpinning = None
         # Who cannot be reached is told by the next call; pins end with the process.
-        if not task.cancelled() and task.exception() is None and self._unread:
-            self._tell_soon()
+        if not task.cancelled() and task.exception() is None and self._unpinned:
+            self._unpin_soon()
 
     # --- the rest
 
     async def clear(self, rows: Rows) -> None:
-        """See StoreApi.store_clear."""
-        if self._unread:
-            await self._tell(self._taken_unread())
-        self._free(await self._calls.call(lambda seq: self._api.store_clear(seq, rows)))
+        """StoreApi.clear."""
+        if self._unpinned:
+            await self._unpin(self._take_unpinned())
+        self._free(await self._calls.call(lambda seq: self._api.clear(seq, rows)))
 
     async def list_keys(self, partition: str | None) -> dict[str, dict[str, Tags]]:
-        """See StoreApi.store_list."""
-        return await self._api.store_list(partition)
+        """StoreApi.list_keys."""
+        return await self._api.list_keys(partition)
 
     async def partitions(self) -> list[str]:
-        """See StoreApi.store_partitions."""
-        return await self._api.store_partitions()
+        """StoreApi.partitions."""
+        return await self._api.partitions()
 
     async def sample(
         self,
@@ -273,12 +271,12 @@ class StoreClient:
         batch_index: int | None = None,
         wait_s: float = 0.0,
     ) -> Found:
-        """See StoreApi.store_sample."""
+        """StoreApi.sample."""
         names, deadline = list(fields), self._loop.time() + wait_s
         while True:
             slice_s = min(max(deadline - self._loop.time(), 0.0), SLICE_S)
             found = await self._calls.call(
-                lambda seq, slice_s=slice_s: self._api.store_sample(  # type: ignore[misc]
+                lambda seq, slice_s=slice_s: self._api.sample(  # type: ignore[misc]
                     seq, partition, task, names, batch, rank, batch_index, slice_s
                 )
             )
@@ -289,20 +287,121 @@ class StoreClient:
 
     async def consumed(self, partition: str, task: str) -> tuple[list[int], list[bool]] | None:
         """Indexes of a partition's rows, and whether the task has consumed each; None if there is no such partition."""
-        status = await self._api.store_consumed(partition, task)
+        status = await self._api.consumed(partition, task)
         return (status.indexes, [flags[0] for flags in status.flags]) if status.known else None
 
     async def produced(self, partition: str, fields: Sequence[str]) -> tuple[list[int], list[list[bool]]] | None:
         """Indexes of a partition's rows, and which of the fields each has; None if one of these is not known."""
-        status = await self._api.store_produced(partition, list(fields))
+        status = await self._api.produced(partition, list(fields))
         return (status.indexes, status.flags) if status.known else None
 
     async def reset(self, partition: str, task: str | None) -> bool:
-        """See StoreApi.store_reset."""
-        return await self._calls.call(lambda seq: self._api.store_reset(seq, partition, task))
+        """StoreApi.reset."""
+        return await self._calls.call(lambda seq: self._api.reset(seq, partition, task))
 
 
 def _drop(task: asyncio.Task[Any]) -> None:
     """Nobody waits for the answer any more."""
     if not task.cancelled() and task.exception() is None and isinstance(answer := task.result(), Reading):
         answer.close()
+
+
+class Piece:
+    """`rows` rows of a field, from row `first` of a block on.
+
+    own: the block lies in pages that nobody else sees the changes of; else copy what is to be kept.
+    """
+
+    __slots__ = ("block", "first", "own", "rows")
+
+    def __init__(self, block: Block, first: int, rows: int, *, own: bool) -> None:
+        self.block, self.first, self.rows, self.own = block, first, rows, own
+
+
+class Reading:
+    """The rows of a Fetched, until `close`. What is made of pages of one's own stays good after it.
+
+    Args:
+        fetched: the answer.
+        reader: maps slabs.
+        shm_dir, spill_dir: where they are.
+        unread: called once, from any thread, when nothing looks at the answer's memory any more.
+    """
+
+    def __init__(
+        self, fetched: Fetched, reader: Reader, shm_dir: Path, spill_dir: Path, unread: Callable[[], None]
+    ) -> None:
+        self.fields, self.rows = fetched.fields, len(fetched.indexes)
+        self._segments = fetched.segments
+        self._dirs = (shm_dir, spill_dir)
+        self._open = 1
+        self._unread = unread
+        blobs = {blob.digest: blob.extent for blob in fetched.blobs}
+        alone = fetched.segments[0] if len(fetched.segments) == 1 else None
+        self._blocks: list[tuple[Block, bool]] = []
+        for ref in fetched.blocks:
+            # Blobs would need pages of their own too; they are copied.
+            own = alone is not None and not blobs and _is_large(ref, alone.rows)
+            self._blocks.append((self._own_block(ref) if own else reader.block(ref, blobs), own))
+
+    def _own_block(self, ref: BlockRef) -> Block:
+        assert ref.extent is not None
+        memory, skip = map_own_pages(ref.extent, *self._dirs)
+        self._open += 1
+        weakref.finalize(memory, self._closed_one).atexit = False
+        data = np.frombuffer(memory, np.uint8)[skip : skip + ref.extent.nbytes]
+        block = Block(data, where=f"block {ref.extent.slab}+{ref.extent.offset}", read_only_mapping=True)
+        if (block.rows, block.names) != (ref.rows, ref.fields):
+            raise Corrupt(block.where, why=f"it has {block.rows} rows of {block.names}, not {ref.rows} of {ref.fields}")
+        return block
+
+    def pieces(self, field: str) -> Iterator[Piece]:
+        """Where the rows of a field are, in order."""
+        for segment in self._segments:
+            for index, first in reversed(segment.parts):
+                block, own = self._blocks[index]
+                if field in block.names:
+                    yield Piece(block, first, segment.rows, own=own)
+                    break
+            else:
+                raise Corrupt(f"field '{field}'", why="no block of the answer has it")
+
+    def close(self) -> None:
+        """Nothing is looked at here any more but what was made of pages of one's own."""
+        for block, _ in self._blocks:
+            block.let_go()
+        self._blocks = []
+        self._closed_one()
+
+    def _closed_one(self) -> None:
+        self._open -= 1
+        if self._open == 0:
+            self._unread()
+
+
+def _is_large(ref: BlockRef, rows: int) -> bool:
+    return ref.extent is not None and ref.extent.nbytes * rows >= OWN_PAGES_FROM_BYTES * ref.rows
+
+
+def map_own_pages(extent: Extent, shm_dir: Path, spill_dir: Path) -> tuple[mmap.mmap, int]:
+    """The pages of an extent, where they are; a page that is written to becomes a copy of one's own.
+
+    Returns:
+        The mapping, and where in it the extent begins.
+
+    Raises:
+        Corrupt: there is no such memory.
+    """
+    skip = extent.offset % mmap.ALLOCATIONGRANULARITY
+    where = f"extent {extent.slab}+{extent.offset}"
+    try:
+        path = path_of(extent.slab, shm_dir, spill_dir)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if os.fstat(fd).st_size < extent.offset + extent.nbytes:
+                raise Corrupt(where, why=f"its {extent.nbytes} bytes end beyond its file")
+            return mmap.mmap(fd, skip + extent.nbytes, access=mmap.ACCESS_COPY, offset=extent.offset - skip), skip
+        finally:
+            os.close(fd)
+    except (OSError, ValueError) as error:
+        raise Corrupt(where, why=str(error)) from error

@@ -1,20 +1,37 @@
-"""All that the store knows, as plain data, and the events that change it."""
+"""The store's state as plain data, and the events that change it; both are written to the journal as they are."""
 
 from __future__ import annotations
 
 import msgspec
 
 from relax_rt.transport.compat.store.api import RowCount, Rows, StoreConfig, Tags
-from relax_rt.transport.queue.api import BlobRef, BlockRef, Extent
+from relax_rt.transport.memory.block_table import BlockTable
+from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.rpc.identity import Incarnation
+
+
+class StoreLimits(msgspec.Struct, frozen=True):
+    """How much the store holds.
+
+    Attributes:
+        capacity_bytes: payload in shared memory from which on first columns of rows wait.
+        spill_bytes: payload that may be moved to files on disk when shared memory fills; 0: none.
+        high_water: part of capacity_bytes from which on blocks are spilled.
+        max_row_bytes: a row with more payload in one put is refused.
+    """
+
+    capacity_bytes: int = 1 << 62
+    spill_bytes: int = 0
+    high_water: float = 0.8
+    max_row_bytes: int = 1 << 30
 
 
 class Row(msgspec.Struct, array_like=True):
     """A row of a partition.
 
     Attributes:
-        place: its place in the order in which rows came into the partition.
-        parts: (block, row of it), oldest first; a field is in the newest block that has it.
+        place: its place in the order in which rows were made in the partition.
+        parts: (block, row of it), oldest first; a field is read from the newest block that has it.
     """
 
     place: int
@@ -24,13 +41,13 @@ class Row(msgspec.Struct, array_like=True):
 
 
 class Partition(msgspec.Struct):
-    """Rows by index, which only grow and are never used again.
+    """Rows by index; indexes only grow and are never used again.
 
     Attributes:
-        expected: indexes of rows that are to come: the first, and how many.
-        consumed: rows that a task was given.
-        granted: rows of each batch that a sampler gave and that are still there, by task, rank and index of the batch.
-        past: by task and rank; batches with a lower index (from 0 on) were given too, and their rows are gone.
+        expected: indexes reserved for rows to come: the first, and how many.
+        consumed: rows that each task has taken.
+        granted: rows of each batch that a sampler granted and that are still there, by task, rank and batch index.
+        past: by task and rank; batches with a lower index (from 0 on) were granted too, and their rows are cleared.
     """
 
     rows: dict[int, Row] = {}
@@ -49,9 +66,40 @@ class Pin(msgspec.Struct, frozen=True, array_like=True):
     extents: list[Extent]
 
 
-class StoreState(msgspec.Struct):
-    """Partitions by name, oldest first, and what is being read."""
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """What is kept of a reply, to answer a repeated call: runs of rows (first, count), freed extents, pin."""
 
+    rows: list[tuple[int, int]] = []
+    freed: list[Extent] = []
+    pin: int = 0
+
+
+class Caller(msgspec.Struct):
+    """A process that has joined: its pid and start time, and its newest answers by the calls' numbers."""
+
+    who: Incarnation
+    pid: int
+    started: int
+    answers: dict[int, Answer] = {}
+
+
+class StoreState(msgspec.Struct):
+    """Everything that the store knows.
+
+    Attributes:
+        n: number of the last event applied.
+        memory: name of the shared memory that payloads lie in.
+        callers: by owner key (see slab_names).
+        partitions: by name, oldest first.
+        pins: what is being read, by number.
+    """
+
+    n: int = 0
+    memory: str = ""
+    limits: StoreLimits = StoreLimits()
+    callers: dict[str, Caller] = {}
+    next_epoch: int = 1
+    blocks: BlockTable = msgspec.field(default_factory=BlockTable)
     config: StoreConfig | None = None
     partitions: dict[str, Partition] = {}
     pins: dict[int, Pin] = {}
@@ -59,14 +107,41 @@ class StoreState(msgspec.Struct):
     next_pin: int = 1
 
 
+class Open(msgspec.Struct, frozen=True, tag="open"):
+    """A broker begins. Another memory than before means that every row is lost."""
+
+    memory: str
+    limits: StoreLimits
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """A process joins under a name that the broker made unique by an epoch."""
+
+    who: Incarnation
+    pid: int
+    started: int
+
+
+class Gone(msgspec.Struct, frozen=True, tag="gone"):
+    """A process has ended: it reads nothing any more. What it put stays."""
+
+    who: Incarnation
+
+
+class Spilled(msgspec.Struct, frozen=True, tag="spilled"):
+    """Blocks were copied to disk: id and new place of each."""
+
+    moves: list[tuple[int, Extent]]
+
+
 class Configure(msgspec.Struct, frozen=True, tag="configure"):
-    """See StoreApi.store_configure."""
+    """StoreApi.configure."""
 
     config: StoreConfig
 
 
 class Put(msgspec.Struct, frozen=True, tag="put"):
-    """See StoreApi.store_put."""
+    """StoreApi.put."""
 
     rows: Rows
     new: RowCount = 0
@@ -77,26 +152,26 @@ class Put(msgspec.Struct, frozen=True, tag="put"):
 
 
 class Get(msgspec.Struct, frozen=True, tag="get"):
-    """See StoreApi.store_get."""
+    """StoreApi.get."""
 
     rows: Rows
     fields: list[str] | None = None
 
 
 class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
-    """See StoreApi.store_unpin."""
+    """StoreApi.unpin."""
 
     pins: list[int]
 
 
 class Clear(msgspec.Struct, frozen=True, tag="clear"):
-    """See StoreApi.store_clear."""
+    """StoreApi.clear."""
 
     rows: Rows
 
 
 class Sample(msgspec.Struct, frozen=True, tag="sample"):
-    """See StoreApi.store_sample."""
+    """StoreApi.sample."""
 
     partition: str
     task: str
@@ -107,10 +182,20 @@ class Sample(msgspec.Struct, frozen=True, tag="sample"):
 
 
 class Reset(msgspec.Struct, frozen=True, tag="reset"):
-    """See StoreApi.store_reset."""
+    """StoreApi.reset."""
 
     partition: str
     task: str | None = None
 
 
-StoreEvent = Configure | Put | Get | Unpin | Clear | Sample | Reset
+Call = Configure | Put | Get | Unpin | Clear | Sample | Reset
+"""An event of a caller."""
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """An event as it is journaled. who, seq: the caller and the number of its call; none for the broker's own."""
+
+    n: int
+    event: Open | Join | Gone | Spilled | Call
+    who: Incarnation | None = None
+    seq: int = 0

@@ -18,12 +18,12 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+from relax_rt.transport.base.folder import find
+from relax_rt.transport.base.process_stat import start_time
 from relax_rt.transport.compat.store.api import StoreConfig
 from relax_rt.transport.compat.store.client import StoreClient
 from relax_rt.transport.compat.transfer_queue import config
 from relax_rt.transport.compat.transfer_queue.errors import NotInitialized
-from relax_rt.transport.memory.process_stat import start_time
-from relax_rt.transport.queue.hosting import find
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, Unreachable
 
 START_S = 60.0

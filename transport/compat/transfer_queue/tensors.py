@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from relax_rt.transport.compat.store.reading import Piece, Reading
+from relax_rt.transport.compat.store.client import Piece, Reading
 from relax_rt.transport.compat.transfer_queue import objects
 from relax_rt.transport.compat.transfer_queue.errors import NotOffered, ParserFailed
 from relax_rt.transport.memory.values import BLOB, TEXT

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from relax_rt.transport.memory.arena.slab import map_read_only, path_of
 from relax_rt.transport.memory.block import Block, resolver
+from relax_rt.transport.memory.refs import BlockRef, Extent
 from relax_rt.transport.memory.values import BLOB
-from relax_rt.transport.queue.api import BlockRef, Extent
 from relax_rt.transport.rpc.errors import Corrupt
 
 TRIM_EVERY_S = 10.0

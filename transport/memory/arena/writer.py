@@ -16,9 +16,9 @@ from relax_rt.transport.memory.arena.allocator import aligned
 from relax_rt.transport.memory.arena.dedupe import Hashes, Pairs, share_repeated
 from relax_rt.transport.memory.arena.slab import PAGE_BYTES, Slab
 from relax_rt.transport.memory.block import Plan, Source
+from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.memory.slab_names import SPILL_PREFIX, is_spilled, slab_name
 from relax_rt.transport.memory.values import BLOB, BLOB_KIND, BYTES, Data, Kind, Shared, encoded
-from relax_rt.transport.queue.api import BlobRef, BlockRef, Extent
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused, RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from relax_rt.transport.memory.arena.allocator import aligned
 from relax_rt.transport.memory.payload.memory import LocalMemory, Region
-from relax_rt.transport.queue.api import Extent
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.rpc.errors import OutOfSpace, Refused, RelaxError, Unreachable
 
 Fetched = dict[Extent, NDArray[np.uint8]]

@@ -24,7 +24,7 @@ from relax_rt.transport.memory.payload.frames import SLAB_NAME_MAX_CHARS
 from relax_rt.transport.memory.payload.memory import LocalMemory
 from relax_rt.transport.memory.payload.peer import Link, Peer, Settings
 from relax_rt.transport.memory.payload.sockets import Wakeup
-from relax_rt.transport.queue.api import Extent
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.rpc.errors import (
     Corrupt,
     DeadlineExceeded,

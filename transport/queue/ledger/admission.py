@@ -1,18 +1,34 @@
-"""Producers: admission by whole groups, offers, new samples, and groups that come back unfinished."""
+"""Production: tickets within the staleness bound, puts, partial completions, and groups that come back unfinished."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import accumulate, repeat
 
-from relax_rt.transport.queue.api import Admission, Extent, Offered, Put, RowPut, Ticket
-from relax_rt.transport.queue.ledger import marks, progress
-from relax_rt.transport.queue.ledger.blocks import extents_in
+from relax_rt.transport.memory.refs import Extent, extents_in
 from relax_rt.transport.queue.ledger.core import REFUSED, ROOM, Core
-from relax_rt.transport.queue.ledger.events import Admit, GiveBack, Offer, PutColumns, Skip
-from relax_rt.transport.queue.ledger.failures import fail_missing
-from relax_rt.transport.queue.ledger.recycle import keep_within
-from relax_rt.transport.queue.ledger.state import Group, Part, Sample
+from relax_rt.transport.queue.ledger.events import Admit, GiveBack, MarkTokens, Offer, PutColumns, Skip
+from relax_rt.transport.queue.ledger.failures import (
+    count_success,
+    fail_missing,
+    failed_group,
+    frozen,
+    make_again,
+    reset_failures,
+)
+from relax_rt.transport.queue.ledger.messages import (
+    Admission,
+    Mark,
+    Marked,
+    Offered,
+    Put,
+    RowPut,
+    SampleKey,
+    Ticket,
+    VersionSpan,
+)
+from relax_rt.transport.queue.ledger.state import Group, Held, Part, Sample
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -149,7 +165,7 @@ def _reissue(core: Core, who: Incarnation, group: Group, engine_version: int) ->
     core.state.reopened.pop(group.id)
     group.holder, group.base, group.making = who, engine_version, group.missing()
     group.issue += 1
-    marks.reissued(core, group)
+    reissued(core, group)
     core.hold(group.id)
     core.changed = True
     return Ticket(
@@ -161,7 +177,7 @@ def _reissue(core: Core, who: Incarnation, group: Group, engine_version: int) ->
         core.state.limits.lease_s,
         list(group.making),
         group.issue,
-        marks.lengths(group),
+        lengths(group),
         group.prompt.choice,
         group.prompt.losses,
     )
@@ -233,9 +249,9 @@ def put(core: Core, who: Incarnation, event: PutColumns) -> list[Extent]:
             core.drop_mark(group.samples[row.key.member])
             group.samples[row.key.member] = _sample(core, row, block)
             group.making.remove(row.key.member)
-            marks.got_on(core, group)
+            got_on(core, group)
             touched[group.id] = group
-            progress.count_success(core, group, "")
+            count_success(core, group, "")
     for group in touched.values():
         _after_put(core, group)
     freed = core.blocks.collect(who)
@@ -263,7 +279,7 @@ def _after_put(core: Core, group: Group) -> None:
             core.touched.add(ROOM)
     core.refresh(group)
     if group.id in core.step_ready:
-        progress.reset_failures(core)
+        reset_failures(core)
     # What it has now may be fresher than the ticket or the marks that it was counted with.
     core.may_end_hold()
     if core.staleness(group) > core.policy.max_staleness and not (group.recycled and keep_within(core, group)):
@@ -281,7 +297,7 @@ def check_puts(core: Core, who: Incarnation, puts: list[Put]) -> None:
     """Raises:
     Refused: a put is not possible; nothing of the call was done.
     """
-    core.blocks.check(puts, who)
+    check_rows(core, who, puts)
     check_fields(core, who, puts)
     _check_new(core, who, puts)
     seen: set[tuple[int, int]] = set()
@@ -313,6 +329,19 @@ def check_versions(core: Core, what: str, row: RowPut) -> None:
     for span in row.versions:
         if span.version not in core.tree:
             raise Refused(what, why=f"policy version {span.version} is not known")
+
+
+def check_rows(core: Core, who: Incarnation, puts: list[Put]) -> None:
+    """Raises:
+    Refused: an extent is not in the caller's own slab, is in use, or comes twice; a block's rows do not fit it.
+    """
+    core.blocks.check_extents(puts, who)
+    for put in puts:
+        rows = [row.row for row in put.rows]
+        if len(rows) != put.block.rows or sorted(rows) != list(range(len(rows))):
+            raise Refused(
+                f"put by {who}", why=f"a block of {put.block.rows} rows comes with rows {rows[:8]} of samples"
+            )
 
 
 def check_fields(core: Core, who: Incarnation, puts: list[Put]) -> None:
@@ -421,7 +450,7 @@ def _check_offer(core: Core, who: Incarnation, event: Offer) -> None:
         if item.block.rows != sum(event.groups) or len(item.lengths) not in (0, item.block.rows):
             raise Refused(what, why=f"a block of {item.block.rows} rows for {sum(event.groups)} samples")
         return
-    core.blocks.check(event.puts, who)
+    check_rows(core, who, event.puts)
     seen: set[tuple[int, int]] = set()
     for item in event.puts:
         for row in item.rows:
@@ -454,4 +483,175 @@ def skip(core: Core, who: Incarnation, event: Skip) -> None:
         if group is not None and group.holder == who and group.prompt is not None:
             core.changed = True
             core.end(group, "dropped(retired)", fate="skip")
-            progress.failed_group(core, group)
+            failed_group(core, group)
+
+
+TOKEN_BYTES = 4
+"""An int32 token id; its log-probability, a float32, has as many."""
+MAX_MARKS = 4096
+"""Marks of one call."""
+FETCHED_BYTES = 4 << 20
+"""One answer to `partials` has about so many, and at least one mark."""
+IDLE_ISSUES = 3
+"""A group that was given out this often without a new mark or member starts from zero: its tokens may be what kills
+its producers."""
+
+
+def mark(core: Core, who: Incarnation, event: MarkTokens) -> Marked:
+    """Keep what the caller has sampled since its last mark; tokens from `start` on take the place of those held.
+
+    Answers with the tokens now held of each. Fewer than marked: there is no room, or tokens before `start` are missing.
+
+    Raises:
+        Refused: a mark is malformed; nothing of the call was done.
+    """
+    _check(core, who, event.marks)
+    held: list[int] = []
+    for one in event.marks:
+        group = core.state.groups.get(one.key.group)
+        if group is None or group.holder != who or group.issue != one.issue or one.key.member not in group.making:
+            core.marks_refused["late"] += 1
+            held.append(-1)
+            continue
+        held.append(_keep(core, group, one))
+    return Marked(held)
+
+
+def _check(core: Core, who: Incarnation, marks: Sequence[Mark]) -> None:
+    if len(marks) > MAX_MARKS:
+        raise Refused(f"{len(marks)} marks of {who}", why=f"{MAX_MARKS} are allowed at once")
+    for one in marks:
+        what, count = f"mark of {one.key} by {who}", len(one.tokens) // TOKEN_BYTES
+        if len(one.tokens) != count * TOKEN_BYTES or len(one.logprobs) != len(one.tokens) or not count:
+            raise Refused(what, why=f"{len(one.tokens)} bytes of tokens, {len(one.logprobs)} of log-probabilities")
+        if len(one.rows) % count:
+            raise Refused(what, why=f"{len(one.rows)} bytes of rows for {count} tokens")
+        at = one.start
+        for span in one.versions:
+            if span.start != at or span.end <= at:
+                raise Refused(what, why=f"its spans {one.versions[:4]} do not follow each other from {one.start} on")
+            if span.version not in core.tree or span.kv_version not in core.tree:
+                raise Refused(what, why=f"policy version {span.version} or {span.kv_version} is not known")
+            at = span.end
+        if at != one.start + count:
+            raise Refused(what, why=f"its spans end at {at}, its {count} tokens at {one.start + count}")
+
+
+def _keep(core: Core, group: Group, one: Mark) -> int:
+    sample, limits = group.samples[one.key.member], core.state.limits
+    old = sample.mark
+    have = old.length if old is not None else 0
+    if one.start > have:
+        core.marks_refused["with a gap"] += 1
+        return have
+    if old is not None and one.start and len(one.rows) * TOKEN_BYTES != old.row_bytes * len(one.tokens):
+        # Nobody could tell whose rows are whose; from its first token on it would be taken.
+        core.marks_refused["of another kind"] += 1
+        return have
+    new = _joined(old, one)
+    grown = new.nbytes - (old.nbytes if old is not None else 0)
+    if new.nbytes > limits.mark_bytes or core.state.marks_bytes + grown > limits.marks_bytes:
+        core.marks_refused["without room"] += 1
+        return have
+    if new.length > sample.most:
+        sample.most = new.length
+        got_on(core, group)
+    sample.mark = new
+    core.state.marks_bytes += grown
+    core.changed = True
+    return new.length
+
+
+def got_on(core: Core, group: Group) -> None:
+    """There is more of the group than there ever was."""
+    group.idle = 0
+    # Where the next loss ends the group, nothing less than all of it is of use.
+    if group.prompt is not None and (core.policy.on_failed_member != "drop" or group.complete):
+        group.prompt = group.prompt.got_on()
+
+
+def _joined(old: Held | None, one: Mark) -> Held:
+    if old is None or not one.start:
+        return Held(one.tokens, one.logprobs, one.versions, one.origin, one.rows)
+    kept = [
+        VersionSpan(span.start, min(span.end, one.start), span.version, span.kv_version)
+        for span in old.spans
+        if span.start < one.start
+    ]
+    first, last = one.versions[0], kept[-1]
+    if (last.version, last.kv_version) == (first.version, first.kv_version):
+        kept[-1:] = [VersionSpan(last.start, first.end, last.version, last.kv_version), *one.versions[1:]]
+    else:
+        kept += one.versions
+    at, row = one.start * TOKEN_BYTES, one.start * old.row_bytes
+    return Held(
+        old.tokens[:at] + one.tokens, old.logprobs[:at] + one.logprobs, kept, one.origin, old.rows[:row] + one.rows
+    )
+
+
+def partials(core: Core, who: Incarnation, keys: Sequence[SampleKey]) -> list[Mark]:
+    """What is held of these members, which the caller makes: of the first of them, as much as one answer takes."""
+    found: list[Mark] = []
+    nbytes = 0
+    for key in keys:
+        group = core.state.groups.get(key.group)
+        if group is None or group.holder != who or key.member not in group.making:
+            continue
+        held = group.samples[key.member].mark
+        if held is None:
+            continue
+        nbytes += held.nbytes
+        if found and nbytes > FETCHED_BYTES:
+            break
+        found.append(Mark(key, group.issue, 0, held.tokens, held.logprobs, held.spans, held.origin, held.rows))
+    return found
+
+
+def lengths(group: Group) -> dict[int, int]:
+    """Tokens held of each member that is to be made, for its ticket."""
+    return {n: held.length for n in group.making if (held := group.samples[n].mark) is not None}
+
+
+def any_held(group: Group) -> bool:
+    """Whether something of an unfinished member is kept."""
+    return any(sample.mark is not None for sample in group.samples)
+
+
+def reissued(core: Core, group: Group) -> None:
+    """The group is about to be given out again, which must not go on for ever without progress."""
+    group.idle += 1
+    if group.idle > IDLE_ISSUES and any_held(group):
+        core.tally("marks_given_up")
+        for member in range(len(group.samples)):
+            core.drop_mark(group.samples[member])
+    else:
+        core.tally("tokens_gone_on_with", sum(lengths(group).values()))
+
+
+def recycle(core: Core, group: Group) -> bool:
+    """Let a surplus group go on. False if that is not wanted, or nothing of it is unfinished and begun."""
+    if core.policy.on_surplus != "recycle" or (group.holder is None and not any_held(group)):
+        return False
+    group.recycled = True
+    core.changed = True
+    core.tally("groups_recycled")
+    core.may_end_hold()
+    return keep_within(core, group)
+
+
+def keep_within(core: Core, group: Group) -> bool:
+    """Have members of a recycled group made again that are over-stale as a whole.
+
+    A group that is complete keeps its other members, so that one that took long is not lost with short ones that were
+    done before it. False if nothing else is left, or its composition is fixed.
+    """
+    bound = core.policy.max_staleness
+    stale = {
+        key.member for key, sample in group.members() if sample.spans and core.staleness(group, key.member) > bound
+    }
+    if stale and (len(stale) == group.size or frozen(core, group)):
+        return False
+    if stale:
+        core.note("members_ended", group=group.id, members=sorted(stale), state="dropped(surplus)")
+        make_again(core, group, stale, "dropped(surplus)")
+    return True

@@ -6,15 +6,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from relax_rt.transport.compat.store.machine import Store
-from relax_rt.transport.queue.api import Extent, SampleKey
-from relax_rt.transport.queue.ledger.blocks import BlockTable
-from relax_rt.transport.queue.ledger.losses import Losses
+from relax_rt.transport.base.versions import VersionRecord, VersionTree
+from relax_rt.transport.memory.block_table import BlockTable
+from relax_rt.transport.memory.refs import Extent
+from relax_rt.transport.queue.ledger.lengths import Losses
+from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy
 from relax_rt.transport.queue.ledger.state import Group, Lease, Part, Sample, State
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord, VersionTree
 
 Notice = tuple[str, dict[str, Any]]
 """Something a person wants to see in the event log: kind and fields."""
@@ -34,7 +34,6 @@ class Core:
     def __init__(self, state: State) -> None:
         self.state = state
         self.tree = VersionTree(state.versions)
-        self.store = Store(state.store, state.blocks, state.callers.alive)
         self.deadlines: dict[int, float] = {}
         self.shared: dict[int, dict[Incarnation, float]] = {}
         """Deadlines of each holder of a shared lease; the earliest is the lease's."""
@@ -421,7 +420,7 @@ class Core:
 
     def readers(self) -> set[Incarnation]:
         """Who may be reading memory, heard or not: it stays pinned until they say otherwise, or have ended."""
-        found = {pin.who for pin in self.state.store.pins.values()}
+        found: set[Incarnation] = set()
         for lease in [*self.state.leases.values(), *self.state.lapsed.values()]:
             found.update(lease.holders, lease.reading)
         return found

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from relax_rt.transport.compat.store.state import StoreEvent
-from relax_rt.transport.queue.api import Extent, Failure, Mark, Put, SampleKey, Want
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.memory.refs import Extent
+from relax_rt.transport.queue.ledger.messages import Failure, Mark, Put, SampleKey, Want
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 
 class Configure(msgspec.Struct, frozen=True, tag="configure"):
@@ -163,12 +163,6 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
     reason: str
 
 
-class StoreCall(msgspec.Struct, frozen=True, tag="store"):
-    """A call of the keyed store."""
-
-    event: StoreEvent
-
-
 class Spilled(msgspec.Struct, frozen=True, tag="spilled"):
     """Blocks were copied to a file on the broker's disk: block id and where it is now."""
 
@@ -205,7 +199,6 @@ Event = (
     | Committed
     | Rollback
     | Gone
-    | StoreCall
     | Spilled
     | Lapse
 )

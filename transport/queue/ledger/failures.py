@@ -1,14 +1,25 @@
-"""Members on which a task cannot succeed: made again, left out, or the end of their group."""
+"""Failed members and their causes: regenerated, left out, or the end of their group; items that only time out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
 
 from relax_rt.transport.memory.slab_names import owner_key
-from relax_rt.transport.queue.api import Failure, SampleKey
-from relax_rt.transport.queue.ledger import progress
 from relax_rt.transport.queue.ledger.core import ROOM, Core
-from relax_rt.transport.queue.ledger.state import Group, Sample
+from relax_rt.transport.queue.ledger.messages import (
+    ABOUT,
+    MAX_PROMPTS,
+    Failure,
+    Loss,
+    ProgressReport,
+    Retired,
+    SampleKey,
+)
+from relax_rt.transport.queue.ledger.state import Group, LateItem, LossCause, ProgressState, Sample
 from relax_rt.transport.rpc.identity import Incarnation
 
 
@@ -24,14 +35,14 @@ def fail_members(core: Core, task: str, failures: list[Failure]) -> None:
         core.tally("failed_groups")
         found = list(members.values())
         core.note("samples_failed", group=id_, task=task, reasons=[failure.reason for failure in found[:3]])
-        judged = progress.failed(core, group, task, found)
+        judged = failed(core, group, task, found)
         if judged.retire:
-            progress.retire(core, group, task, found)
+            retire(core, group, task, found)
             core.end(group, "dropped(sibling)", marked=dict.fromkeys(members, "failed"), fate="retire")
             continue
         _fail(core, group, set(members))
         if not judged.whole and id_ not in core.state.groups:
-            progress.failed_group(core, group)
+            failed_group(core, group)
 
 
 def frozen(core: Core, group: Group) -> bool:
@@ -155,3 +166,241 @@ def _end_sample(core: Core, key: SampleKey, sample: Sample, state: str) -> None:
     sample.leases.clear()
     for ready in core.ready.values():
         ready.pop(key, None)
+
+
+MAX_CAUSES = 32
+"""Causes counted apart; the rarest makes room for a new one."""
+MAX_LATE_ITEMS = 4096
+"""For each task."""
+MAX_RETIRED = 65_536
+EXAMPLE = 400
+LAST_GROUPS = 8
+REPORT_EVERY_S = 5.0
+"""A cause that goes on is reported at least this often, and whenever its count has doubled."""
+_LINE = re.compile(r"([^\s:()'\"]+\.py:\d+)")
+_NUMBER = re.compile(r"\d+")
+
+
+class Judged(NamedTuple):
+    """What a failure amounts to.
+
+    Attributes:
+        whole: it completes a whole attempt of the group without a single success, which is counted as a failed group.
+        retire: whole attempts of the group's item were late as often as the policy allows, and the same service worked
+            for other items in between: the item is at fault.
+    """
+
+    whole: bool
+    retire: bool
+
+
+def failed(core: Core, group: Group, task: str, failures: Sequence[Failure]) -> Judged:
+    """Count failed members of a group, and the group once each of its members failed with no success in between."""
+    if not core.policy.group_size or group.prompt is None:
+        return Judged(False, False)
+    for failure in failures:
+        group.item = failure.item or group.item
+        _count(core, group, task, failure)
+    if group.failed_task != task:
+        group.failed_task, group.failed, group.late = task, [], True
+    group.failed = sorted({*group.failed, *(failure.key.member for failure in failures)})
+    group.late = group.late and all(failure.late for failure in failures)
+    if len(group.failed) < group.size:
+        return Judged(False, False)
+    late, item = group.late, group.item
+    group.failed, group.late = [], True
+    failed_group(core, group)
+    if not late or not item or not core.policy.item_timeouts or item in core.policy.kept_items:
+        return Judged(True, False)
+    # Several groups of one item may be under way when the first of them retires it.
+    return Judged(True, item in core.state.progress.retired or _late_again(core, group, item, task))
+
+
+def failed_group(core: Core, group: Group) -> None:
+    """Nothing came of the group: its members failed, it ended because of them, or its item is retired."""
+    state, policy = core.state.progress, core.policy
+    if not policy.group_size or group.prompt is None:
+        return
+    core.tally("groups_failed")
+    if state.verdict:
+        return
+    state.failed_groups += 1
+    if group.prompt.index not in state.prompts and len(state.prompts) < policy.failed_prompts:
+        # By index and not by item: data of fewer items than the rule asks for would never end.
+        state.prompts = [*state.prompts, group.prompt.index]
+    enough = policy.failed_groups and state.failed_groups >= policy.failed_groups
+    if enough and len(state.prompts) >= policy.failed_prompts:
+        # From here on failed groups no longer change the verdict's count; their losses are still counted by cause.
+        state.verdict = True
+        report_losses(core)
+        core.note("no_progress", failed_groups=state.failed_groups, prompts=len(state.prompts))
+        # The trainer waits for groups, and is to hear of it.
+        core.touched.add(policy.step_task)
+
+
+def count_success(core: Core, group: Group, task: str) -> None:
+    """Count a member of the group that succeeded at the task."""
+    if not core.policy.group_size:
+        return
+    if group.failed_task == task and group.failed:
+        group.failed, group.late = [], True
+    state = core.state.progress
+    state.passed[task] = state.passed.get(task, 0) + 1
+    late = state.late.get(task, {})
+    if group.item in late and all(task in s.done if task else s.generated for s in group.samples if not s.left_out):
+        del late[group.item]
+
+
+def reset_failures(core: Core) -> None:
+    """Reset the count of consecutive failed groups: a group has all that a step needs, or was trained."""
+    state = core.state.progress
+    state.failed_groups, state.prompts, state.verdict = 0, [], False
+
+
+def killed_consumers(core: Core, group: Group, task: str, members: Sequence[int], deaths: int) -> None:
+    """These members are quarantined: their consumers ended while they worked on them."""
+    if not core.policy.group_size or group.prompt is None:
+        return
+    reason = f"{deaths} consumers of task {task} ended or lost their lease while they worked on it"
+    for member in members:
+        _count(core, group, task, Failure(SampleKey(group.id, member), reason))
+    failed_group(core, group)
+
+
+def begin(core: Core) -> None:
+    """The run was started (again): counts begin anew, retired items stay.
+
+    `passed` goes on: groups that outlive the start know it from before.
+    """
+    before = core.state.progress
+    core.state.progress = ProgressState(passed=before.passed, retired=before.retired, revision=before.revision)
+
+
+def configured(core: Core) -> None:
+    """Items that the user keeps are not retired any more."""
+    reinstate(core, [item for item in core.state.progress.retired if item in core.policy.kept_items])
+
+
+def reinstate(core: Core, items: Sequence[str]) -> None:
+    """Take those of the items back that are retired."""
+    state = core.state.progress
+    found = [item for item in dict.fromkeys(items) if item in state.retired]
+    for item in found:
+        del state.retired[item]
+        core.note("item_reinstated", item=item)
+    if found:
+        state.revision += 1
+        core.changed = True
+
+
+def retire(core: Core, group: Group, task: str, failures: Sequence[Failure]) -> None:
+    """Take the group's item out of the run until the user takes it back."""
+    state, item, failure = core.state.progress, group.item, failures[0]
+    if item in state.retired or len(state.retired) >= MAX_RETIRED:
+        return
+    times = state.late[task][item].times
+    for late in state.late.values():
+        late.pop(item, None)
+    found = Retired(item, failure.about[:ABOUT], task, failure.reason[:EXAMPLE], times)
+    state.retired[item] = found
+    state.revision += 1
+    report_losses(core)
+    core.tally("items_retired")
+    core.note("item_retired", **msgspec.structs.asdict(found))
+
+
+def report(core: Core) -> ProgressReport:
+    """The account for people and for the trainer."""
+    state, policy = core.state.progress, core.policy
+    losses = sorted((cause.loss for cause in state.causes), key=lambda loss: -loss.members)
+    return ProgressReport(
+        failed_groups=state.failed_groups,
+        prompts=len(state.prompts),
+        most=policy.failed_groups,
+        ended=state.verdict,
+        losses=losses,
+        retired=list(state.retired.values()),
+        revision=state.revision,
+    )
+
+
+def _count(core: Core, group: Group, task: str, failure: Failure) -> None:
+    state = core.state.progress
+    found = _LINE.findall(failure.reason)
+    where = found[-1] if found else ""
+    # What one line raises is one cause, whatever values stand in its message.
+    gist = where or _NUMBER.sub("#", failure.reason)[:120]
+    cause = next((one for one in state.causes if (one.loss.task, one.gist) == (task, gist)), None)
+    if cause is None:
+        if len(state.causes) >= MAX_CAUSES:
+            state.causes.remove(min(state.causes, key=lambda one: one.loss.members))
+        cause = LossCause(gist, Loss(task))
+        state.causes.append(cause)
+    assert group.prompt is not None
+    loss, prompt, new = cause.loss, _prompt(group), group.id not in cause.last_groups
+    if new:
+        cause.last_groups = [*cause.last_groups, group.id][-LAST_GROUPS:]
+    cause.last_prompts = [*(p for p in cause.last_prompts if p != prompt), prompt][-MAX_PROMPTS:]
+    cause.loss = Loss(
+        task=task,
+        cause=failure.reason[:160],
+        where=where,
+        late=failure.late,
+        members=loss.members + 1,
+        groups=loss.groups + new,
+        prompts=max(loss.prompts, len(cause.last_prompts)),
+        example=failure.reason[:EXAMPLE],
+        prompt=group.prompt.index,
+        item=group.item,
+        about=failure.about[:ABOUT],
+        partial=loss.partial or any(task in sample.done if task else sample.generated for sample in group.samples),
+    )
+    if cause.loss.members >= 2 * cause.reported or _reported_before(core, cause, REPORT_EVERY_S):
+        _report_cause(core, cause)
+
+
+def _prompt(group: Group) -> str:
+    """What makes it one prompt: its item, which comes again in each epoch; its index until the item is known."""
+    assert group.prompt is not None
+    return group.item or f"#{group.prompt.index}"
+
+
+def report_losses(core: Core, older_s: float = 0.0) -> None:
+    """Report the causes whose newest losses were not reported, and whose last report is at least this old."""
+    for cause in core.state.progress.causes:
+        if cause.reported < cause.loss.members and _reported_before(core, cause, older_s):
+            _report_cause(core, cause)
+            core.changed = True
+
+
+def _reported_before(core: Core, cause: LossCause, older_s: float) -> bool:
+    """Whether the cause's last report is at least this old, or was made by a clock that a reboot set back."""
+    return core.now - cause.reported_at >= older_s or core.now < cause.reported_at
+
+
+def _report_cause(core: Core, cause: LossCause) -> None:
+    """Report a cause with its counts so far."""
+    cause.reported, cause.reported_at = cause.loss.members, core.now
+    fields = msgspec.structs.asdict(cause.loss)
+    row, most = core.state.progress.failed_groups, core.policy.failed_groups
+    core.note("members_lost", gist=cause.gist, **fields, failed_groups=row, most=most)
+
+
+def _late_again(core: Core, group: Group, item: str, task: str) -> bool:
+    """A whole attempt of the item was late once more. Whether it is the item, and not the service, that is at fault.
+
+    The service is at fault if another item was late as well since anything last got through the task: then the item's
+    attempts count from nothing. The item is at fault if others got through since its first group was given out. That
+    count is not taken at its last attempt, because others may be held up by this very group (on_straggler = "wait").
+    """
+    state, late = core.state.progress, core.state.progress.late.setdefault(task, {})
+    passed = state.passed.get(task, 0)
+    found = late.pop(item, LateItem(0, group.passed.get(task, 0), passed))
+    if any(other.passed == passed for other in late.values()):
+        found = LateItem(0, passed, passed)
+    else:
+        found = LateItem(found.times + 1, found.since, passed)
+    late[item] = found
+    while len(late) > MAX_LATE_ITEMS:
+        del late[next(iter(late))]
+    return found.times >= core.policy.item_timeouts and passed > found.since

@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
+from typing import Any
 
 import msgspec
 
-from relax_rt.transport.compat.store.api import Fetched, Found, Stored
+from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import owner_key, owner_of, unfit_slot
-from relax_rt.transport.queue.api import Admission, Advice, Batch, Chosen, Extent, Marked, Offered
-from relax_rt.transport.queue.ledger import (
-    account,
-    admission,
-    consume,
-    failures,
-    keyed,
-    marks,
-    progress,
-    sampling,
-    spill,
-    training,
-)
+from relax_rt.transport.queue.ledger import accounting, admission, consumption, failures, memory, steps
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.callers import Home, Kept
-from relax_rt.transport.queue.ledger.choice import Samplers
-from relax_rt.transport.queue.ledger.configure import configure
+from relax_rt.transport.queue.ledger.consumption import lapse
 from relax_rt.transport.queue.ledger.core import ROOM, Core, Notice
-from relax_rt.transport.queue.ledger.policy import LedgerPolicy
-from relax_rt.transport.queue.ledger.state import State
-from relax_rt.transport.queue.samplers import load_sampler
+from relax_rt.transport.queue.ledger.messages import Admission, Advice, Batch, Chosen, Marked, Offered
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger.selection import Sampler, Samplers
+from relax_rt.transport.queue.ledger.state import Home, Kept, State
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
-Answer = Admission | Offered | Batch | Advice | Marked | Chosen | list[Extent] | keyed.Answer | None
+Answer = Admission | Offered | Batch | Advice | Marked | Chosen | list[Extent] | None
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -53,23 +41,36 @@ class Outcome(msgspec.Struct, frozen=True):
     touched: frozenset[str] = frozenset()
 
 
-def load_samplers(policy: LedgerPolicy) -> Samplers:
-    """Of those tasks that have another one than first in, first out.
+LoadSampler = Callable[[str, Mapping[str, Any]], Sampler]
+"""Makes the sampler of a short name or import path, with its options."""
+
+
+def load_samplers(policy: LedgerPolicy, load: LoadSampler) -> Samplers:
+    """Load the samplers of those tasks that do not choose first in, first out.
 
     Raises:
         Refused: one cannot be loaded.
     """
     specs = policy.samplers.items()
-    return {task: load_sampler(spec.path, spec.options) for task, spec in specs if spec.path != "fifo"}
+    return {task: load(spec.path, spec.options) for task, spec in specs if spec.path != "fifo"}
+
+
+def _no_sampler(path: str, _: Mapping[str, Any]) -> Sampler:
+    raise Refused(f"sampler '{path}'", why="this ledger was made without `load_sampler`")
 
 
 class Ledger:
     """Deterministic: the same entries, applied in the same order, give the same state.
 
     An event that is refused (by an exception) or that says `changed=False` left no trace and is not journaled.
+
+    Args:
+        snapshot: state to go on from; empty: a new ledger.
+        load_sampler: imports samplers, which the ledger itself does not: it does no I/O.
     """
 
-    def __init__(self, snapshot: bytes = b"") -> None:
+    def __init__(self, snapshot: bytes = b"", load_sampler: LoadSampler = _no_sampler) -> None:
+        self._load_sampler = load_sampler
         state = msgspec.msgpack.decode(snapshot, type=State) if snapshot else State()
         self.core = Core(state)
         self._samplers: Samplers | None = None
@@ -83,7 +84,7 @@ class Ledger:
         """
         if self._samplers is None:
             policy = self.core.state.policy
-            self._samplers = load_samplers(policy) if policy is not None else {}
+            self._samplers = load_samplers(policy, self._load_sampler) if policy is not None else {}
         return self._samplers
 
     @property
@@ -136,7 +137,7 @@ class Ledger:
                     core.state.n = entry.n
                 return Outcome(answer, core.changed, event=event)
             if isinstance(event, ev.Take):
-                answer, keys = consume.take(core, who, event, self.samplers if event.keys is None else {})
+                answer, keys = consumption.take(core, who, event, self.samplers if event.keys is None else {})
                 event = ev.Take(event.task, event.want, keys)
             else:
                 answer = self._called(who, event)
@@ -158,11 +159,11 @@ class Ledger:
             case ev.Open():
                 self._open(event)
             case ev.Reinstate(items):
-                progress.reinstate(core, items)
+                failures.reinstate(core, items)
             case ev.ReportLosses(older_s):
-                progress.report_losses(core, older_s)
+                failures.report_losses(core, older_s)
             case ev.Spilled():
-                return spill.spilled(core, event)
+                return memory.spilled(core, event)
             case ev.Lapse(groups, leases):
                 self._lapse(groups, leases)
             case ev.Gone(gone, _):
@@ -175,10 +176,10 @@ class Ledger:
         core, callers = self.core, self.core.state.callers
         if core.state.run_id not in ("", event.run_id):
             if core.state.limits.durable:
-                training.keep_payloads(core)
+                steps.keep_payloads(core)
             else:
-                training.lose_payloads(core)
-            progress.begin(core)
+                steps.lose_payloads(core)
+            failures.begin(core)
         after = (event.run_id, event.node, event.payloads)
         before = (core.state.run_id, callers.node, callers.payloads)
         core.changed = core.changed or before != after or core.state.blocked_since is not None
@@ -196,18 +197,16 @@ class Ledger:
             case ev.Admit():
                 return admission.admit(core, who, event)
             case ev.MarkTokens():
-                return marks.mark(core, who, event)
+                return admission.mark(core, who, event)
             case ev.Complete():
-                return consume.complete(core, who, event)
+                return consumption.complete(core, who, event)
             case ev.Trained():
-                return training.trained(core, who, event)
+                return steps.trained(core, who, event)
             case ev.Choose():
-                return sampling.choose(core, who, event)
+                return steps.choose(core, who, event)
             case ev.Unpin(leases):
-                consume.unpin(core, who, leases)
+                consumption.unpin(core, who, leases)
                 return self._collect(who)
-            case ev.StoreCall(called):
-                return keyed.apply(core, who, called)
             case ev.Join():
                 self._join(who, event)
             case ev.GiveBack():
@@ -215,15 +214,15 @@ class Ledger:
             case ev.Skip():
                 admission.skip(core, who, event)
             case ev.Abandon():
-                consume.abandon(core, who, event)
+                consumption.abandon(core, who, event)
             case ev.Filtered():
-                sampling.filtered(core, who, event)
+                steps.filtered(core, who, event)
             case ev.Ask():
-                sampling.ask(core, who, event)
+                steps.ask(core, who, event)
             case ev.Committed():
-                training.committed(core, who, event)
+                steps.committed(core, who, event)
             case ev.Rollback():
-                training.rollback(core, who, event)
+                steps.rollback(core, who, event)
             case ev.Gone(gone, _):
                 self._gone(gone)
             case _:
@@ -255,8 +254,6 @@ class Ledger:
                 kept = Kept(chosen=answer)
             case list():
                 kept = Kept(freed=answer)
-            case Stored() | Found() | Fetched():
-                kept = keyed.kept(answer)
             case _:
                 kept = Kept()
         self.core.state.callers.keep(who, seq, kept)
@@ -275,14 +272,12 @@ class Ledger:
                 return kept.chosen
             case ev.PutColumns() | ev.Complete() | ev.Unpin():
                 return kept.freed
-            case ev.StoreCall(called):
-                return keyed.repeated(self.core, who, called, kept)
             case ev.Take():
                 lease = self.core.state.leases.get(kept.lease)
                 if lease is None:
                     # It lapsed before its answer arrived, and its memory is pinned until the caller gives it back.
                     return Batch(kept.lease, [])
-                return consume.batch_of(self.core, lease, who)
+                return consumption.batch_of(self.core, lease, who)
             case _:
                 return None
 
@@ -310,7 +305,6 @@ class Ledger:
         core.state.callers.fence(who.slot, who.epoch + 1)
         core.blocks.forget_owner(who)
         failures.lose_memory(core, who)
-        core.store.forget(who)
         self._end_work(lambda other: other == who, process_ended=True)
         for lease in core.read_still(who):
             core.unread(lease, who)
@@ -323,7 +317,7 @@ class Ledger:
         for lease in reversed(list(core.state.leases.values())):
             dead = {who for who in lease.holders if of(who)}
             if dead:
-                consume.lapse(core, lease, ended=dead if process_ended else set())
+                consumption.lapse(core, lease, ended=dead if process_ended else set())
 
     def _lapse(self, groups: list[int], leases: list[int]) -> None:
         core = self.core
@@ -335,7 +329,7 @@ class Ledger:
         for id_ in reversed(leases):
             lease = core.state.leases.get(id_)
             if lease is not None:
-                consume.lapse(core, lease, ended=set())
+                consumption.lapse(core, lease, ended=set())
 
     # --- not journaled
 
@@ -377,13 +371,57 @@ class Ledger:
         return None if since is None else since + self.core.policy.straggler_wait_s
 
     def to_spill(self, skip: Container[int] = (), short: Mapping[str, int] | None = None) -> list[tuple[int, Extent]]:
-        """Blocks to copy to disk now (see spill.wanted)."""
-        return spill.wanted(self.core, skip, short or {})
+        """Blocks to copy to disk now (see memory.wanted)."""
+        return memory.wanted(self.core, skip, short or {})
 
     def account(self) -> dict[str, int]:
-        """Counts since the run began (see account.account)."""
-        return account.account(self.core)
+        """Counts since the run began (see accounting.account)."""
+        return accounting.account(self.core)
 
     def audit(self) -> list[str]:
         """Violated invariants; empty unless the ledger has a defect."""
-        return account.audit(self.core)
+        return accounting.audit(self.core)
+
+
+def configure(core: Core, policy: LedgerPolicy, limits: QueueLimits) -> None:
+    """The policy and limits from here on. Work for tasks that are no more ends; new tasks see what is there.
+
+    Raises:
+        Refused: samples that were made under the old policy cannot go on under this one.
+    """
+    state, before = core.state, core.state.policy
+    if (policy, limits) == (before, state.limits):
+        return
+    policy.check()
+    limits.check()
+    if before is not None:
+        _check_change(core, before, policy)
+    core.changed = True
+    if before is not None:
+        for lease in list(state.leases.values()):
+            if lease.task not in policy.tasks:
+                lapse(core, lease, ended=set(), blame=False)
+    state.policy, state.limits = policy, limits
+    failures.configured(core)
+    for group in [*state.groups.values(), *state.trained.values()]:
+        for sample in group.samples:
+            sample.done = [task for task in sample.done if task in policy.tasks]
+    core.reindex()
+    for group in list(state.groups.values()):
+        core.finish_if_done(group)
+
+
+def _check_change(core: Core, before: LedgerPolicy, after: LedgerPolicy) -> None:
+    held = len(core.state.groups) + len(core.state.trained)
+    if not held:
+        return
+    for what, old, new in (
+        ("step_task", before.step_task, after.step_task),
+        ("prompts (group_size)", bool(before.group_size), bool(after.group_size)),
+    ):
+        if old != new:
+            raise Refused(
+                f"queue policy: another {what}",
+                why=f"{held} groups of samples were made under the old one, {old!r}",
+                hint="use another folder for the other kind of queue",
+            )

@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from relax_rt.transport.queue.api import Want
-from relax_rt.transport.queue.loader.packing import balanced_partition
-from relax_rt.transport.queue.samplers.base import WINDOW, Choice, Unit, fill, limit_of, within
+from relax_rt.transport.queue.ledger.messages import Want
+from relax_rt.transport.queue.ledger.selection import WINDOW, Choice, Unit, fill, limit_of, within
+from relax_rt.transport.queue.samplers.packing import balanced_partition
 
 Window = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.transport.queue.samplers.base import Sampler
+from relax_rt.transport.base.targets import NoTarget, did_you_mean, load_target
+from relax_rt.transport.queue.ledger.selection import Sampler
 from relax_rt.transport.queue.samplers.builtin import SAMPLERS
 from relax_rt.transport.rpc.errors import Refused
-from relax_rt.transport.targets import NoTarget, did_you_mean, load_target
 
 
 def load_sampler(path: str, options: Mapping[str, Any], base: Path = Path()) -> Sampler:
@@ -46,7 +46,7 @@ def load_sampler(path: str, options: Mapping[str, Any], base: Path = Path()) -> 
         raise Refused(
             f"sampler '{path}'",
             why="it has no method `choose(units, want)`, or no attribute `whole_groups` that is true or false",
-            hint="see relax_rt.transport.queue.samplers.Sampler",
+            hint="see relax_rt.transport.queue.ledger.selection.Sampler",
         )
     return made
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Refused
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights import device
 from relax_rt.transport.weights.collective import memory as host
 from relax_rt.transport.weights.collective.communicator import HostMemory, Memory

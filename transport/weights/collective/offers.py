@@ -21,9 +21,9 @@ from typing import Protocol
 
 import msgspec
 
-from relax_rt.transport.memory.process_stat import start_time
+from relax_rt.transport.base.process_stat import start_time
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Gone
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.collective.communicator import Memory
 from relax_rt.transport.weights.manifest import Manifest
 

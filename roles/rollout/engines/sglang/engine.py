@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_rt.roles.data.media.sight import Sight
-from relax_rt.roles.job.sections import EngineSettings, RolloutSettings
 from relax_rt.roles.rollout.engines.base import (
     Chunk,
     EngineEnded,
@@ -34,6 +33,7 @@ from relax_rt.roles.rollout.engines.base import (
     Swap,
     check_request,
 )
+from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
 from relax_rt.roles.rollout.engines.sglang import update
 from relax_rt.roles.rollout.engines.sglang.asking import RowReader, body_of
 from relax_rt.roles.rollout.engines.sglang.client import Event, Limits
@@ -42,8 +42,8 @@ from relax_rt.roles.rollout.engines.sglang.members import Batch, Line, Member
 from relax_rt.roles.rollout.engines.sglang.options import Device, Option, unlike_the_model
 from relax_rt.roles.rollout.engines.sglang.server import Place, Server
 from relax_rt.roles.rollout.engines.sglang.weights import Recipe, by_expert, check_layout, published_tensors, recipes
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, Refused, RelaxError, Unreachable
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.source import WeightSource
 
 MAX_WAITING = 4096

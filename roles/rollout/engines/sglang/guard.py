@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from relax_rt.supervision import procfs
+from relax_rt.process import procfs
 
 GRACE_S = 20.0
 TRACKERS_S = 5.0

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from relax_rt.roles.rollout.engines.base import Chunk, GroupRequest, extend_spans
 from relax_rt.roles.rollout.engines.routing import RoutingShape, Rows, told
 from relax_rt.roles.rollout.engines.sglang.client import Event, Finish, Meta, ServerRefused
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Corrupt, ProtocolError
 
 STOP, LENGTH, ABORT = "stop", "length", "abort"

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import msgspec
 
+from relax_rt.process import procfs
 from relax_rt.roles.rollout.engines.sglang.client import Client, ServerRefused
 from relax_rt.roles.rollout.engines.sglang.options import Boot, Option, as_arguments
-from relax_rt.supervision import procfs
 from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, RelaxError, Unreachable
 
 PORT_TRIES = 3

@@ -13,8 +13,8 @@ import msgspec
 
 from relax_rt.actors import Actor, caller, idempotent, tell
 from relax_rt.actors.directory import Directory
-from relax_rt.cluster.registry.api import Changes
 from relax_rt.cluster.registry.core import RegistryCore, Stored
+from relax_rt.interfaces.registry import Changes
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Client, CurveKeys, Server, make_hello

@@ -12,7 +12,7 @@ import pytest
 from actor_far_end import Judge, Registry, directory, eventually, fails, living, spawn
 
 from relax_rt.actors import Actor
-from relax_rt.cluster.registry.api import Changes
+from relax_rt.interfaces.registry import Changes
 from relax_rt.transport.rpc.errors import ActorDied, Retiring, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import CurveKeys
@@ -288,7 +288,7 @@ async def test_following_goes_on_after_whatever_goes_wrong(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error that nobody foresaw, and a cancelled task, cost news for a while and not for good."""
-    monkeypatch.setattr("relax_rt.cluster.registry.client.RETRY_S", 0.05)
+    monkeypatch.setattr("relax_rt.interfaces.members.RETRY_S", 0.05)
 
     class Faulty(Registry):
         wrong: Exception | None = ValueError("half an answer")

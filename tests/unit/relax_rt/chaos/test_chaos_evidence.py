@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from relax_rt.chaos import evidence as reading
-from relax_rt.transport.journal import Journal
+from relax_rt.transport.base.journal import Journal
 from relax_rt.transport.rpc.errors import Corrupt
 
 

@@ -17,8 +17,8 @@ from relax_rt.cli.logs import LogFile, show_logs
 from relax_rt.cli.main import main
 from relax_rt.cli.runs import find_run_dir
 from relax_rt.config.loader import load_config, write_resolved
+from relax_rt.process.child import rotate_log
 from relax_rt.supervision.control import NoRun
-from relax_rt.supervision.process import rotate_log
 from relax_rt.supervision.rundir import owner_of, write_json
 
 TINY_JOB = Path(__file__).parents[3] / "tiny_job"

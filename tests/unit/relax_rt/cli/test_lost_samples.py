@@ -21,7 +21,7 @@ from relax_rt.cli.why import account
 from relax_rt.config.problems import BadInput
 from relax_rt.observe.losses import MAX_CAUSES, OTHERS, Losses
 from relax_rt.supervision import control
-from relax_rt.transport.queue.api import Loss, ProgressReport, Retired
+from relax_rt.transport.queue.ledger.messages import Loss, ProgressReport, Retired
 
 
 def lost(t: float, members: int, **fields: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from relax_rt.cluster.nodes.base import kinds_of_one_node
+from relax_rt.cluster.nodes.checks import kinds_of_one_node
 from relax_rt.config import job as jobs
 from relax_rt.config.job import (
     JOB_GROUP,

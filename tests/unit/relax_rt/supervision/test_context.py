@@ -12,21 +12,22 @@ from typing import Any, ClassVar, Protocol
 
 import pytest
 
-from relax_rt.cluster.registry.api import Changes, Member, RegistryApi, Renewed
 from relax_rt.config.problems import BadInput
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.hosting.context import HostContext, ProgressReporter, derive_seed
 from relax_rt.hosting.host import LiveProbeFailed, live, probe
-from relax_rt.hosting.role import Role
+from relax_rt.interfaces.registry import Changes, Member, RegistryApi, Renewed
+from relax_rt.interfaces.role import Role
 from relax_rt.observe.events import read_events
 from relax_rt.observe.metrics import read_metrics
-from relax_rt.supervision.channel import ProgressMsg, ReadyMsg, control_pair, decode_from_role
+from relax_rt.process.child import packet_pair
+from relax_rt.supervision.channel import ProgressMsg, ReadyMsg, decode_from_role
 from relax_rt.supervision.notices import Notices
 from relax_rt.supervision.rundir import RunPaths
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Server, caller, make_hello
-from relax_rt.transport.versions import VersionRecord
 
 RUN = "0badcafe"
 
@@ -86,7 +87,7 @@ class Place:
         self.run_dir.mkdir()
         self.registry = Registry()
         self.server: Server | None = None
-        self.ours, self.theirs = control_pair()
+        self.ours, self.theirs = packet_pair()
         self.contexts: list[HostContext] = []
 
     async def registry_up(self) -> None:
@@ -280,7 +281,7 @@ async def test_events_metrics_and_seed_name_the_incarnation(place: Place) -> Non
 
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    ours, theirs = control_pair()
+    ours, theirs = packet_pair()
     ours.settimeout(60)
     yield ours, theirs
     ours.close()

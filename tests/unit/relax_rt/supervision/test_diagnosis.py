@@ -19,7 +19,6 @@ from relax_rt.supervision.diagnosis import (
     Report,
     classify_exception,
     diagnose,
-    read_tail,
 )
 from relax_rt.transport.rpc.errors import GivenUp, Refused
 
@@ -98,15 +97,6 @@ def test_evidence_does_not_repeat_the_cause() -> None:
     plain = Report(kind="exception", cause="KeyError: 'k'", trace=f"{TRACE}KeyError: 'k'")
     assert diagnose("a/0", 1, 2, Exit(exit_code=1, report=plain), at=1.0).evidence() == TRACE.splitlines()
     assert judge(signal=9, log="one\ntwo").evidence(log_lines=1) == ["two"]
-
-
-def test_tail_of_a_log(tmp_path: Path) -> None:
-    log = tmp_path / "x.log"
-    assert read_tail(log, 0) == ""
-    log.write_text("old incarnation\nnew one\n")
-    assert read_tail(log, 16) == "new one\n"
-    assert read_tail(log, 0, limit=4) == "one\n"
-    assert read_tail(log, 1000) == "old incarnation\nnew one\n", "the log was cut since: all of it is new"
 
 
 def test_kernel_log_does_not_accuse_the_innocent() -> None:

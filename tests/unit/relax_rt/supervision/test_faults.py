@@ -13,8 +13,8 @@ from typing import get_args
 import pytest
 
 from relax_rt.hosting.faults import Faults
+from relax_rt.process.limits import own_memory
 from relax_rt.supervision.channel import FaultKind, FaultMsg
-from relax_rt.supervision.limits import own_memory
 
 MIB = 1 << 20
 WAIT_S = 120

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_rt.supervision import procfs
+from relax_rt.process import procfs
 from relax_rt.supervision.rundir import (
     OWNER,
     RunPaths,

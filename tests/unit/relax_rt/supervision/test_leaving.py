@@ -14,7 +14,7 @@ import structlog
 
 from relax_rt.hosting import host
 from relax_rt.hosting.host import LiveProbeFailed, live
-from relax_rt.hosting.role import Role
+from relax_rt.interfaces.role import Role
 from relax_rt.transport.rpc.errors import RelaxError
 
 SOON_S = 120

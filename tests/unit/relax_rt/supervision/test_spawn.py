@@ -15,16 +15,15 @@ from typing import Any
 import pytest
 
 from relax_rt.config.schema import RunConfig
-from relax_rt.supervision import procfs
+from relax_rt.process import procfs
+from relax_rt.process.limits import Limits
+from relax_rt.process.zygote_pool import ZygoteKey
 from relax_rt.supervision.channel import PreparedMsg, encode
 from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.supervision.limits import Limits
 from relax_rt.supervision.local import LocalExecutor
-from relax_rt.supervision.nursery import ZygoteKey
-from relax_rt.supervision.process import Born, Launch, RoleProcess
+from relax_rt.supervision.role_process import Launch, RoleProcess, StartedProcess
 from relax_rt.supervision.rundir import RunPaths
-from relax_rt.supervision.spares import BACKOFF_FIRST_S, Spares, Wanted
-from relax_rt.supervision.spawn import JUDGES, Spawner
+from relax_rt.supervision.spawner import BACKOFF_FIRST_S, EXAMINERS, Spares, SpareSpec, Spawner
 
 WAIT_S = 120
 IDLE = "import os, socket\nc = socket.socket(fileno=int(os.environ['RELAX_CONTROL_FD']))\nwhile c.recv(999): pass"
@@ -88,11 +87,11 @@ async def test_process_above_its_memory_is_killed_and_the_reason_says_so(world: 
 
 
 async def test_role_without_a_zygote_is_spawned_and_the_reason_is_told(world: World, tmp_path: Path) -> None:
-    world.spawner.with_zygotes(tmp_path / "zygote.log", tmp_path / "none.json", "0badf00d")
+    world.spawner.use_zygotes(tmp_path / "zygote.log", tmp_path / "none.json", "0badf00d")
     toy = await world.start(IDLE, key=ZygoteKey(sys.executable, ()))
     assert world.events == [
         (
-            "spawned_plainly",
+            "spawned_without_zygote",
             {"slot": "toy/0", "epoch": 3, "reason": "no zygote for its interpreter and environment"},
         )
     ]
@@ -120,13 +119,13 @@ async def test_exits_are_told_while_many_stacks_are_being_looked_at(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "py-spy"
-    monkeypatch.setattr("relax_rt.supervision.process.SPY_WITHIN_S", 5 * WAIT_S)
+    monkeypatch.setattr("relax_rt.supervision.role_process.NATIVE_STACKS_TIMEOUT_S", 5 * WAIT_S)
     seen = tmp_path / "seen"
     program.write_text(f"#!/bin/sh\nwhile [ ! -e {seen} ]; do sleep 0.05; done\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     toy = await world.start(IDLE)
-    for _ in range(JUDGES):
+    for _ in range(EXAMINERS):
         toy.process.dump_stacks()
     await asyncio.to_thread(until_logged, world.log, "--- py-spy dump")
     toy.process.kill("killed", "enough")
@@ -160,12 +159,12 @@ async def test_an_exit_is_told_also_where_its_evidence_cannot_be_looked_at(
     def refused(*_: object) -> str:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr("relax_rt.supervision.process.read_tail", refused)
+    monkeypatch.setattr("relax_rt.supervision.role_process.read_tail", refused)
     toy = await world.start(IDLE)
     toy.process.kill("hang", "it stood still")
     found = await toy.diagnosis()
     assert (found.kind, found.cause) == ("hang", "it stood still")
-    assert found.last_lines == ["what it left behind cannot be looked at (OSError: the disk is gone)"]
+    assert found.last_lines == ["what it left behind cannot be examined (OSError: the disk is gone)"]
 
 
 async def test_a_stray_that_may_not_be_killed_is_passed_over(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,9 +211,9 @@ async def until_told(world: World, kind: str, number: int = 1) -> list[dict[str,
 
 async def test_spare_that_hangs_while_it_prepares_is_killed_and_the_next_one_waits(world: World) -> None:
     spares = world.spawner.spares
-    spares.want("toy", Wanted(1, spare_launch(world, IDLE), 0.2))
+    spares.configure("toy", SpareSpec(1, spare_launch(world, IDLE), 0.2))
     began = time.monotonic()
-    spares.begin("toy")
+    spares.keep("toy")
     died = await until_told(world, "spare_died", 2)
     assert {d["reason"] for d in died} == {"not prepared within start_timeout_s = 0.2 s"}
     assert time.monotonic() - began > 0.2 + BACKOFF_FIRST_S + 0.2
@@ -224,12 +223,12 @@ async def test_spare_that_hangs_while_it_prepares_is_killed_and_the_next_one_wai
 async def test_spare_that_cannot_be_started_for_any_reason_is_tried_again() -> None:
     told: list[dict[str, Any]] = []
 
-    async def bear(launch: Launch) -> Born:
+    async def start_process(launch: Launch) -> StartedProcess:
         raise RuntimeError("no luck")
 
-    spares = Spares(bear, lambda kind, **fields: told.append(fields))
-    spares.want("toy", Wanted(1, Launch(slot="toy/spare", epoch=0, argv=[], env={}, log=Path("/dev/null"))))
-    spares.begin("toy")
+    spares = Spares(start_process, lambda kind, **fields: told.append(fields))
+    spares.configure("toy", SpareSpec(1, Launch(slot="toy/spare", epoch=0, argv=[], env={}, log=Path("/dev/null"))))
+    spares.keep("toy")
     end = time.monotonic() + WAIT_S
     while len(told) < 2:
         assert time.monotonic() < end
@@ -240,17 +239,17 @@ async def test_spare_that_cannot_be_started_for_any_reason_is_tried_again() -> N
 
 async def test_spares_that_are_ended_are_not_taken_and_can_be_begun_again(world: World) -> None:
     spares, launch = world.spawner.spares, spare_launch(world, PREPARED)
-    spares.want("toy", Wanted(1, launch))
-    spares.begin("toy")
+    spares.configure("toy", SpareSpec(1, launch))
+    spares.keep("toy")
     (first,) = await until_told(world, "spare_ready")
     assert spares.has(launch) and spares.kept == ["toy"]
-    spares.end("toy")
+    spares.drop("toy")
     assert not spares.has(launch) and spares.kept == [] and spares.pids == {first["pid"]}
     end = time.monotonic() + WAIT_S
     while spares.pids:
         assert time.monotonic() < end
         await asyncio.sleep(0.01)
-    spares.begin("toy")
+    spares.keep("toy")
     await until_told(world, "spare_ready", 2)
     assert not [kind for kind, _ in world.events if kind == "spare_died"]
 
@@ -258,7 +257,7 @@ async def test_spares_that_are_ended_are_not_taken_and_can_be_begun_again(world:
 async def test_rendezvous_of_a_gang_that_was_called_off_does_not_listen_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relax_rt.supervision.local.RENDEZVOUS_WITHIN_S", 1.0)
+    monkeypatch.setattr("relax_rt.supervision.local.RENDEZVOUS_TIMEOUT_S", 1.0)
     local = LocalExecutor(
         RunConfig.model_validate({"run": {"name": "toy", "job": "toy"}}),
         RunPaths("0badf00d", tmp_path),

@@ -14,7 +14,7 @@ from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
 from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.router.requests import Outcome, Wanted
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 TASK = Task(index=0, item="train-0", split="train", seed=7)
 

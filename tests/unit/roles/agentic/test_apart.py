@@ -19,9 +19,9 @@ from relax_rt.roles.agentic.errors import EnvironmentFailed, EnvironmentStuck
 from relax_rt.roles.agentic.evaluation import HeldOut
 from relax_rt.roles.agentic.role import Group
 from relax_rt.roles.agentic.user_tasks import AbandonedTasks, TooManyAbandoned
-from relax_rt.transport.queue.api import Ticket
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.queue.ledger.messages import Ticket
 from relax_rt.transport.rpc.errors import RelaxError
-from relax_rt.transport.versions import VersionRecord
 
 HERE = r"test_apart\.py:\d+"
 SOON_S = 120.0

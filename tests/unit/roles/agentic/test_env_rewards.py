@@ -24,12 +24,13 @@ from relax_rt.roles.agentic.role import games
 from relax_rt.roles.agentic.samples import make_sample
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.agentic.tokens import ChatTemplate
-from relax_rt.roles.job.sections import RLConfig, SamplingTable
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.scoring import Score
 from relax_rt.roles.rewards.settings import RewardTable
+from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.training.algorithms.inputs import trajectory
-from relax_rt.transport.queue.api import Ticket
+from relax_rt.transport.queue.ledger.messages import Ticket
 
 TICKET = Ticket(group=4, prompt=9, attempt=1, size=2, version=1, lease_s=60.0)
 CONFIG = """

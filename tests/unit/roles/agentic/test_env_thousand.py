@@ -17,7 +17,7 @@ from relax_rt.roles.agentic.player import Player
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.agentic.worker_messages import WorkerSetup
 from relax_rt.roles.agentic.workers import EnvironmentPool
-from relax_rt.roles.job.sections import SamplingTable
+from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.rollout.router.requests import Outcome, Wanted
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]

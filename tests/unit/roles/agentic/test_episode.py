@@ -17,7 +17,7 @@ from relax_rt.roles.agentic.samples import as_put, made_record, make_sample
 from relax_rt.roles.rollout.engines.routing import RoutingShape
 from relax_rt.roles.rollout.router import NotGenerated, Outcome, RouterEnded, RouterFull, Wanted
 from relax_rt.roles.training.algorithms.inputs import trajectory
-from relax_rt.transport.queue.api import Ticket
+from relax_rt.transport.queue.ledger.messages import Ticket
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 TICKET = Ticket(group=4, prompt=9, attempt=1, size=2, version=1, lease_s=60.0)

@@ -16,7 +16,7 @@ from relax_rt.roles.agentic.errors import EnvironmentStuck, EpisodeLost
 from relax_rt.roles.agentic.replay_cache import FEW, Replies, Store, forget
 from relax_rt.roles.rollout.engines.routing import PART_TOKENS
 from relax_rt.roles.rollout.router.requests import Outcome, Wanted
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 
 class Dying(Count):

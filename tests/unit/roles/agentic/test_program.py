@@ -23,7 +23,7 @@ from relax_rt.roles.agentic.program_episodes import Programs
 from relax_rt.roles.agentic.program_host import ProgramHost
 from relax_rt.roles.agentic.tokens import Branch, BranchTurn, Counts, Episode
 from relax_rt.roles.gateway.api import Access, Closed, Said, SessionLimits
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 TASK = Task(index=3, item="train-3", split="train", seed=7, question="2 + 3 =", answer="5")

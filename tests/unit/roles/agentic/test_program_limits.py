@@ -165,12 +165,12 @@ async def test_a_spawner_that_dies_at_rest_is_replaced_at_once_and_none_that_nev
 
 async def test_programs_wait_for_a_place(tmp_path: Path) -> None:
     async with ProgramHost(tmp_path, files=OTHER_FILES + 3 * FILES_EACH) as host:
-        assert host.places == 3
+        assert host.locations == 3
         most = 0
 
         async def one() -> int:
             nonlocal most
-            async with host.place():
+            async with host.location():
                 most = max(most, len(host._running) + 1)
                 return (await host.run(["/bin/sleep", "0.1"], {})).code
 
@@ -238,9 +238,9 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (300, 420))
 async def main():
     async with ProgramHost(Path(sys.argv[1])) as host:
         async def one(n):
-            async with host.place():
+            async with host.location():
                 return (await host.run(["/bin/sh", "-c", f"sleep 0.3; echo {n}"], {})).stdout
-        print(host.places, await asyncio.gather(*(one(n) for n in range(150))) == [f"{n}\\n" for n in range(150)])
+        print(host.locations, await asyncio.gather(*(one(n) for n in range(150))) == [f"{n}\\n" for n in range(150)])
 asyncio.run(main())
 """
 

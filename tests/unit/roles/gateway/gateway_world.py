@@ -25,7 +25,7 @@ from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.router.core import Deliver
 from relax_rt.roles.rollout.router.requests import Outcome, Wanted
 from relax_rt.roles.rollout.router.router import NotGenerated
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 TOKEN = "the-token-of-this-run-is-a-long-one"
 TEMPLATE = (

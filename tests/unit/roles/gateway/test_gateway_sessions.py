@@ -27,7 +27,7 @@ from relax_rt.roles.gateway.service import Terms
 from relax_rt.roles.gateway.sessions import PAUSE_S, Sessions
 from relax_rt.roles.rollout.router.requests import Wanted
 from relax_rt.roles.training.algorithms.inputs import trajectory
-from relax_rt.transport.queue.api import Ticket
+from relax_rt.transport.queue.ledger.messages import Ticket
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from relax_rt.roles.base import final
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Unreachable
-from relax_rt.transport.versions import VersionRecord
 
 LAST = VersionRecord(5, 4, 12)
 

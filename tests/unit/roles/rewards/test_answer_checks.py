@@ -14,7 +14,7 @@ from relax_rt.cli.main import main
 from relax_rt.config.job import GoldReport
 from relax_rt.observe.story import Story
 from relax_rt.roles.data.index import RowIndex
-from relax_rt.roles.job.sections import DataTable
+from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.rewards import answer_checks
 from relax_rt.roles.rewards.answer_checks import SHOWN, check_answers
 from relax_rt.roles.rewards.settings import RewardTable

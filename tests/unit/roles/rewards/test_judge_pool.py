@@ -11,15 +11,15 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-from relax_rt.cluster.registry.api import Changes
 from relax_rt.cluster.registry.core import RegistryCore, Stored
+from relax_rt.interfaces.registry import Changes
 from relax_rt.roles.rewards.judge import Judge, Judging, LateVerdict, Verdict
 from relax_rt.roles.rewards.scoring import Request
 from relax_rt.roles.rewards.settings import JudgeTable
 from relax_rt.roles.rollout.engines.base import Chunk, EngineLoad, GroupRequest
 from relax_rt.roles.rollout.generation import Generation, GenerationService
 from relax_rt.roles.rollout.router import Router
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rollout.engines.base import Chunk
 from relax_rt.roles.rollout.role import RolloutRole
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 
 
 def role_with(
@@ -30,15 +33,15 @@ def role_with(
     async def give_back(groups: list[int], why: str, *, losses: int) -> None:
         calls.append(f"give back, losses {losses}")
 
-    role = RolloutRole.__new__(RolloutRole)
+    role, resources = RolloutRole.__new__(RolloutRole), AsyncExitStack()
+    resources.push_async_callback(told("close queue"))
     parts = {
+        "resources": resources,
         "_doubtful": False,
         "_measure": lambda: None,
         "failure": lambda _: None,
         "engine": SimpleNamespace(close=told("close engine", error=close_error)),
-        "queue": SimpleNamespace(
-            groups={7}, give_back=give_back, close=told("close queue"), marks=SimpleNamespace(keep=told("mark"))
-        ),
+        "queue": SimpleNamespace(groups={7}, give_back=give_back, marks=SimpleNamespace(keep=told("mark"))),
         "work": SimpleNamespace(
             take_all=lambda: [SimpleNamespace(mark="of a member")], marked=lambda *_: None, tokens_unmarked=31
         ),
@@ -139,7 +142,7 @@ def test_groups_are_asked_for_by_the_members_in_hand(
 ) -> None:
     role = RolloutRole.__new__(RolloutRole)
     vars(role).update(
-        config=SimpleNamespace(algorithm=SimpleNamespace(group_size=4)),
+        config=cast(Any, RLConfig).model_construct(algorithm=AlgorithmTable(group_size=4)),
         settings=SimpleNamespace(groups_in_flight=3),
         work=SimpleNamespace(members=members, sequences=sequences),
         intake=None if intake is None else SimpleNamespace(room=lambda _: intake),

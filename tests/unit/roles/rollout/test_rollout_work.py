@@ -11,13 +11,16 @@ import pytest
 from relax_rt.roles.rollout import work as works
 from relax_rt.roles.rollout.engines.base import Chunk, Completion, GroupRequest
 from relax_rt.roles.rollout.work import Job, Work, partials_of, usable
-from relax_rt.transport.queue.api import BlockRef, Put, RowPut, SampleKey, Ticket, VersionSpan
-from relax_rt.transport.queue.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.memory.refs import BlockRef
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.marks import partials
+from relax_rt.transport.queue.ledger.admission import partials
+from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.machine import Ledger
+from relax_rt.transport.queue.ledger.messages import Put, RowPut, SampleKey, Ticket, VersionSpan
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.queue.marking import Begun, begun
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 TRAINER = Incarnation("trainer/0", 1)
 STOP = 7

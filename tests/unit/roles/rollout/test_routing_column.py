@@ -17,13 +17,13 @@ from relax_rt.roles.rollout.engines.base import Completion, GroupRequest
 from relax_rt.roles.rollout.engines.routing import RoutingShape, told
 from relax_rt.roles.rollout.samples import SampleMaker, as_put
 from relax_rt.roles.rollout.work import Job, Work
-from relax_rt.transport.queue.api import Ticket, VersionSpan
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.broker import Broker
 from relax_rt.transport.queue.client import QueueClient
-from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger.messages import Ticket, VersionSpan
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 SHAPE = RoutingShape(layers=3, chosen=2)
 PROMPT, SAMPLED = (11, 12, 13, 14), ([5, 6], [7, 8, 9])

@@ -12,12 +12,12 @@ from packing_samples import make_sample
 
 from relax_rt.roles.base.columns import generated_columns
 from relax_rt.roles.base.sample import TASK_FIELDS
-from relax_rt.transport.queue.api import SampleKey, VersionSpan
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.broker import Broker
 from relax_rt.transport.queue.client import NewSample, QueueClient
-from relax_rt.transport.queue.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger.messages import SampleKey, VersionSpan
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 ENGINE, JUDGE, TRAINER = Incarnation("rollout/0", 1), Incarnation("reward/0", 2), Incarnation("trainer/0", 3)
 V1, V2 = VersionRecord(1, 0, 0), VersionRecord(2, 1, 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from relax_rt.transport.versions import ROOT, VersionRecord
+from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.weights.manifest import layout_of
 from relax_rt.transport.weights.payloads import Adapter, Lora, encode_lora
 from relax_rt.transport.weights.source import add_adapters, base_of

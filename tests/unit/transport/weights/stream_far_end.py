@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 import msgspec
 from weight_versions import fill
 
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.zmq_keys import CurveKeys
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights import stream
 from relax_rt.transport.weights.manifest import Layout, layout_of
 from relax_rt.transport.weights.served import stage_server

@@ -15,11 +15,11 @@ torch = pytest.importorskip("torch")
 from adapted import LAYOUT, fill_base, lora, made, publish  # noqa: E402
 from test_publisher import SOON_S, Backend, world_of  # noqa: E402
 
-from relax_rt.roles.job.sections import PublicationTable  # noqa: E402
-from relax_rt.roles.training.base import TrainerBackend  # noqa: E402
+from relax_rt.roles.training.backend.interface import TrainerBackend  # noqa: E402
 from relax_rt.roles.training.publication.adapters import AdaptedVersions  # noqa: E402
+from relax_rt.roles.training.publication.settings import PublicationTable  # noqa: E402
+from relax_rt.transport.base.versions import ROOT  # noqa: E402
 from relax_rt.transport.rpc.errors import Corrupt, Refused  # noqa: E402
-from relax_rt.transport.versions import ROOT  # noqa: E402
 from relax_rt.transport.weights.manifest import Layout  # noqa: E402
 from relax_rt.transport.weights.payloads import Lora  # noqa: E402
 from relax_rt.transport.weights.source import StageSource  # noqa: E402

@@ -20,10 +20,10 @@ from stream_far_end import KEYS, Far, compared, mirror_of, serving  # noqa: E402
 from test_carriers import Context  # noqa: E402
 
 from relax_rt.cluster.nodes.links import Links  # noqa: E402
-from relax_rt.hosting.role import RoleContext  # noqa: E402
+from relax_rt.interfaces.role import RoleContext  # noqa: E402
 from relax_rt.roles.training.publication.carriers import source_for  # noqa: E402
+from relax_rt.transport.base.versions import VersionRecord  # noqa: E402
 from relax_rt.transport.rpc.errors import OutOfSpace, Unreachable  # noqa: E402
-from relax_rt.transport.versions import VersionRecord  # noqa: E402
 from relax_rt.transport.weights import manifest, stream  # noqa: E402
 from relax_rt.transport.weights.stage import BASE_FILE, WeightStage, adapters_file  # noqa: E402
 from relax_rt.transport.weights.stream import StageMirror  # noqa: E402

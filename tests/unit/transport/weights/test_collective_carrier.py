@@ -11,9 +11,9 @@ import msgspec
 import psutil
 import pytest
 
-from relax_rt.transport.memory.process_stat import start_time
+from relax_rt.transport.base.process_stat import start_time
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone, Refused
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.collective.carrier import HostPlace, on_host, spread
 from relax_rt.transport.weights.collective.communicator import DeviceMemory, HostMemory
 from relax_rt.transport.weights.collective.events import Limits

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from weight_versions import version_of
 
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights import cuda_ipc, device
 from relax_rt.transport.weights.collective.communicator import DeviceMemory
 from relax_rt.transport.weights.cuda_ipc import CudaIpcSource, CudaStage

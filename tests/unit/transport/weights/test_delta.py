@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, Refused, StaleEpoch
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights import delta as codec
 from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.delta import apply, element_bytes, encode

@@ -18,10 +18,10 @@ from test_carriers import Context
 from weight_versions import fill
 
 from relax_rt.cluster.nodes.links import Links
-from relax_rt.hosting.role import RoleContext
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.training.publication.carriers import source_for
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights import served as served_module
 from relax_rt.transport.weights import stream
 from relax_rt.transport.weights.delta import apply

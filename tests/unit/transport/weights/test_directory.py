@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weight_versions import LAYOUT, fill, version_of
 
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, Refused, RelaxError, StaleEpoch
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights import directory
 from relax_rt.transport.weights.directory import INDEX_FILE, MANIFEST_FILE, DirectorySource, WeightDirectory
 from relax_rt.transport.weights.manifest import layout_of

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from weight_versions import LAYOUT, fill, version_of
 
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone, OutOfSpace
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.collective.carrier import BroadcastSource, HostPlace
 from relax_rt.transport.weights.collective.communicator import HostMemory
 from relax_rt.transport.weights.collective.offers import Offers, Receiver, Taken, read_served
@@ -110,7 +110,7 @@ def test_memory_that_somebody_may_still_write_is_never_taken_again(tmp_path: Pat
 DEAD = """
 import sys
 from pathlib import Path
-from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.weights.collective.carrier import HostPlace
 from relax_rt.transport.weights.collective.offers import Offers, Receiver
 folder, what = Path(sys.argv[1]), sys.argv[2]

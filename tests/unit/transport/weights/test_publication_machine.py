@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_rt.cluster.registry.api import Member
+from relax_rt.interfaces.registry import Member
 from relax_rt.roles.training.publication.machine import (
     RETRY_S,
     Acknowledge,
@@ -27,8 +27,8 @@ from relax_rt.roles.training.publication.machine import (
     Settled,
     Swap,
 )
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 TIMEOUT_S = 10.0
 SLOTS = 2

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone, OutOfSpace
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout, Manifest, bucket_digest, layout_of
 from relax_rt.transport.weights.source import DeltaSource, StageSource
 from relax_rt.transport.weights.stage import MAX_BUFFERS, WeightStage, read_manifest

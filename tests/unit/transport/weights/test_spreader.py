@@ -14,14 +14,14 @@ import pytest
 import structlog
 from weight_versions import LAYOUT, fill
 
-from relax_rt.hosting.role import RoleContext
-from relax_rt.roles.job.sections import PublicationTable, RLConfig
-from relax_rt.roles.training.publication import stage_folder
-from relax_rt.roles.training.publication.place import offers_folder
-from relax_rt.roles.training.publication.spread import Spreader
+from relax_rt.interfaces.role import RoleContext
+from relax_rt.roles.base.locations import offers_folder, stage_folder
+from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.training.publication.broadcast import Spreader
+from relax_rt.roles.training.publication.settings import PublicationTable
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.collective import group as groups
 from relax_rt.transport.weights.collective.carrier import BroadcastSource, HostPlace
 from relax_rt.transport.weights.collective.communicator import CollectiveFailed, Memory

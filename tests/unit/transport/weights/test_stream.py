@@ -21,10 +21,10 @@ from netns import Nodes, cut
 from stream_far_end import KEYS, MIB, Far, layout_of_mib, publish, reader, told
 from weight_versions import fill, version_of
 
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.payload import frames
 from relax_rt.transport.memory.payload.frames import Get, Range
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, ProtocolError, Unreachable
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout, layout_of
 from relax_rt.transport.weights.served import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.weights.manifest import (
     Layout,
     Manifest,

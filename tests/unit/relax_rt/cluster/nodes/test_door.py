@@ -26,14 +26,12 @@ from relax_rt.cluster.nodes.api import (
     WantsToLeave,
     tell,
 )
-from relax_rt.cluster.nodes.base import HeadBase
-from relax_rt.cluster.nodes.door import Door
-from relax_rt.cluster.nodes.fleet import Fleet
+from relax_rt.cluster.nodes.fleet import Fleet, NodeListener
 from relax_rt.cluster.nodes.keys import FILE, curve_keys, make_key, read_key
-from relax_rt.cluster.nodes.placement import Node
-from relax_rt.config.schema import NodesTable
+from relax_rt.config.schema import NodesTable, RunConfig, SupervisionTable
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.executor import Rendezvous, StartOrder
+from relax_rt.supervision.placement import Node
 from relax_rt.supervision.protocol import DrainRequested, Event, NodeJoined, NodeLost, SlotExited, SlotSpawned
 from relax_rt.supervision.rundir import RunPaths
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch, Unreachable
@@ -55,10 +53,12 @@ class Head:
         self.addresses: dict[str, str] = {}
         self.ended: list[tuple[str, int]] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
-        base = HeadBase(NodesTable(listen="127.0.0.1:0", lease_s=LEASE_S), self.paths)
-        self.fleet = Fleet(None, base, self, self.emit)  # type: ignore[arg-type]
+        table = NodesTable(listen="127.0.0.1:0", lease_s=LEASE_S)
+        config = RunConfig.model_construct(supervision=SupervisionTable(nodes=table))
+        self.fleet = Fleet(config, self.paths)
+        self.fleet.attach(None, self, self.emit)  # type: ignore[arg-type]
         assert self.fleet.core is not None
-        self.door = Door(self.fleet, self.fleet.core, config="{}", system=["registry"], keys=self.keys, emit=self.emit)
+        self.door = NodeListener(self.fleet, self.fleet.core, config="{}", system=["registry"], keys=self.keys)
 
     def emit(self, kind: str, /, **fields: Any) -> None:
         self.events.append((kind, fields))

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import structlog
 
+from relax_rt.cluster.join import Joiner, Wish
 from relax_rt.cluster.nodes.agent import EXIT_FAULT, NodeAgent
 from relax_rt.cluster.nodes.api import Joined, Seat
-from relax_rt.cluster.nodes.join import Joiner, Wish
 from relax_rt.cluster.nodes.keys import make_key, read_key
 from relax_rt.cluster.nodes.seat import End, Taken
 from relax_rt.config.schema import RunConfig
-from relax_rt.supervision import procfs
+from relax_rt.process import procfs
 from relax_rt.supervision.local import LocalExecutor
 from relax_rt.supervision.rundir import RunPaths
 

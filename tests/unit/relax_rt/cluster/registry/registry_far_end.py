@@ -6,9 +6,9 @@ import asyncio
 import sys
 from pathlib import Path
 
-from relax_rt.cluster.registry.api import RegistryApi
 from relax_rt.cluster.registry.service import RegistryService
 from relax_rt.cluster.registry.store import Store
+from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Server, make_hello
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from relax_rt.cluster.registry import core as core_module
-from relax_rt.cluster.registry.api import Changes, Member
 from relax_rt.cluster.registry.core import (
     TICK_S,
     Counters,
@@ -22,10 +21,11 @@ from relax_rt.cluster.registry.core import (
     RegistryCore,
     Stored,
 )
+from relax_rt.interfaces.registry import Changes, Member
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.pauses import PAUSE_S
-from relax_rt.transport.versions import VersionRecord
 
 SLOTS = ("trainer/0", "rollout/0", "rollout/1")
 

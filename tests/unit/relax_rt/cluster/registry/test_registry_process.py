@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from relax_rt.cluster.registry.api import RegistryApi
-from relax_rt.cluster.registry.client import Discovery
+from relax_rt.interfaces.members import Discovery
+from relax_rt.interfaces.registry import RegistryApi
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import ActorDied, DeadlineExceeded, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Client, make_hello
-from relax_rt.transport.versions import VersionRecord
 
 RUN_ID = "0123abcd"
 FAR_END = Path(__file__).with_name("registry_far_end.py")

@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from relax_rt.cluster.registry.api import Ended, Member
 from relax_rt.cluster.registry.core import Counters, Entry, Forgotten, Issued
 from relax_rt.cluster.registry.service import RegistryService
 from relax_rt.cluster.registry.store import Store
+from relax_rt.interfaces.registry import Ended, Member
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.versions import VersionRecord
 
 WHO = Incarnation("trainer/0", 3)
 

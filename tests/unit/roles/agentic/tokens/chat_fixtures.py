@@ -14,7 +14,7 @@ from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.smollm2 import package_file
 from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import RelaxError
 
 QWEN3 = r"""

@@ -34,7 +34,7 @@ from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine  # noqa: E402
 from relax_rt.roles.rollout.generation import GenerationService, Order  # noqa: E402
 from relax_rt.roles.rollout.router.core import Deliver  # noqa: E402
 from relax_rt.roles.rollout.router.requests import Life, Outcome, Wanted  # noqa: E402
-from relax_rt.transport.versions import VersionRecord  # noqa: E402
+from relax_rt.transport.base.versions import VersionRecord  # noqa: E402
 
 CONTEXT = 2048
 WEIGHTS = 3

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from relax_rt.roles.agentic.tokens import ChatTemplate, Drift, PromptPlan, Reply, Sampled, TokenLedger
 from relax_rt.roles.agentic.tokens.messages import message_key
 from relax_rt.roles.agentic.tokens.tree import Load
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 WORDS = st.sampled_from(["yes", "No, it is not.", "a\nb", "1 + 1 = 2", "<b>", '{"a": 1}', "<tool", "x" * 30])
 STOP = "\nObservation:"

@@ -9,7 +9,7 @@ from chat_fixtures import says, tiny, user
 
 from relax_rt.roles.agentic.tokens import ChatTemplate, Sampled, TokenLedger
 from relax_rt.roles.agentic.tokens.tree import Call, Load, Said, Tree, calls_under, chain, token_chain
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 TURNS = 3000
 WHAT = Sampled((7, 8), (-1.0, -2.0), (VersionSpan(0, 2, 1, 1),), "stop")

@@ -20,7 +20,7 @@ from relax_rt.roles.agentic.tokens.pictures import ingest_pictures
 from relax_rt.roles.data.media.pictures import MOST_PICTURES, Shown, opened
 from relax_rt.roles.data.media.sight import Sight, load_sight
 from relax_rt.roles.models.tokenizer import load_tokenizer
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from relax_rt.cluster.registry.api import Member
+from relax_rt.interfaces.registry import Member
 from relax_rt.roles.rollout.engines.colocate import Out, Report, Told, Train, Turns, nobody_trains
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation

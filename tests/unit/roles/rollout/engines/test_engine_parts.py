@@ -16,7 +16,7 @@ from relax_rt.roles.rollout.engines.base import Assembly, Chunk, GroupRequest, P
 from relax_rt.roles.rollout.engines.prefixes import PrefixStore, common_prefix  # noqa: E402
 from relax_rt.roles.rollout.engines.routing import RoutingShape, settled, told  # noqa: E402
 from relax_rt.roles.rollout.engines.sequences import Sequence  # noqa: E402
-from relax_rt.transport.queue.api import VersionSpan  # noqa: E402
+from relax_rt.transport.queue.ledger.messages import VersionSpan  # noqa: E402
 from relax_rt.transport.rpc.errors import Refused  # noqa: E402
 
 SHAPE = RoutingShape(layers=2, chosen=1)

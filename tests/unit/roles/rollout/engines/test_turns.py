@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from relax_rt.cluster.registry.api import Changes
 from relax_rt.cluster.registry.core import RegistryCore, Stored
+from relax_rt.interfaces.registry import Changes
 from relax_rt.roles.rollout.engines import turns as module
 from relax_rt.roles.rollout.engines.colocate import Report, Told
 from relax_rt.roles.rollout.engines.turns import TRAINER_SLOT, EngineTurns, Gate, NoWay, TrainerTurns

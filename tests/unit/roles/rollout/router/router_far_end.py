@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from relax_rt.actors.directory import Directory
-from relax_rt.cluster.registry.api import Changes, RegistryApi
 from relax_rt.cluster.registry.core import RegistryCore, Stored
+from relax_rt.interfaces.registry import Changes, RegistryApi
 from relax_rt.roles.rollout.engines.base import Chunk, EngineLoad, GroupRequest
 from relax_rt.roles.rollout.generation import Generation, GenerationService
 from relax_rt.roles.rollout.intake import Intake, Marks
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Client, Server, make_hello
-from relax_rt.transport.versions import VersionRecord
 
 RUN = "cafe0002"
 STEP_S = 0.005

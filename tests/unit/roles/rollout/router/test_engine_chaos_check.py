@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[5] / "tools" / "soak"))
 
 import engine_chaos_check as judge
 
-from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.base.versions import VersionRecord
 
 RECORDS = [
     VersionRecord(1, 0, 1),

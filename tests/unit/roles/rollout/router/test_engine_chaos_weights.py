@@ -20,8 +20,8 @@ import engine_chaos_sabotage as sabotage  # noqa: E402
 
 from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine  # noqa: E402
 from relax_rt.roles.rollout.engines.weights import FlatWeights, model_layout  # noqa: E402
+from relax_rt.transport.base.versions import VersionRecord  # noqa: E402
 from relax_rt.transport.rpc.errors import Corrupt  # noqa: E402
-from relax_rt.transport.versions import VersionRecord  # noqa: E402
 from relax_rt.transport.weights.source import StageSource  # noqa: E402
 from relax_rt.transport.weights.stage import WeightStage  # noqa: E402
 

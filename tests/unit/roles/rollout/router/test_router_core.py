@@ -12,8 +12,8 @@ from relax_rt.roles.rollout.generation import EngineReport, Piece
 from relax_rt.roles.rollout.router.core import Action, Limits, Open, RouterCore
 from relax_rt.roles.rollout.router.fleet import EngineNews
 from relax_rt.roles.rollout.router.requests import Wanted
-from relax_rt.transport.queue.api import VersionSpan
-from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 RECORDS = [VersionRecord(1, 0, 1), VersionRecord(2, 1, 2)]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from relax_rt.roles.rollout.router.fleet import KNOWN, EngineNews, Fleet, Patience, Sign
-from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.base.versions import VersionRecord
 
 SLOT = "rollout/0"
 PATIENCE = Patience(stuck_s=5.0, paused_s=20.0, dead_s=8.0)

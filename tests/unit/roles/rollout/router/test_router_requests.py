@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from relax_rt.roles.rollout.generation import EngineReport, Order, Piece
 from relax_rt.roles.rollout.router.requests import Life, Wanted
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused
 
 STOP, MOST, LOSSES = 0, 12, 3

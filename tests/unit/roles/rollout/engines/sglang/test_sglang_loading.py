@@ -16,14 +16,14 @@ from safetensors.numpy import load_file
 
 torch = pytest.importorskip("torch")
 
-from relax_rt.roles.job.sections import SglangTable  # noqa: E402
+from relax_rt.roles.rollout.engines.settings import SglangTable  # noqa: E402
 from relax_rt.roles.rollout.engines.sglang import loading  # noqa: E402
 from relax_rt.roles.rollout.engines.sglang.client import Client, ServerRefused  # noqa: E402
 from relax_rt.roles.rollout.engines.sglang.hashing import content_hash  # noqa: E402
 from relax_rt.roles.rollout.engines.sglang.loading import Loader  # noqa: E402
 from relax_rt.roles.rollout.engines.sglang.weights import by_expert, recipes  # noqa: E402
+from relax_rt.transport.base.versions import VersionRecord  # noqa: E402
 from relax_rt.transport.rpc.errors import Corrupt, Refused, Unreachable  # noqa: E402
-from relax_rt.transport.versions import VersionRecord  # noqa: E402
 from relax_rt.transport.weights.manifest import Manifest, layout_of  # noqa: E402
 
 SHAPES = {"a.weight": (3, 4), "norm": (5,), "l.experts.gate_up_proj": (2, 6, 4), "l.experts.down_proj": (2, 4, 3)}

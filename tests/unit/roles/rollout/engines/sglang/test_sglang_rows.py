@@ -12,14 +12,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from relax_rt.roles.job.sections import EngineSettings, RolloutSettings
 from relax_rt.roles.rollout.engines.base import GroupRequest, Partial
+from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
 from relax_rt.roles.rollout.engines.sglang import asking
 from relax_rt.roles.rollout.engines.sglang.asking import RowReader, body_of
 from relax_rt.roles.rollout.engines.sglang.client import Meta
 from relax_rt.roles.rollout.engines.sglang.members import Batch, Member
 from relax_rt.roles.rollout.engines.sglang.options import Boot, server_options
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import ProtocolError, Refused
 
 MOE = {

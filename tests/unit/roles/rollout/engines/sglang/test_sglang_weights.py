@@ -20,8 +20,8 @@ from relax_rt.roles.rollout.engines.sglang.weights import (
     published_tensors,
     recipes,
 )
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone, OutOfSpace, Refused
-from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.manifest import Layout, Manifest, layout_of
 
 TENSORS = {

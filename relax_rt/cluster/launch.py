@@ -1,0 +1,306 @@
+"""Bringing a run up: everything that can be refused is refused here, before a process starts."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from relax_rt.cluster.nodes.checks import check_nodes
+from relax_rt.cluster.nodes.keys import FILE as JOIN_KEY
+from relax_rt.cluster.nodes.keys import make_key, read_key, write_key
+from relax_rt.config.job import Job, load_job
+from relax_rt.config.loader import config_digest, load_config, write_resolved
+from relax_rt.config.schema import RunConfig
+from relax_rt.supervision import control
+from relax_rt.supervision.plan import SYSTEM_ROLES, plan_roles
+from relax_rt.supervision.rundir import (
+    LOCK,
+    RESOLVED_CONFIG,
+    RUN_JSON,
+    SHM_ROOT,
+    RunPaths,
+    clean_stale_runs,
+    machine,
+    read_run,
+    update_run,
+)
+from relax_rt.transport.rpc.errors import RelaxError
+
+MIB = 1 << 20
+MOST_TOLD, MOST_NAMED = 5, 25
+NOT_ITS_OWN = ("config_dir", "chosen", "run.dir", "supervision.nodes.listen")
+"""Keys, and prefixes of keys, that may differ when a run is resumed."""
+OUTPUT = "up"
+"""Log of what a run prints that has no terminal."""
+
+
+class Prepared:
+    """A run that may start: its config, its directories, and the lock on its run directory."""
+
+    def __init__(self, config: RunConfig, paths: RunPaths, lock_fd: int) -> None:
+        self.config, self.paths, self.lock_fd = config, paths, lock_fd
+
+    def give_up(self) -> None:
+        """Undo what was made outside the run directory."""
+        self.paths.remove_private()
+        os.close(self.lock_fd)
+
+
+def up(
+    config_path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    screen: str = "",
+    system: Sequence[str] = SYSTEM_ROLES,
+) -> NoReturn:
+    """Bring a run up: this process turns into its keeper, and does not return.
+
+    Exit codes of the keeper: 0 finished, or stopped by `down`; 1 failed; 2 a role found its configuration wrong; 130
+    Ctrl-C, 143 SIGTERM, 129 the terminal was closed; 137 the agent was killed.
+
+    Args:
+        config_path: roles.toml.
+        overrides: ``a.b=c`` pairs put over it.
+        screen: ``module:function``; the agent calls it with (config, run_dir) and hands each RunStatus to what it
+            makes, whose `close` it calls at the end.
+        system: the system roles; empty for a supervised tree on its own.
+
+    Raises:
+        RelaxError: the run must not start, and which setting says so. Nothing was started.
+    """
+    run = prepare(load_config(config_path, list(overrides)), config_path, overrides, system)
+    command = _command(run, screen, system)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execv(sys.executable, command)
+    finally:
+        run.give_up()
+
+
+def start(
+    config_path: Path, overrides: Sequence[str] = (), *, screen: str = "", system: Sequence[str] = SYSTEM_ROLES
+) -> tuple[RunPaths, subprocess.Popen[bytes]]:
+    """Bring a run up that goes on without this process and its terminal; what it prints goes to ``logs/up.log``.
+
+    Returns:
+        The run's directories, and its keeper.
+
+    Raises:
+        RelaxError: see `up`.
+    """
+    run = prepare(load_config(config_path, list(overrides)), config_path, overrides, system)
+    try:
+        run.paths.logs.mkdir(parents=True, exist_ok=True)
+        with run.paths.log(OUTPUT).open("ab") as out:
+            keeper = subprocess.Popen(
+                _command(run, screen, system),
+                pass_fds=[run.lock_fd],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+    except BaseException:
+        run.give_up()
+        raise
+    os.close(run.lock_fd)
+    return run.paths, keeper
+
+
+def _command(run: Prepared, screen: str, system: Sequence[str]) -> list[str]:
+    """The keeper's command line, which has the agent's in it; the lock on the run directory goes with it."""
+    keeper = [sys.executable, "-m", "relax_rt.supervision.keeper"]
+    keeper += ["--run-id", run.paths.run_id, "--run-dir", str(run.paths.run_dir)]
+    agent = [sys.executable, "-m", "relax_rt.cluster.head", *keeper[3:]]
+    agent += ["--screen", screen] if screen else []
+    agent += ["--system", ",".join(system)]
+    os.set_inheritable(run.lock_fd, True)
+    return [*keeper, "--", *agent]
+
+
+def check_start(config: RunConfig) -> None:
+    """Refuse a run that cannot start in its directory or on this machine now, before slow checks are made for it.
+
+    `prepare` checks the same again under the lock; this function creates no files.
+
+    Raises:
+        RelaxError: its run is alive, the directory is another config's, or /dev/shm is too small.
+    """
+    run_dir = Path(config.run.dir)
+    with suppress(control.NoRun):
+        found = control.find_run(run_dir)
+        if found.alive:
+            raise RelaxError(
+                f"run.dir = {str(run_dir)!r} belongs to a run that is alive",
+                why=f"run {found.paths.run_id}, status {found.record['status']}",
+                hint="`relax-rt attach` shows it; end it with `relax-rt down`, or choose another run.name or run.dir",
+            )
+    _check_same_config(run_dir, config_digest(config), config)
+    # What runs left that ended badly takes shared memory.
+    clean_stale_runs()
+    check_shared_memory(config)
+
+
+def prepare(config: RunConfig, config_path: Path, overrides: Sequence[str], system: Sequence[str]) -> Prepared:
+    """Check everything and make the run's directories.
+
+    Raises:
+        RelaxError: the run must not start.
+    """
+    check_nodes(config, plan_roles(config, system))
+    run_dir = Path(config.run.dir)
+    lock_fd = lock_run_dir(run_dir)
+    try:
+        digest = config_digest(config)
+        _check_same_config(run_dir, digest, config)
+        clean_stale_runs()
+        check_shared_memory(config)
+        paths = RunPaths(secrets.token_hex(4), run_dir)
+        paths.make_private()
+        if config.supervision.nodes.listen:
+            write_key(paths.socket_dir / JOIN_KEY, read_key(make_key(run_dir)))
+    except BaseException:
+        os.close(lock_fd)
+        raise
+    write_resolved(config, run_dir / RESOLVED_CONFIG)
+    if config_path.suffix == ".toml":
+        shutil.copyfile(config_path, run_dir / "roles.toml")
+    update_run(
+        run_dir,
+        run_id=paths.run_id,
+        name=config.run.name,
+        config=str(config_path.resolve()),
+        overrides=list(overrides),
+        config_digest=digest,
+        chosen={key: one.model_dump() for key, one in config.chosen.items()},
+        status="starting",
+        machine=machine(),
+        started_at=time.time(),
+        **dict.fromkeys(("ended_at", "exit_code", "reason", "diagnosis", "first", "agent")),
+    )
+    return Prepared(config, paths, lock_fd)
+
+
+def lock_run_dir(run_dir: Path) -> int:
+    """Make a run directory and lock it. The lock passes to keeper and agent and goes with the last of them, however
+    they end.
+
+    Returns:
+        The descriptor that holds the lock.
+
+    Raises:
+        RelaxError: the directory cannot be written, or is in use.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        fd = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise RelaxError(
+            f"run.dir = {str(run_dir)!r} cannot be used", why=str(error), hint="choose a folder that you may write to"
+        ) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        run = read_run(run_dir) or {}
+        raise RelaxError(
+            f"run.dir = {str(run_dir)!r} belongs to a run that is alive",
+            why=f"run {run.get('run_id', '?')}, status {run.get('status', '?')}",
+            hint="end it with `relax-rt down`, or choose another run.name or run.dir",
+        ) from error
+    return fd
+
+
+def _check_same_config(run_dir: Path, digest: str, config: RunConfig) -> None:
+    run = read_run(run_dir)
+    if run is None:
+        if (run_dir / RUN_JSON).exists():
+            raise RelaxError(f"{run_dir / RUN_JSON} cannot be read", hint="move the run directory away")
+        return
+    if run.get("config_digest", digest) != digest:
+        changed = _changed(run_dir / RESOLVED_CONFIG, config)
+        job = load_job(config.run.job)
+        may_change = job.changeable
+        if changed and all(key in may_change for key, _, _ in changed):
+            _check_not_past(job, run_dir, changed)
+            return
+        other = [one for one in changed if one[0] not in may_change]
+        rest = [key for key, _, _ in other[MOST_TOLD:MOST_NAMED]]
+        more = f"; and so are {', '.join(rest)}{', …' if len(other) > MOST_NAMED else ''}" if rest else ""
+        told = f": {'; '.join(_was_and_is(one) for one in other[:MOST_TOLD])}{more}" if other else ""
+        back = "set these back, " if other else ""
+        raise RelaxError(
+            f"run.dir = {str(run_dir)!r} belongs to a run with another config",
+            why=f"run {run.get('run_id', '?')} was started from {run.get('config', '?')} with other settings{told}",
+            hint=f"choose another run.name or run.dir, {back}or move the old directory away",
+        )
+
+
+def _check_not_past(job: Job, run_dir: Path, changed: Sequence[tuple[str, Any, Any]]) -> None:
+    """Refuse a change that would be accepted and have no effect."""
+    reasons = job.past(run_dir)
+    for key, was, have in changed:
+        if key in reasons:
+            raise RelaxError(
+                f"{key} was {_told(was)}, is {_told(have)}: it has no effect in this run any more",
+                why=reasons[key],
+                hint=f"set {key} back to {_told(was)}, or choose another run.name",
+            )
+
+
+def _was_and_is(changed: tuple[str, Any, Any]) -> str:
+    key, was, have = changed
+    return f"{key} was {_told(was)}, is {_told(have)}"
+
+
+def _changed(path: Path, config: RunConfig) -> list[tuple[str, Any, Any]]:
+    """The keys that a resolved config has otherwise than this one, with the value that each had and the one it has now;
+    without those that say where the run is. Empty if it cannot be read."""
+    try:
+        before = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return []
+    now = json.loads(json.dumps(config.model_dump(mode="json")))
+    return [found for found in _different(before, now) if not found[0].startswith(NOT_ITS_OWN)]
+
+
+def _different(before: Any, now: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        if before != now:
+            yield at, before, now
+        return
+    for key in dict.fromkeys([*before, *now]):
+        yield from _different(before.get(key), now.get(key), f"{at}.{key}" if at else key)
+
+
+def _told(value: Any) -> str:
+    text = "not set" if value is None else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def check_shared_memory(config: RunConfig) -> None:
+    """Refuse a run that does not fit into /dev/shm.
+
+    Raises:
+        RelaxError: which setting asks for too much.
+    """
+    job_bytes = load_job(config.run.job).shm_bytes(config)
+    need = config.queue.capacity_mib * MIB + job_bytes
+    free = shutil.disk_usage(SHM_ROOT).free
+    if need > free:
+        raise RelaxError(
+            f"queue.capacity_mib = {config.queue.capacity_mib} does not fit into {SHM_ROOT}",
+            why=f"the run needs {need // MIB} MiB ({job_bytes // MIB} MiB for the job), {free // MIB} MiB are free",
+            hint="lower queue.capacity_mib, or make /dev/shm larger (in a container: --shm-size)",
+        )

@@ -1,0 +1,322 @@
+"""Which slot runs on which node, and on which of its GPUs. Pure: no I/O, no clock.
+
+GPUs and pins are hard: what does not fit waits, with a reason. Memory and cores are wishes, in this order: a role's
+limit is not what it takes, and threads share cores when there are not enough of them. So nothing ever waits for either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from relax_rt.transport.rpc.errors import Refused
+
+PARTS = 1000
+"""A GPU is given out in thousandths, so that shares add up exactly."""
+
+
+class Node(msgspec.Struct, frozen=True):
+    """What a node has to give: its cores, its number of GPUs and its memory (0: not known, so any amount)."""
+
+    name: str
+    cores: int = 1
+    gpus: int = 0
+    memory_mib: int = 0
+
+
+class Need(msgspec.Struct, frozen=True):
+    """What a slot asks of its node.
+
+    Attributes:
+        slot, kind: which one, and its role.
+        threads: cores it keeps busy.
+        gpus: whole devices (a fraction above 1 is rounded up), or a share of one below 1.
+        node: the only node it may run on; empty: any.
+        memory_mib: the memory it may take; 0: there is no limit, and it is not counted.
+    """
+
+    slot: str
+    kind: str
+    threads: int = 1
+    gpus: float = 0.0
+    node: str = ""
+    memory_mib: int = 0
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where a slot runs, and the numbers of the devices that are its own or that it shares."""
+
+    slot: str
+    node: str
+    devices: tuple[int, ...] = ()
+
+
+class NoRoom(msgspec.Struct, frozen=True):
+    """There is no place for it now, and why."""
+
+    reason: str
+
+
+class _Taken(msgspec.Struct):
+    need: Need
+    place: Placement
+    parts: int
+    """Of each of its devices."""
+
+
+class _Room:
+    """What is left of a node."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.free = [PARTS] * node.gpus
+        self.threads = 0
+        self.memory_mib = 0
+        self.kinds: dict[str, int] = {}
+        self.closed = ""
+
+    def devices(self, gpus: float, ranks: int = 1) -> list[tuple[int, ...]]:
+        """Devices for as many of these ranks as fit, each with its own."""
+        if gpus <= 0:
+            return [()] * ranks
+        left, found = list(self.free), []
+        for _ in range(ranks):
+            chosen = _choose(left, gpus)
+            if chosen is None:
+                break
+            for device in chosen:
+                left[device] -= _parts(gpus)
+            found.append(chosen)
+        return found
+
+    def crowded(self, need: Need) -> bool:
+        """With it, its slots could take more memory than there is."""
+        return 0 < self.node.memory_mib < self.memory_mib + need.memory_mib and need.memory_mib > 0
+
+    def in_memory(self, need: Need, ranks: int) -> int:
+        """How many of these ranks fit into its memory."""
+        if not self.node.memory_mib or not need.memory_mib:
+            return ranks
+        return min(ranks, max(0, self.node.memory_mib - self.memory_mib) // need.memory_mib)
+
+    def on_cores(self, need: Need, ranks: int) -> int:
+        """How many of these ranks have cores of their own."""
+        return min(ranks, max(0, self.node.cores - self.threads) // max(1, need.threads))
+
+
+def _parts(gpus: float) -> int:
+    """Thousandths of each device that a need takes."""
+    return PARTS if gpus >= 1 else max(1, round(gpus * PARTS))
+
+
+def _choose(free: Sequence[int], gpus: float) -> tuple[int, ...] | None:
+    if gpus < 1:
+        # The fullest that still has room, so that whole devices stay whole.
+        fits = [(parts, device) for device, parts in enumerate(free) if parts >= _parts(gpus)]
+        return (min(fits)[1],) if fits else None
+    whole = [device for device, parts in enumerate(free) if parts == PARTS]
+    count = math.ceil(gpus)
+    return tuple(whole[:count]) if len(whole) >= count else None
+
+
+class Placer:
+    """Keeps the account of what is taken where.
+
+    Single slots are spread: to a node with memory to spare before one without, likewise with cores, then to the one
+    with the fewest of the same role, then to the least loaded, then to where the slot was before. A gang is packed onto
+    as few nodes as can hold it, its ranks in the order of the nodes, whole or not at all.
+    """
+
+    def __init__(self, nodes: Iterable[Node] = ()) -> None:
+        self._rooms: dict[str, _Room] = {}
+        self._taken: dict[str, _Taken] = {}
+        self._before: dict[str, str] = {}
+        self._kept: dict[str, str] = {}
+        for node in nodes:
+            self.add(node)
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes, in the order in which they came."""
+        return [room.node for room in self._rooms.values()]
+
+    def add(self, node: Node) -> None:
+        """A node has come, or come back with everything free.
+
+        Raises:
+            Refused: one of this name is there.
+        """
+        if node.name in self._rooms:
+            raise Refused(f"node {node.name!r}", why="there is one of this name")
+        self._rooms[node.name] = _Room(node)
+
+    def close(self, name: str, reason: str) -> None:
+        """Put nothing more on a node: it is about to leave."""
+        if name in self._rooms:
+            self._rooms[name].closed = reason
+
+    def open(self, name: str) -> None:
+        """Take the closing of a node back."""
+        if name in self._rooms:
+            self._rooms[name].closed = ""
+
+    def closed(self, name: str) -> str:
+        """Why nothing more is put on a node; empty when it is open, or not there."""
+        return self._rooms[name].closed if name in self._rooms else ""
+
+    def barred(self, slot: str, node: str) -> str:
+        """Why a slot can be nowhere, whatever others give up: the node that it needs is gone or closed, or all are."""
+        pin = node or self._kept.get(slot, "")
+        return "" if self._open(pin) else self._why(Need(slot, "", node=node), pin, 1)
+
+    def remove(self, name: str, *, keep: bool = False) -> list[str]:
+        """A node is gone; answers with the slots that were on it.
+
+        keep: these slots wait for a node of this name, instead of going elsewhere.
+        """
+        slots = [slot for slot, taken in self._taken.items() if taken.place.node == name]
+        for slot in slots:
+            self.release(slot)
+            if keep:
+                self._kept[slot] = name
+        self._rooms.pop(name, None)
+        return slots
+
+    def release(self, slot: str) -> None:
+        """The slot's process is gone: what it had is free."""
+        taken = self._taken.pop(slot, None)
+        if taken is None:
+            return
+        self._before[slot] = taken.place.node
+        room = self._rooms[taken.place.node]
+        room.threads -= taken.need.threads
+        room.memory_mib -= taken.need.memory_mib
+        room.kinds[taken.need.kind] -= 1
+        for device in taken.place.devices:
+            room.free[device] += taken.parts
+
+    def place(self, need: Need) -> Placement | NoRoom:
+        """Find a place for one slot and take it.
+
+        Raises:
+            Refused: it has one.
+        """
+        self._fresh(need)
+        pin = self._pin(need)
+        rooms = [room for room in self._open(pin) if room.devices(need.gpus)]
+        if not rooms:
+            return NoRoom(self._why(need, pin, 1))
+        order = list(self._rooms)
+
+        def dislike(room: _Room) -> tuple[bool, bool, int, float, bool, int]:
+            load = (room.threads + need.threads) / max(1, room.node.cores)
+            elsewhere = self._before.get(need.slot) != room.node.name
+            few = room.kinds.get(need.kind, 0)
+            return room.crowded(need), load > 1, few, load, elsewhere, order.index(room.node.name)
+
+        room = min(rooms, key=dislike)
+        return self._take(need, room, room.devices(need.gpus)[0])
+
+    def place_gang(self, needs: Sequence[Need]) -> list[Placement] | NoRoom:
+        """Find places for all ranks of a gang, in the order of the ranks, or for none.
+
+        Raises:
+            Refused: one of them has a place, or the ranks ask for different things.
+        """
+        if not needs:
+            return []
+        first = needs[0]
+        for need in needs:
+            self._fresh(need)
+            if msgspec.structs.replace(need, slot=first.slot) != first:
+                raise Refused(f"gang {first.kind}", why=f"{need.slot} asks for other things than {first.slot}")
+        # The nodes of all ranks are waited for; once they are there the gang is packed anew.
+        away = (kept for need in needs if (kept := self._kept.get(need.slot, "")) and kept not in self._rooms)
+        pin = first.node or next(away, "")
+        rooms = self._open(pin)
+        fits = {room.node.name: room.devices(first.gpus, len(needs)) for room in rooms}
+        chosen = _pack(rooms, fits, first, len(needs))
+        if chosen is None:
+            return NoRoom(self._why(first, pin, len(needs)))
+        ranks, places = iter(needs), []
+        for room, count in chosen:
+            for devices in fits[room.node.name][:count]:
+                places.append(self._take(next(ranks), room, devices))
+        return places
+
+    def _fresh(self, need: Need) -> None:
+        if need.slot in self._taken:
+            raise Refused(f"placing {need.slot}", why=f"it has a place on {self._taken[need.slot].place.node!r}")
+
+    def _pin(self, need: Need) -> str:
+        return need.node or self._kept.get(need.slot, "")
+
+    def _open(self, pin: str) -> list[_Room]:
+        return [room for name, room in self._rooms.items() if pin in ("", name) and not room.closed]
+
+    def _take(self, need: Need, room: _Room, devices: tuple[int, ...]) -> Placement:
+        place = Placement(need.slot, room.node.name, devices)
+        parts = _parts(need.gpus) if devices else 0
+        self._taken[need.slot] = _Taken(need, place, parts)
+        self._kept.pop(need.slot, None)
+        room.threads += need.threads
+        room.memory_mib += need.memory_mib
+        room.kinds[need.kind] = room.kinds.get(need.kind, 0) + 1
+        for device in devices:
+            room.free[device] -= parts
+        return place
+
+    def _why(self, need: Need, pin: str, ranks: int) -> str:
+        """Why there is no place: what is asked for, and what each node that would do has."""
+        if pin and pin not in self._rooms:
+            known = ", ".join(self._rooms) or "none"
+            kept = "was on" if not need.node else 'is pinned to (node = "…")'
+            return f"node {pin!r}, which it {kept}, is not there; nodes: {known}"
+        if pin and self._rooms[pin].closed:
+            return f"node {pin!r}: {self._rooms[pin].closed}"
+        asked = f"{need.gpus:g} GPUs" if need.gpus != 1 else "1 GPU"
+        what = f"{ranks} ranks of {need.kind} with {asked} each" if ranks > 1 else asked
+        having = [self._having(room, need, ranks) for name, room in self._rooms.items() if pin in ("", name)]
+        return f"no room for {what}: {', '.join(having) or 'there is no node'}"
+
+    def _having(self, room: _Room, need: Need, ranks: int) -> str:
+        name = room.node.name or "this node"
+        if room.closed:
+            return f"{name} ({room.closed})"
+        if ranks > 1:
+            return f"{name} has room for {len(room.devices(need.gpus, ranks))}"
+        free = sum(room.free) / PARTS
+        return f"{name} has {free:g} of {room.node.gpus} free"
+
+
+def _pack(
+    rooms: Sequence[_Room], fits: dict[str, list[tuple[int, ...]]], need: Need, ranks: int
+) -> list[tuple[_Room, int]] | None:
+    """How many ranks go to which node, or None when they do not fit: as few nodes as possible, in their order.
+
+    Memory and cores decide only among ways that GPUs allow: a node takes as many ranks as it has both for if that is
+    enough all in all, else as many as it has memory for, else as many as its devices hold.
+    """
+    hard = {room.node.name: len(fits[room.node.name]) for room in rooms}
+    held = {room.node.name: room.in_memory(need, hard[room.node.name]) for room in rooms}
+    soft = {room.node.name: room.on_cores(need, held[room.node.name]) for room in rooms}
+    for room_for in (soft, held, hard):
+        if sum(room_for.values()) < ranks:
+            continue
+        # Stable: among equals the earlier node. The greedy choice of the largest is the fewest nodes.
+        order = sorted(rooms, key=lambda room: -room_for[room.node.name])
+        taken: dict[str, int] = {}
+        left = ranks
+        for room in order:
+            count = min(left, room_for[room.node.name])
+            if count == left:
+                # The last node: the smallest that holds the rest leaves large ones whole.
+                fitting = [r for r in order if r.node.name not in taken and room_for[r.node.name] >= left]
+                room = min(fitting, key=lambda r: room_for[r.node.name])
+            taken[room.node.name] = count
+            left -= count
+            if not left:
+                return [(room, taken[room.node.name]) for room in rooms if room.node.name in taken]
+    return None

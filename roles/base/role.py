@@ -1,0 +1,121 @@
+"""Base class of the RL job's roles: config tables by type, the queue client, and what is closed at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+from relax_rt.config.schema import MIB, RoleSettings, Table
+from relax_rt.interfaces.role import Role, RoleContext
+from relax_rt.transport.queue.client import LeasedBatch, QueueClient
+
+S = TypeVar("S", bound=RoleSettings)
+T = TypeVar("T", bound=Table)
+
+TAKE_WAIT_S = 30.0
+
+
+class RLRole(Role, Generic[S]):
+    """Base of the RL job's roles; `S` is the type of the role's own table, which `Settings` names as well.
+
+    What a role opens in `setup` or `run` it enters into `resources`; `teardown` closes these in reverse order, also
+    after an error in `setup`, and the remaining ones also when one of them fails to close. A role that has more to do
+    at its end overrides `teardown` and calls this one last.
+    """
+
+    settings: S
+    queue: QueueClient
+    """There after `open_queue`."""
+
+    def __init__(self, ctx: RoleContext) -> None:
+        super().__init__(ctx)
+        assert isinstance(ctx.settings, self.Settings), f"{self.kind}: {type(ctx.settings).__name__}"
+        self.settings = cast("S", ctx.settings)
+        self.config = ctx.config
+        self.config_dir = Path(ctx.config.config_dir)
+        """The folder that relative paths of the config start from."""
+        self.resources = AsyncExitStack()
+
+    def table(self, kind: type[T]) -> T:
+        """Return the config's table of this type.
+
+        Raises:
+            RelaxError: the run's job has no such table.
+        """
+        return self.config.table(kind)
+
+    async def open_queue(
+        self,
+        *,
+        slab_bytes: int = 0,
+        capacity_bytes: int = 0,
+        length_field: str = "",
+        fetch_s: float = 0.0,
+        on_lost: Callable[[list[int]], None] | None = None,
+    ) -> None:
+        """Open `queue`, and close it at the end.
+
+        Args:
+            slab_bytes, capacity_bytes: shared memory of this process; 0: as [queue] says.
+            length_field, fetch_s, on_lost: see QueueClient.
+        """
+        ctx, table = self.ctx, self.config.queue
+        client = QueueClient(
+            await ctx.queue(),
+            ctx.who,
+            ctx.payload_dir,
+            spill_dir=ctx.spill_dir,
+            slab_bytes=slab_bytes or table.slab_mib * MIB,
+            capacity_bytes=capacity_bytes or table.capacity_mib * MIB,
+            length_field=length_field,
+            on_lost=on_lost,
+            fetcher=ctx.fetcher,
+            fetch_s=fetch_s,
+            on_wait=ctx.progress.waiting,
+        )
+        self.queue = await self.resources.enter_async_context(client)
+
+    async def consume(
+        self,
+        task: str,
+        samples: int,
+        work: Callable[[LeasedBatch], Awaitable[None]],
+        lacks: str,
+        *,
+        groups: int = 0,
+    ) -> None:
+        """Report ready, and give every batch of a task to `work` until the role is asked to stop.
+
+        Args:
+            samples: of a batch at most. groups: instead, exactly as many whole groups.
+            lacks: what is waited for where the queue does not say it.
+        """
+        stop = asyncio.create_task(self.ctx.stopping.wait())
+        try:
+            await self.ctx.ready()
+            while not stop.done():
+                batch = await self._take(task, samples, groups, stop)
+                if batch:
+                    self.ctx.progress.waiting("")
+                    await work(batch)
+                elif batch is not None:
+                    self.ctx.progress.waiting(batch.waiting_on or lacks)
+        finally:
+            stop.cancel()
+
+    async def _take(self, task: str, samples: int, groups: int, stop: asyncio.Task[Any]) -> LeasedBatch | None:
+        """Return a batch, an empty one after TAKE_WAIT_S, or None once `stop` is done."""
+        samples = 0 if groups else samples
+        take = asyncio.create_task(self.queue.take(task, samples=samples, groups=groups, wait_s=TAKE_WAIT_S))
+        try:
+            await asyncio.wait([take, stop], return_when=asyncio.FIRST_COMPLETED)
+            return take.result() if take.done() else None
+        finally:
+            # Cancelled, it gives back what it is granted too late.
+            take.cancel()
+
+    async def teardown(self) -> None:
+        await self.resources.aclose()

@@ -1,0 +1,76 @@
+"""Processes that joined of their own accord, watched by pidfd: their death is known within milliseconds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from relax_rt.transport.base.process_stat import start_time
+from relax_rt.transport.rpc.errors import OutOfSpace
+from relax_rt.transport.rpc.identity import Incarnation
+
+NODE_ENV = "RELAX_NODE"
+"""Environment variable that names the node instead, where processes are to be kept apart that need not be."""
+
+
+def node_name() -> str:
+    """Names what processes share that can map each other's slabs and see each other's pids: boot, /dev/shm, pids."""
+    if named := os.environ.get(NODE_ENV):
+        return named
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    pids = Path("/proc/self/ns/pid").stat().st_ino
+    return f"{boot[:12]}-{Path('/dev/shm').stat().st_dev}-{pids}"
+
+
+class Watch:
+    """Tells of the death of processes on this node.
+
+    Args:
+        gone: is told who ended, and why one thinks so.
+    """
+
+    def __init__(self, gone: Callable[[Incarnation, str], None]) -> None:
+        self._gone = gone
+        self._fds: dict[Incarnation, int] = {}
+
+    def add(self, who: Incarnation, pid: int, started: int) -> None:
+        """Watch an incarnation's process (pid and start time, see process_stat); report one that is dead at once.
+
+        Raises:
+            OutOfSpace: too many files are open.
+        """
+        if not pid or who in self._fds:
+            return
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._gone(who, f"process {pid} is gone")
+            return
+        except OSError as error:
+            hint = "raise the limit of open files (ulimit -n) of the broker's process"
+            raise OutOfSpace(f"watching process {pid} of {who}", why=str(error), hint=hint) from error
+        if start_time(pid) != started:
+            # The pid was reused by another process.
+            os.close(fd)
+            self._gone(who, f"process {pid} is gone")
+            return
+        self._fds[who] = fd
+        asyncio.get_running_loop().add_reader(fd, self._ended, who, pid)
+
+    def _ended(self, who: Incarnation, pid: int) -> None:
+        self.remove(who)
+        self._gone(who, f"process {pid} ended")
+
+    def remove(self, who: Incarnation) -> None:
+        """Watch it no more."""
+        fd = self._fds.pop(who, None)
+        if fd is not None:
+            asyncio.get_running_loop().remove_reader(fd)
+            os.close(fd)
+
+    def close(self) -> None:
+        """Watch nothing more."""
+        for who in list(self._fds):
+            self.remove(who)

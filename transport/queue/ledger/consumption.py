@@ -1,0 +1,492 @@
+"""Consumers: leases on ready samples, their completion, release and lapse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from relax_rt.transport.base.targets import did_you_mean
+from relax_rt.transport.memory.refs import Extent
+from relax_rt.transport.memory.slab_names import owner_of
+from relax_rt.transport.queue.ledger.admission import MAX_SAMPLES, check_fields, check_rows, return_extents
+from relax_rt.transport.queue.ledger.core import Core
+from relax_rt.transport.queue.ledger.events import Abandon, Complete, Take
+from relax_rt.transport.queue.ledger.failures import (
+    count_success,
+    fail_members,
+    killed_consumers,
+    reset_failures,
+    stuck,
+)
+from relax_rt.transport.queue.ledger.messages import Batch, Put, Run, SampleInfo, SampleKey, Want
+from relax_rt.transport.queue.ledger.selection import Samplers, select_keys, settle
+from relax_rt.transport.queue.ledger.state import Group, Lease, Part, Sample, Stream
+from relax_rt.transport.rpc.errors import Refused
+from relax_rt.transport.rpc.identity import Incarnation
+
+MAX_READERS = 4096
+MAX_STREAMS = 256
+"""Streams of which the next index is remembered."""
+
+
+def take(core: Core, who: Incarnation, event: Take, samplers: Samplers) -> tuple[Batch, list[SampleKey]]:
+    """Lease ready samples for a task, or say what is waited for; also answers with the keys that were chosen.
+
+    An event from the journal carries its keys: what was chosen then is granted again, whatever samplers do now.
+    """
+    task, want = event.task, event.want
+    _check_take(core, who, task, want)
+    if want.stream:
+        shared = _shared(core, who, task, want)
+        if shared is not None:
+            return shared, []
+    settled, waiting_on = settle(core, who, want) if task == core.policy.step_task else (want, "")
+    keys = event.keys
+    if keys is None:
+        keys, waiting_on = _choose(core, samplers, task, settled) if settled is not None else ([], waiting_on)
+    if not keys:
+        return Batch(0, [], waiting_on=waiting_on), []
+    groups = core.state.groups
+    samples = [groups[key.group].samples[key.member] for key in keys]
+    if event.keys is None:
+        keys, samples = _suspect_alone(core, task, keys, samples, want)
+    lease = _lease(core, who, task, keys, samples, want)
+    batch = batch_of(core, lease, who, zip(keys, samples, strict=True))
+    if want.stream:
+        lease.told = batch
+    return batch, keys
+
+
+def _choose(core: Core, samplers: Samplers, task: str, want: Want) -> tuple[list[SampleKey], str]:
+    try:
+        return select_keys(core, samplers, task, want)
+    except Refused as error:
+        if not core.changed:
+            raise
+        # What was settled before must be journaled; the sampler says it again when it is asked again.
+        return [], str(error)
+
+
+def _suspect_alone(
+    core: Core, task: str, keys: list[SampleKey], samples: list[Sample], want: Want
+) -> tuple[list[SampleKey], list[Sample]]:
+    """A sample that its consumers' next death would set aside is leased by itself: its neighbours are not to blame."""
+    last = core.state.limits.quarantine_after - 1
+    if task == core.policy.step_task or want.groups or last < 1 or len(keys) < 2:
+        return keys, samples
+    deaths = [sample.deaths for sample in samples]
+    if max(deaths) < last:
+        return keys, samples
+    suspect = next(n for n, count in enumerate(deaths) if count >= last)
+    return [keys[suspect]], [samples[suspect]]
+
+
+def _check_take(core: Core, who: Incarnation, task: str, want: Want) -> None:
+    what = f"take for task '{task}' by {who}"
+    if task not in core.policy.tasks:
+        tasks = sorted(core.policy.tasks)
+        raise Refused(what, why=f"tasks are {', '.join(tasks)}", hint=did_you_mean(task, tasks))
+    if max(want.samples, want.groups, want.tokens) < 1:
+        raise Refused(what, why="neither samples nor groups nor tokens were asked for")
+    if task == core.policy.step_task and (want.groups < 1 or want.tokens):
+        raise Refused(what, why="training takes whole groups: say how many", hint="bound micro-batches by tokens")
+    if want.at_least and (task != core.policy.step_task or want.stream or want.at_least > want.groups):
+        why = f"at least {want.at_least} of {want.groups} groups are asked for"
+        raise Refused(what, why=why, hint="at_least is for training, by one caller alone, and up to `groups`")
+    if want.samples > MAX_SAMPLES or want.groups > MAX_SAMPLES:
+        raise Refused(what, why=f"{max(want.samples, want.groups)} are asked for, {MAX_SAMPLES} may be at once")
+    if not 1 <= want.readers <= MAX_READERS or want.index < 0 or want.tokens < 0:
+        raise Refused(what, why=f"readers {want.readers}, index {want.index} or tokens {want.tokens} cannot be")
+
+
+def _shared(core: Core, who: Incarnation, task: str, want: Want) -> Batch | None:
+    """The batch of a stream's index if it was granted, or why it cannot be; None if it is the next to be granted."""
+    name = f"{task}:{want.stream}"
+    stream = core.state.streams.get(name, Stream())
+    if want.index in stream.live:
+        lease = core.state.leases[stream.live[want.index]]
+        if who not in lease.holders:
+            if who in lease.finished or len(lease.holders) + len(lease.finished) >= lease.readers:
+                raise Refused(
+                    f"batch {want.index} of stream '{name}' for {who}",
+                    why="the caller has finished it" if who in lease.finished else f"{lease.readers} read it already",
+                )
+            lease.holders.append(who)
+            core.changed = True
+        core.hold(lease.id, who)
+        return batch_of(core, lease, who)
+    if want.index < stream.next_index:
+        raise Refused(
+            f"batch {want.index} of stream '{name}' for {who}",
+            why=f"it ended, and its samples were finished or offered again; the next is {stream.next_index}",
+            hint="all ranks go on with the next index",
+        )
+    if want.index and name not in core.state.streams:
+        raise Refused(
+            f"batch {want.index} of stream '{name}' for {who}", why="there is no such stream", hint="it begins with 0"
+        )
+    if want.index > stream.next_index:
+        return Batch(0, [], waiting_on=f"batch {stream.next_index} of stream '{name}' was not taken yet")
+    return None
+
+
+def _lease(core: Core, who: Incarnation, task: str, keys: list[SampleKey], samples: list[Sample], want: Want) -> Lease:
+    blocks = core.read_by(samples)
+    pins = core.blocks.extents_of(blocks)
+    lease = Lease(core.new_id(), task, keys, blocks, pins, [who], stream=want.stream, readers=want.readers)
+    core.blocks.pin(pins)
+    core.state.leases[lease.id] = lease
+    core.hold(lease.id, who if want.stream else None)
+    if want.stream:
+        name = f"{task}:{want.stream}"
+        # The order of the table is that of use, so that only streams of gangs that are no more are forgotten.
+        core.state.streams[name] = core.state.streams.pop(name, Stream())
+        _forget_streams(core)
+        stream = core.state.streams.setdefault(f"{task}:{want.stream}", Stream())
+        stream.live[want.index] = lease.id
+        stream.next_index = want.index + 1
+    if task == core.policy.step_task:
+        for group in core.groups_of(lease):
+            group.lease = lease.id
+            core.refresh(group)
+            for _, sample in group.members():
+                core.losses.consumed(sample.length, core.staleness(group))
+    else:
+        ready, id_ = core.ready[task], lease.id
+        for sample in samples:
+            sample.leases[task] = id_
+        for key in keys:
+            ready.pop(key, None)
+    core.changed = True
+    return lease
+
+
+def _forget_streams(core: Core) -> None:
+    """Streams of gangs that are no more: the oldest without a batch under way go."""
+    idle = [name for name, stream in core.state.streams.items() if not stream.live]
+    for name in idle[: max(0, len(core.state.streams) - MAX_STREAMS)]:
+        del core.state.streams[name]
+
+
+def batch_of(
+    core: Core, lease: Lease, who: Incarnation, held: Iterable[tuple[SampleKey, Sample]] | None = None
+) -> Batch:
+    """What a holder of a lease is told.
+
+    Columns that came after the lease was granted are not in it: their memory is not pinned for its readers.
+    held: its samples, if they are at hand.
+    """
+    if lease.told is not None:
+        return msgspec.structs.replace(lease.told, remote=_remote(core, lease, who))
+    told = set(lease.blocks)
+    place: dict[int, int] = {}
+    infos: list[SampleInfo] = []
+    runs: list[Run] = []
+    if core.policy.step_task:
+        infos = _infos(core, lease, told, place)
+    else:
+        runs = runs_of(core.samples_of(lease) if held is None else held, told, place)
+    blocks = [core.blocks.blocks[id_].ref for id_ in place]
+    blobs = core.blocks.blob_refs(place)
+    return Batch(lease.id, infos, runs, blocks, blobs, _remote(core, lease, who), core.state.limits.lease_s)
+
+
+def _remote(core: Core, lease: Lease, who: Incarnation) -> dict[str, str]:
+    callers = core.state.callers
+    return callers.remote(who, {owner_of(extent.slab) for extent in lease.pins}) if callers.homes else {}
+
+
+def _infos(core: Core, lease: Lease, told: set[int], place: dict[int, int]) -> list[SampleInfo]:
+    infos: list[SampleInfo] = []
+    step = lease.task == core.policy.step_task
+    for key in lease.keys:
+        group = core.state.groups.get(key.group)
+        if group is None:
+            continue
+        sample = group.samples[key.member]
+        if not step and sample.leases.get(lease.task) != lease.id:
+            continue
+        parts = [(place.setdefault(p.block, len(place)), p.row) for p in sample.parts if p.block in told]
+        prompt = group.prompt
+        infos.append(
+            SampleInfo(
+                key,
+                prompt.index if prompt is not None else -1,
+                prompt.attempt if prompt is not None else 0,
+                parts,
+                sample.spans,
+                sample.length,
+                core.staleness(group, key.member) if step else -1,
+                core.masked(group, sample) if step else [],
+            )
+        )
+    return infos
+
+
+def complete(core: Core, who: Incarnation, event: Complete) -> list[Extent]:
+    """Finish a lease: its samples get their new columns, and failed ones go the way the policy says.
+
+    A shared lease is finished, and its new columns are seen, when all its ranks have completed it. A lapsed lease is
+    finished without effect on the samples: its columns are not kept and its pins are released.
+    """
+    lease = core.state.leases.get(event.lease)
+    if lease is None or who not in lease.holders:
+        return _complete_late(core, who, event)
+    _check_complete(core, who, event, lease)
+    core.changed = True
+    if event.puts:
+        lease.pending += _new_columns(core, lease, event.puts)
+    lease.failures += event.failures
+    lease.holders.remove(who)
+    if event.pinned:
+        lease.reading.append(who)
+    if lease.stream and not _is_last(core, lease, who):
+        return core.blocks.collect(who)
+    _finish(core, lease)
+    return core.blocks.collect(who)
+
+
+def _is_last(core: Core, lease: Lease, who: Incarnation) -> bool:
+    """Whether the shared lease ends with this rank's completion."""
+    lease.finished.append(who)
+    # The end of a step's lease is the step itself, unless there can be none.
+    trains = lease.task == core.policy.step_task
+    done = bool(lease.failures) if trains else len(lease.finished) >= lease.readers
+    if not done:
+        core.unhold_for(lease.id, who)
+    return done
+
+
+def _new_columns(core: Core, lease: Lease, puts: list[Put]) -> list[tuple[SampleKey, Part, int]]:
+    """The blocks of the puts are in use from now on, by those samples that the lease still holds."""
+    held = {key for key, _ in core.samples_of(lease)}
+    versioned, found = set(core.policy.versioned), []
+    for item in puts:
+        rows = [row for row in item.rows if row.key in held]
+        if not rows:
+            return_extents(core, [item])
+            continue
+        block = core.blocks.add(item, len(rows), core.state.callers.alive)
+        version = item.version if not versioned.isdisjoint(item.block.fields) else -1
+        found += [(row.key, Part(block, row.row, lease.task, version), row.length) for row in rows]
+    return found
+
+
+def _finish(core: Core, lease: Lease) -> None:
+    """All who had to have completed it. Failures come first: they decide whose new columns are of use."""
+    if not lease.pending and not lease.failures and lease.task != core.policy.step_task:
+        _finish_without_news(core, lease)
+        return
+    task, held, groups = lease.task, dict(core.samples_of(lease)), core.groups_of(lease)
+    pending, lease.pending = lease.pending, []
+    still = {key for group in groups for key in group.sample_keys()} if task == core.policy.step_task else held.keys()
+    failures = [failure for failure in lease.failures if failure.key in still]
+    core.close(lease)
+    not_done = {failure.key for failure in failures}
+    # Computed with weights that are not the trainer's any more: the task does all of the sample again.
+    not_done |= {key for key, part, _ in pending if core.outdated(part)}
+    if failures:
+        fail_members(core, task, failures)
+        # Where a member is gone, what was computed over the whole group is of no use.
+        spoiled = {failure.key.group for failure in failures} if task == core.policy.frozen_by else set()
+        not_done |= {key for key in held if key.group in spoiled or key.group not in core.state.groups}
+    for key, part, length in pending:
+        if key in not_done or key not in held:
+            core.blocks.drop_row(part.block, core.state.callers.alive)
+            continue
+        held[key].parts.append(part)
+        if length >= 0:
+            held[key].length = length
+    for key, sample in held.items():
+        if key not in not_done:
+            sample.done.append(task)
+            sample.deaths = 0
+            count_success(core, core.state.groups[key.group], task)
+    fail_members(core, task, stuck(core, [(key, sample) for key, sample in held.items() if key not in not_done]))
+    for group in groups:
+        if group.id in core.state.groups:
+            core.refresh(group)
+            if group.id in core.step_ready:
+                reset_failures(core)
+            core.finish_if_done(group)
+
+
+def _finish_without_news(core: Core, lease: Lease) -> None:
+    # The usual end of a lease: the task is done with its samples, and nothing new is ready for another.
+    task, tasks = lease.task, len(core.policy.tasks)
+    held = core.samples_of(lease)
+    core.close(lease)
+    ends = not core.policy.step_task
+    for key, sample in held:
+        sample.done.append(task)
+        sample.deaths = 0
+        if ends and len(sample.done) >= tasks:
+            core.finish_if_done(core.state.groups[key.group])
+    fail_members(core, task, stuck(core, held))
+
+
+def _check_complete(core: Core, who: Incarnation, event: Complete, lease: Lease) -> None:
+    what = f"completion of lease {event.lease} by {who}"
+    if event.task != lease.task:
+        raise Refused(what, why=f"it was taken for task '{lease.task}', not '{event.task}'")
+    shared = lease.stream != ""
+    if event.task == core.policy.step_task and (event.puts or not (event.failures or shared)):
+        raise Refused(what, why="training is finished with `trained`; complete only reports samples that failed")
+    if not event.puts and not event.failures:
+        return
+    keys = set(lease.keys)
+    put_keys = [row.key for item in event.puts for row in item.rows]
+    for key in put_keys + [failure.key for failure in event.failures]:
+        if key not in keys:
+            raise Refused(what, why=f"sample {key} is not part of it")
+    check_rows(core, who, event.puts)
+    check_fields(core, who, event.puts)
+    _check_columns(core, what, event, lease)
+
+
+def _check_columns(core: Core, what: str, event: Complete, lease: Lease) -> None:
+    """No column comes twice, none was computed with weights that are not known."""
+    seen: dict[SampleKey, set[str]] = {}
+    blocks, versioned = core.blocks.blocks, set(core.policy.versioned)
+    for key, sample in core.samples_of(lease):
+        seen[key] = {name for part in sample.parts for name in blocks[part.block].ref.fields}
+    for key, part, _ in lease.pending:
+        seen.setdefault(key, set()).update(blocks[part.block].ref.fields)
+    for item in event.puts:
+        if item.version >= 0 and item.version not in core.tree:
+            raise Refused(what, why=f"policy version {item.version} is not known")
+        if item.version < 0 and not versioned.isdisjoint(item.block.fields):
+            name = min(versioned.intersection(item.block.fields))
+            raise Refused(what, why=f"column '{name}' depends on the weights, and comes without their version")
+        for row in item.rows:
+            there = seen.setdefault(row.key, set())
+            double = there.intersection(item.block.fields)
+            if double:
+                raise Refused(what, why=f"sample {row.key} has column {', '.join(sorted(double))} already")
+            there.update(item.block.fields)
+
+
+def _complete_late(core: Core, who: Incarnation, event: Complete) -> list[Extent]:
+    check_rows(core, who, event.puts)
+    core.tally("late_completions")
+    return_extents(core, event.puts)
+    if not event.pinned:
+        unpin(core, who, [event.lease])
+    core.changed = True
+    return core.blocks.collect(who)
+
+
+def unpin(core: Core, who: Incarnation, leases: list[int]) -> None:
+    """The caller reads the memory of these leases, which it works on no more, no more."""
+    for id_ in leases:
+        lapsed, held = core.state.lapsed.get(id_), core.state.leases.get(id_)
+        if lapsed is not None and who in lapsed.holders:
+            core.unread(lapsed, who)
+            core.changed = True
+        elif held is not None and who in held.reading:
+            core.unread(held, who)
+            core.changed = True
+
+
+def abandon(core: Core, who: Incarnation, event: Abandon) -> None:
+    """The caller gives a lease back undone: its samples are offered again, no death is counted."""
+    lease = core.state.leases.get(event.lease)
+    if lease is None or who not in lease.holders:
+        if not event.pinned:
+            unpin(core, who, [event.lease])
+        return
+    core.changed = True
+    samples, groups = core.samples_of(lease), core.groups_of(lease)
+    lease.holders.remove(who)
+    if event.pinned:
+        lease.reading.append(who)
+    core.close(lease)
+    _offer_again(core, lease.task, groups, [key for key, _ in samples])
+
+
+def _offer_again(core: Core, task: str, groups: list[Group], keys: list[SampleKey]) -> None:
+    for group in groups:
+        if group.id in core.state.groups:
+            core.refresh(group)
+    core.first(task, keys)
+
+
+def lapse(core: Core, lease: Lease, *, ended: set[Incarnation], blame: bool = True) -> None:
+    """A holder is dead or late: the samples are offered again, or quarantined if they killed too many.
+
+    Holders that are not among the `ended` processes may still be reading, so that the extents stay pinned.
+    """
+    core.changed = True
+    samples, groups = core.samples_of(lease), core.groups_of(lease)
+    step = lease.task == core.policy.step_task
+    if step:
+        samples = [member for group in groups for member in group.members()]
+    lease.holders = [who for who in lease.holders if who not in ended]
+    lease.reading = [who for who in lease.reading if who not in ended]
+    core.note("lease_lapsed", lease=lease.id, task=lease.task, samples=len(lease.keys), readers=lease.readers)
+    core.close(lease)
+    for _, sample in samples:
+        sample.deaths += blame
+    limit = core.state.limits.quarantine_after
+    for group in groups:
+        bad = {key.member: "quarantined" for key, sample in group.members() if sample.deaths >= limit}
+        # A group on lease to the trainer is frozen; its end is the trainer's.
+        if bad and not group.lease:
+            killed_consumers(core, group, lease.task, list(bad), limit)
+            core.end(group, "dropped(sibling)", marked=bad, fate="retire")
+    _offer_again(core, lease.task, groups, [key for key, _ in samples])
+
+
+def runs_of(held: Iterable[tuple[SampleKey, Sample]], told: set[int], place: dict[int, int]) -> list[Run]:
+    """Samples on lease of a queue without steps, where prompts and versions are of no matter.
+
+    told: blocks to speak of; place: where each is in the batch's list, extended here.
+    """
+    runs: list[Run] = []
+    start, count, by_group = SampleKey(0, 0), 0, False
+    group = member = -1
+    parts: list[Part] = []
+    lengths: list[int] = []
+    for key, sample in held:
+        if count and _next_rows(sample.parts, parts, count):
+            next_group = key.group == group + count and key.member == member
+            if (next_group and (by_group or count == 1)) or (
+                not by_group and key.group == group and key.member == member + count
+            ):
+                by_group, count = next_group, count + 1
+                lengths.append(sample.length)
+                continue
+        if count:
+            runs.append(_run(start, count, by_group, parts, lengths, told, place))
+        start, count, by_group, parts, lengths = key, 1, False, sample.parts, [sample.length]
+        group, member = key.group, key.member
+    if count:
+        runs.append(_run(start, count, by_group, parts, lengths, told, place))
+    return runs
+
+
+def _run(
+    key: SampleKey,
+    count: int,
+    by_group: bool,
+    parts: list[Part],
+    lengths: list[int],
+    told: set[int],
+    place: dict[int, int],
+) -> Run:
+    first = [(place.setdefault(part.block, len(place)), part.row) for part in parts if part.block in told]
+    return Run(key, count, by_group, first, lengths if max(lengths) >= 0 else [])
+
+
+def _next_rows(parts: list[Part], first: list[Part], by: int) -> bool:
+    """Whether these are the rows of the same blocks, `by` further on."""
+    if len(parts) != len(first):
+        return False
+    if len(parts) == 1:
+        return parts[0].row == first[0].row + by and parts[0].block == first[0].block
+    for n, part in enumerate(parts):
+        other = first[n]
+        if part.block != other.block or part.row != other.row + by:
+            return False
+    return True

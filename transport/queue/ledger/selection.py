@@ -1,0 +1,479 @@
+"""What a consumer is given: samplers, the next training batch, and how long it waits for stragglers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Protocol
+
+import msgspec
+
+from relax_rt.transport.queue.ledger.admission import bound, keep_within, outstanding, recycle, surplus
+from relax_rt.transport.queue.ledger.core import REFUSED, Core
+from relax_rt.transport.queue.ledger.messages import SampleKey, Want
+from relax_rt.transport.queue.ledger.state import Group
+from relax_rt.transport.rpc.errors import Refused
+from relax_rt.transport.rpc.identity import Incarnation
+
+WINDOW = 4096
+"""Units that a sampler looks at, unless it says otherwise."""
+
+
+class Unit(msgspec.Struct, frozen=True):
+    """What a sampler chooses or leaves as a whole: one ready sample, or all samples of a group.
+
+    Attributes:
+        id: its group.
+        lengths: tokens of each of its samples; -1: no producer said.
+        staleness: as of now; -1 outside training.
+        urgent: the next update of the weights would make it over-stale.
+        priority: higher is sooner.
+        order: grows with the time at which it became ready.
+    """
+
+    id: int
+    keys: tuple[SampleKey, ...]
+    lengths: tuple[int, ...]
+    staleness: int = -1
+    urgent: bool = False
+    priority: float = 0.0
+    order: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all its samples.
+
+        Raises:
+            Refused: the length of one is not known.
+        """
+        if min(self.lengths, default=0) < 0:
+            key = self.keys[self.lengths.index(-1)] if -1 in self.lengths else self.keys[0]
+            raise Refused(
+                f"choosing by length, of sample {key}",
+                why="no producer said how many tokens it has",
+                hint="name the column that holds a sample's tokens where the samples are put (length_field)",
+            )
+        return sum(self.lengths)
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """The units to lease, in the order in which they go out; none, and why, while there are not enough."""
+
+    units: list[Unit]
+    waiting_on: str = ""
+
+
+class Sampler(Protocol):
+    """Chooses among what is ready for a task. Pure: the same units and want give the same choice.
+
+    It is named in a config as `package.module:Class` or `file.py:Class` and made with its options as keyword
+    arguments. Two attributes are optional: `window`, how many units it looks at (4096), and `newest_first`, whether
+    it wants to see the latest ready ones first.
+    """
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether units are to be whole groups even if samples are asked for."""
+
+    def choose(self, units: Iterable[Unit], want: Want) -> Choice:
+        """At most what is wanted, each unit once.
+
+        Args:
+            units: what is ready, oldest first; made as it is read, so read no more than needed.
+            want: with groups, exactly so many units, or none and `waiting_on`; fewer only where `tokens` end the batch.
+        """
+
+
+def limit_of(want: Want) -> float:
+    """How many groups, or else samples, may be chosen; inf if tokens are the only bound.
+
+    Raises:
+        Refused: nothing is wanted, or less than nothing.
+    """
+    if min(want.samples, want.groups, want.tokens) < 0:
+        raise Refused("take", why=f"it asks for {want.samples} samples, {want.groups} groups, {want.tokens} tokens")
+    if not (want.samples or want.groups or want.tokens):
+        raise Refused("take", why="neither samples nor groups nor tokens were asked for")
+    return want.groups or want.samples or math.inf
+
+
+def within(units: Iterable[Unit], window: int, want: Want) -> Iterator[Unit]:
+    """The first `window` units, or as many as are wanted if that is more."""
+    limit = limit_of(want)
+    return islice(units, max(window, int(limit) if limit < math.inf else 0))
+
+
+def fill(units: Iterable[Unit], want: Want, *, skip: bool = False) -> Choice:
+    """Take units in their order until there are enough. The first one goes even if it is over the token budget.
+
+    Args:
+        skip: pass over a unit that is too large for what is left of the budget, instead of ending there.
+    """
+    room, left = limit_of(want), float(want.tokens) if want.tokens else math.inf
+    chosen: list[Unit] = []
+    seen, smallest, closed = 0, 0, False
+    for unit in units:
+        seen += 1
+        size = 1 if want.groups else len(unit.keys)
+        tokens = unit.tokens if want.tokens else 0
+        smallest = min(smallest or size, size)
+        if size <= room and not closed and (tokens <= left or not chosen):
+            chosen.append(unit)
+            room, left = room - size, left - tokens
+        elif chosen and tokens > left:
+            closed = closed or not skip
+        # Groups are counted on when the budget is spent: whether enough are ready decides if the batch goes at all.
+        if room < 1 or ((closed or left <= 0) and seen >= want.groups):
+            break
+    if want.groups and seen < want.groups:
+        return Choice([], f"{seen} of {want.groups} groups are ready")
+    if not chosen and seen:
+        return Choice([], f"the smallest of {seen} ready groups has {smallest} samples, {want.samples} are asked for")
+    return Choice(chosen, "" if chosen else "no sample is ready")
+
+
+def choose(sampler: Sampler, units: Iterable[Unit], want: Want) -> Choice:
+    """What the sampler chooses, held to what it was asked.
+
+    Raises:
+        Refused: the sampler failed, chose more than was wanted, a unit twice, or one that it was not offered.
+    """
+    offered: dict[tuple[SampleKey, ...], Unit] = {}
+
+    def noted() -> Iterator[Unit]:
+        for unit in units:
+            offered[unit.keys] = unit
+            yield unit
+
+    name = f"sampler {type(sampler).__name__}"
+    try:
+        choice = sampler.choose(noted(), want)
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(name, why=f"it raised {type(error).__name__}: {error}") from error
+    if not isinstance(choice, Choice) or not all(isinstance(unit, Unit) for unit in choice.units):
+        raise Refused(name, why=f"its choose returned a {type(choice).__name__}", hint="return Choice([units…])")
+    keys = [unit.keys for unit in choice.units]
+    tokens = sum(unit.tokens for unit in choice.units) if want.tokens else 0
+    samples = sum(map(len, keys))
+    wrong = ""
+    if len(set(keys)) != len(keys):
+        wrong = "it chose a sample twice"
+    elif not offered.keys() >= set(keys):
+        wrong = "it chose a sample that it was not offered"
+    elif want.groups and (len(keys) > want.groups or (0 < len(keys) < want.groups and not want.tokens)):
+        wrong = f"it chose {len(keys)} groups, {want.groups} are wanted"
+    elif not want.groups and samples > limit_of(want):
+        wrong = f"it chose {samples} samples, {want.samples} are wanted"
+    elif len(keys) > 1 and tokens > want.tokens > 0:
+        wrong = f"it chose {tokens} tokens, {want.tokens} are wanted"
+    if wrong:
+        raise Refused(name, why=wrong)
+    return Choice([offered[key] for key in keys], choice.waiting_on)
+
+
+def choose_urgent_first(sampler: Sampler, units: Iterable[Unit], want: Want) -> Choice:
+    """The sampler's choice, in which what the next update would make over-stale comes before all else.
+
+    The whole window is read for it; where nothing can be urgent, `choose` reads no more than the sampler needs. A
+    ledger that knows of urgent units beyond the window puts them in front.
+
+    Raises:
+        Refused: see `choose`.
+    """
+    pool = list(within(units, int(getattr(sampler, "window", WINDOW)), want))
+    urgent = [unit for unit in pool if unit.urgent]
+    if want.groups and len(pool) < want.groups:
+        return Choice([], f"{len(pool)} of {want.groups} groups are ready")
+    groups = min(want.groups, len(urgent))
+    first = choose(sampler, urgent, msgspec.structs.replace(want, groups=groups)).units if urgent else []
+    if not first:
+        return choose(sampler, pool, want)
+    left = _left(want, first)
+    if left is None or len(first) < len(urgent):
+        # What was left of the urgent ones had no room; it goes first in the next batch.
+        return Choice(first)
+    rest = [unit for unit in pool if not unit.urgent and not (left.tokens and unit.tokens > left.tokens)]
+    if not rest:
+        return Choice(first)
+    second = choose(sampler, rest, msgspec.structs.replace(left, groups=min(left.groups, len(rest))))
+    if want.groups and not want.tokens and len(first) + len(second.units) < want.groups:
+        return Choice([], second.waiting_on)
+    return Choice(first + second.units)
+
+
+def _left(want: Want, chosen: list[Unit]) -> Want | None:
+    """What is still wanted besides these units; None: nothing."""
+    groups = want.groups - len(chosen)
+    samples = want.samples - sum(len(unit.keys) for unit in chosen)
+    tokens = want.tokens - sum(unit.tokens for unit in chosen) if want.tokens else 0
+    if want.tokens and tokens < 1:
+        return None
+    if want.groups:
+        return msgspec.structs.replace(want, groups=groups, tokens=tokens) if groups > 0 else None
+    if want.samples:
+        return msgspec.structs.replace(want, samples=samples, tokens=tokens) if samples > 0 else None
+    return msgspec.structs.replace(want, tokens=tokens)
+
+
+def refuse_stale(core: Core, beyond: int = 0) -> None:
+    """End every group over the staleness bound that is not on lease to the trainer; its prompt returns.
+
+    beyond: samples that may have been there beyond the bound: the newest so many end as that, or are recycled, less
+        what was recycled before and still goes on.
+    """
+    if core.state.trainer_version is None or core.policy.max_staleness == float("inf"):
+        return
+    stale = [
+        group
+        for group in reversed(list(core.state.groups.values()))
+        if not group.lease and core.staleness(group) > core.policy.max_staleness
+    ]
+    core.changed = core.changed or bool(stale)
+    for group in stale:
+        if group.recycled and not keep_within(core, group):
+            core.end(group, "dropped(surplus)" if beyond else REFUSED)
+    left = beyond - _going_on(core) if beyond else 0
+    for group in stale:
+        if group.recycled:
+            continue
+        if left <= 0 or not recycle(core, group):
+            core.end(group, "dropped(surplus)" if left > 0 else REFUSED)
+        left -= group.size
+
+
+def _going_on(core: Core) -> int:
+    """Samples of recycled groups that are not ready for training: they take the room of new surplus."""
+    return sum(
+        group.size
+        for group in core.state.groups.values()
+        if group.recycled and not group.lease and group.id not in core.step_ready
+    )
+
+
+def urgent(core: Core, group: Group) -> bool:
+    """Whether the next update would push the group past the bound."""
+    return core.staleness(group) + 1 > core.policy.max_staleness
+
+
+def stragglers(core: Core) -> list[Group]:
+    """Groups that are not ready to be trained and that the next update would push past the bound."""
+    if core.policy.on_straggler == "mask" or core.policy.max_staleness == float("inf"):
+        return []
+    return [
+        group
+        for group in core.state.groups.values()
+        if group.id not in core.step_ready and not group.lease and not group.recycled and urgent(core, group)
+    ]
+
+
+def hold_for_stragglers(core: Core, *, ends_step: bool = True) -> str:
+    """Why the batch that could be granted must wait; empty when it need not. Late stragglers are revoked.
+
+    ends_step: the update comes next, so that surplus is of no use any more. A trainer that takes parts may still leave
+        some of them out, and then needs it; the update itself ends what is left of it.
+    """
+    late = stragglers(core)
+    beyond = _beyond_bound(core, late)
+    for group in beyond if ends_step else ():
+        if not recycle(core, group):
+            core.end(group, "dropped(surplus)")
+        core.changed = True
+    ended = {group.id for group in beyond}
+    late = [group for group in late if group.id not in ended]
+    if late:
+        since = core.now if core.state.blocked_since is None else core.state.blocked_since
+        patience_s = core.policy.straggler_wait_s if core.policy.on_straggler == "wait" else 0.0
+        if core.now - since < patience_s:
+            blocked(core, since)
+            return _names(late)
+        for group in late:
+            core.tally("stragglers")
+            # Nobody waits for the same prompt for ever. What took no time is tried again as often as it takes.
+            in_vain = patience_s > 0 and bool(group.missing())
+            core.end(group, "dropped(straggler)", fate="failed" if in_vain else "return")
+        core.changed = True
+    blocked(core, None)
+    return ""
+
+
+def places(core: Core, groups: int) -> int:
+    """How many of the groups that a step lacks may be taken before its stragglers are there, which need the others.
+
+    Else what is made fast would take the places of what takes long, and the update refuse that.
+    """
+    if core.policy.on_straggler != "wait":
+        return groups
+    late = stragglers(core)
+    waited_for = len(late) - len(_beyond_bound(core, late))
+    ready = sum(urgent(core, core.state.groups[id_]) for id_ in core.step_ready)
+    return max(ready, groups - waited_for, 0)
+
+
+def _beyond_bound(core: Core, late: list[Group]) -> list[Group]:
+    """The newest stragglers, as many as are surplus, less what goes on already: the batch does not wait for them."""
+    over = outstanding(core) - bound(core, core.state.trainer_version or 0) - _going_on(core)
+    found: list[Group] = []
+    for group in reversed(late):
+        if not surplus(core) or over <= 0:
+            break
+        over -= group.size
+        found.append(group)
+    return found
+
+
+def blocked(core: Core, since: float | None) -> None:
+    """Since when the batch waits for stragglers only."""
+    if core.state.blocked_since != since:
+        core.state.blocked_since = since
+        core.changed = True
+
+
+def _names(late: list[Group]) -> str:
+    """What the batch waits for, in words."""
+    group = late[0]
+    there = sum(sample.generated for sample in group.samples)
+    at = f"{group.holder} has made {there} of {group.size}" if group.holder else "its columns are not complete"
+    more = f" and {len(late) - 1} more" if len(late) > 1 else ""
+    return f"the update would make group {group.id}{more} over-stale: {at}"
+
+
+LOOKED_AT = 64
+"""Groups that are looked at to say what is missing."""
+Samplers = dict[str, Sampler]
+"""The samplers of those tasks that have another one than first in, first out."""
+
+
+def select_keys(core: Core, samplers: Samplers, task: str, want: Want) -> tuple[list[SampleKey], str]:
+    """Keys to lease, or none and the reason. For the step task `settle` comes first."""
+    if task == core.policy.step_task:
+        return _for_step(core, samplers.get(task), want)
+    sampler = samplers.get(task)
+    if sampler is None and not want.groups:
+        return _first(core, task, want)
+    whole = bool(want.groups) or (sampler is not None and sampler.whole_groups)
+    newest_first = bool(getattr(sampler, "newest_first", False))
+    units = _groups(core, task, newest_first) if whole else _samples(core, task, newest_first)
+    if sampler is None:
+        found = list(islice(units, want.groups))
+        if len(found) < want.groups:
+            return [], f"{len(found)} of {want.groups} groups are ready for task '{task}'"
+        return [key for unit in found for key in unit.keys], ""
+    # Where nothing is ever trained nothing is urgent, and the sampler need read no more than it wants.
+    steps = core.policy.step_task and core.state.trainer_version is not None
+    choice = choose_urgent_first(sampler, units, want) if steps else choose(sampler, units, want)
+    keys = [key for unit in choice.units for key in unit.keys]
+    return keys, "" if keys else choice.waiting_on or f"no sample is ready for task '{task}'"
+
+
+def _first(core: Core, task: str, want: Want) -> tuple[list[SampleKey], str]:
+    """First in, first out: the usual case, without looking at more than what is taken."""
+    if want.tokens:
+        keys = [key for unit in fill(_samples(core, task), want).units for key in unit.keys]
+    else:
+        keys = list(islice(core.ready[task], want.samples))
+    return keys, "" if keys else nothing_ready(core, task)
+
+
+def nothing_ready(core: Core, task: str) -> str:
+    """Why no sample is ready for a task: there is none, others work on them, or they lack columns."""
+    lack: Counter[str] = Counter()
+    blocks = core.blocks.blocks
+    for group in islice(core.state.groups.values(), LOOKED_AT):
+        for sample in group.samples:
+            if sample.generated and not sample.left_out and task not in sample.done and task not in sample.leases:
+                have = {name for part in sample.parts for name in blocks[part.block].ref.fields}
+                lack.update(name for name in core.policy.tasks[task] if name not in have)
+    what = f"no sample is ready for task '{task}'"
+    if not lack:
+        return what
+    return f"{what}: " + ", ".join(f"{n} lack '{name}'" for name, n in sorted(lack.items()))
+
+
+def _samples(core: Core, task: str, newest_first: bool = False) -> Iterator[Unit]:
+    ready = core.ready[task]
+    for order, key in enumerate(reversed(ready) if newest_first else ready):
+        group = core.state.groups[key.group]
+        yield _unit(core, group, (key,), -order if newest_first else order)
+
+
+def _groups(core: Core, task: str, newest_first: bool = False) -> Iterator[Unit]:
+    """Groups whose members are all ready for the task, or done with it already (one may have been made again)."""
+    ready = core.ready[task]
+    seen: set[int] = set()
+    for key in reversed(ready) if newest_first else ready:
+        if key.group in seen:
+            continue
+        seen.add(key.group)
+        group = core.state.groups[key.group]
+        keys = [key for key, sample in group.members() if task not in sample.done]
+        if group.complete and all(one in ready for one in keys):
+            yield _unit(core, group, tuple(keys), -len(seen) if newest_first else len(seen))
+
+
+def _unit(core: Core, group: Group, keys: tuple[SampleKey, ...], order: int) -> Unit:
+    samples = [group.samples[key.member] for key in keys]
+    steps = bool(core.policy.step_task) and core.state.trainer_version is not None
+    return Unit(
+        id=group.id,
+        keys=keys,
+        lengths=tuple(sample.length for sample in samples),
+        staleness=core.staleness(group) if steps else 0,
+        urgent=steps and urgent(core, group),
+        priority=max(sample.priority for sample in samples),
+        order=order,
+    )
+
+
+def settle(core: Core, who: Incarnation, want: Want) -> tuple[Want | None, str]:
+    """What comes before the choice of a step's batch: what may be granted of it now, or nothing, and why.
+
+    Refuses what is over-stale and revokes late stragglers. A replay does it again, without choosing. A part of a step
+    is granted beside others of its holder, as one update ends them all; the last one waits for stragglers.
+    """
+    state = core.state
+    if state.trainer_version is None:
+        return None, "the trainer has not announced its weights yet"
+    refuse_stale(core)
+    for lease in state.leases.values():
+        alone = want.at_least and not lease.stream and lease.holders == [who]
+        if lease.task == core.policy.step_task and not alone:
+            holder = (lease.holders or lease.finished)[0]
+            return None, f"lease {lease.id} of {holder} is not finished; its update decides what is stale"
+    granted, waiting_on = _granted(core, want)
+    if granted < (want.at_least or want.groups) or granted < 1:
+        return None, waiting_on
+    return msgspec.structs.replace(want, groups=granted), ""
+
+
+def _granted(core: Core, want: Want) -> tuple[int, str]:
+    """How many groups may be granted of what a step lacks, and why not all of them."""
+    ready = len(core.step_ready)
+    room = places(core, want.groups) if want.at_least else want.groups
+    lacking = f"{ready} of {want.groups} groups are ready for training"
+    if ready < want.groups and (room or not ready):
+        blocked(core, None)
+        return min(ready, room), lacking
+    waiting_on = hold_for_stragglers(core, ends_step=not want.at_least)
+    if waiting_on:
+        return min(want.groups - 1, room), waiting_on
+    return min(ready, want.groups), lacking
+
+
+def _for_step(core: Core, sampler: Sampler | None, want: Want) -> tuple[list[SampleKey], str]:
+    """Exactly the wanted groups, those first that the next update would make over-stale."""
+    state = core.state
+    units = [
+        _unit(core, state.groups[id_], tuple(state.groups[id_].sample_keys()), order)
+        for order, id_ in enumerate(core.step_ready)
+    ]
+    if sampler is None:
+        units.sort(key=lambda unit: (-unit.staleness, unit.id))
+        return [key for unit in units[: want.groups] for key in unit.keys], ""
+    choice = choose_urgent_first(sampler, units, want)
+    if len(choice.units) != want.groups:
+        return [], choice.waiting_on or f"the sampler chose {len(choice.units)} of {want.groups} groups"
+    return [key for unit in choice.units for key in unit.keys], ""

@@ -1,0 +1,371 @@
+"""The trainer's part: steps, filtered groups, checkpoints, roll-backs, and the loss of shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from relax_rt.transport.queue.ledger.admission import (
+    any_held,
+    beyond,
+    keep_what_was_asked,
+    outstanding,
+    reopen,
+    surplus,
+)
+from relax_rt.transport.queue.ledger.consumption import lapse
+from relax_rt.transport.queue.ledger.core import REFUSED, REFUSED_TOKENS, ROOM, Core
+from relax_rt.transport.queue.ledger.events import Ask, Choose, Committed, Filtered, Rollback, Trained
+from relax_rt.transport.queue.ledger.failures import REPORT_EVERY_S, report_losses, reset_failures
+from relax_rt.transport.queue.ledger.messages import Advice, Chosen
+from relax_rt.transport.queue.ledger.selection import refuse_stale
+from relax_rt.transport.queue.ledger.state import Group, Lease, Sample, TrainedGroup
+from relax_rt.transport.rpc.errors import Refused
+from relax_rt.transport.rpc.identity import Incarnation
+
+
+def trained(core: Core, who: Incarnation, event: Trained) -> Advice:
+    """The step over the groups of the leases is done; the trainer's weights are now `weights`."""
+    state = core.state
+    what = f"step {event.step} of {who}"
+    leases = [step_lease(core, who, id_, what) for id_ in dict.fromkeys(event.leases)]
+    if not leases:
+        raise Refused(what, why="it names no lease", hint="a step without samples is none; take others first")
+    if event.step <= state.step:
+        raise Refused(what, why=f"step {state.step} is done already")
+    if event.skipped and event.weights.version != state.trainer_version and event.weights.changed:
+        raise Refused(what, why="a skipped step leaves the weights as they are", hint="publish them unchanged")
+    before = state.trainer_version
+    core.move_weights(event.weights)
+    _offer_others_again(core, event.leases)
+    for lease in leases:
+        _train(core, lease, event)
+        end_for(core, lease, who, pinned=lease.id in event.pinned)
+    if event.weights.version != before:
+        state.since_update = 0
+    elif not event.skipped:
+        state.since_update += sum(len(lease.keys) for lease in leases)
+    state.step = event.step
+    if not event.skipped:
+        reset_failures(core)
+        report_losses(core, REPORT_EVERY_S)
+    core.changed = True
+    refuse_stale(core, surplus(core))
+    keep_what_was_asked(core)
+    told, state.refused_told = state.refused_told, state.tallies.get(REFUSED_TOKENS, 0)
+    return Advice(early_checkpoint(core), refused_tokens=state.refused_told - told)
+
+
+def step_lease(core: Core, who: Incarnation, id_: int, what: str) -> Lease:
+    """A lease of the step task that the caller holds.
+
+    Raises:
+        Refused: it is not the caller's (any more).
+    """
+    lease = core.state.leases.get(id_)
+    mine = lease is not None and (who in lease.holders or who in lease.finished)
+    if lease is None or not mine or lease.task != core.policy.step_task:
+        raise Refused(
+            what,
+            why=f"train lease {id_} is not the caller's: it lapsed, and its samples were offered again",
+            hint="the step does not count; return to the last checkpoint and call rollback",
+        )
+    return lease
+
+
+def _offer_others_again(core: Core, ids: Collection[int] = ()) -> None:
+    """Other leases of the step task end: what they were taken for was made before the weights that are there now."""
+    for lease in [lease for lease in core.state.leases.values() if lease.task == core.policy.step_task]:
+        if lease.id in ids:
+            continue
+        groups = core.groups_of(lease)
+        # The holder lives, and may still look at what it had taken.
+        lapse(core, lease, ended=set(), blame=False)
+        for group in groups:
+            if group.id in core.state.groups:
+                core.lapse_columns(group)
+
+
+def _train(core: Core, lease: Lease, event: Trained) -> None:
+    path = core.state.path.setdefault(event.step, [])
+    for group in core.groups_of(lease):
+        core.leave(group)
+        path.append(TrainedGroup(group.id, group.prompt, group.size, event.skipped))
+        if event.skipped:
+            _skip(core, group)
+            continue
+        core.state.trained[group.id] = group
+        group.lease = 0
+        for _, sample in group.members():
+            sample.deaths = 0
+            # Who still works on it finishes without effect, also if the step is undone.
+            sample.leases.clear()
+            core.losses.used(sample.length)
+
+
+def _skip(core: Core, group: Group) -> None:
+    """The step was thrown away: its samples will not be trained on again, and their memory is free at once."""
+    core.ended("skipped", group.size)
+    for _, sample in group.members():
+        core.losses.lost(sample.length, "skipped")
+        core.drop_parts(sample)
+
+
+def end_for(core: Core, lease: Lease, who: Incarnation, *, pinned: bool) -> None:
+    """The caller is done with the lease, whose memory it may still read."""
+    lease.holders = [holder for holder in lease.holders if holder != who]
+    if pinned and who not in lease.reading:
+        lease.reading.append(who)
+    core.close(lease)
+
+
+def early_checkpoint(core: Core) -> str:
+    """Why the trainer should commit now: what it has trained on fills the memory that producers need."""
+    limits = core.state.limits
+    used, mark = core.blocks.payload_bytes, limits.high_water * limits.capacity_bytes
+    held = sum(group.size for group in core.state.trained.values())
+    if used < mark or not held:
+        return ""
+    return f"{used} of {limits.capacity_bytes} payload bytes are in use, {held} samples wait for a checkpoint"
+
+
+def committed(core: Core, who: Incarnation, event: Committed) -> None:
+    """A checkpoint covers all steps up to `step`: their samples are finished and their memory is free."""
+    if event.step > core.state.step:
+        raise Refused(f"commit of step {event.step} by {who}", why=f"the last step trained is {core.state.step}")
+    _commit(core, event.step)
+    _fold(core)
+
+
+def _commit(core: Core, step: int) -> None:
+    state = core.state
+    for done in sorted(s for s in state.path if state.committed < s <= step):
+        for record in state.path[done]:
+            group = state.trained.pop(record.group, None)
+            if group is None:
+                continue
+            for sample in group.samples:
+                core.drop_parts(sample)
+            core.ended("freed", record.size)
+    if step > state.committed:
+        state.committed = step
+        core.changed = True
+        core.touched.add(ROOM)
+
+
+def _fold(core: Core) -> None:
+    """Keep only counts of steps too old to be returned to."""
+    state = core.state
+    floor = state.committed - state.limits.keep_steps
+    for step in [step for step in state.path if step <= floor]:
+        records = state.path.pop(step)
+        for what, n in (("groups", len(records)), ("samples", sum(record.size for record in records))):
+            state.folded[what] = state.folded.get(what, 0) + n
+        state.folded_steps = max(state.folded_steps, step)
+        core.changed = True
+
+
+def rollback(core: Core, who: Incarnation, event: Rollback) -> None:
+    """The trainer starts from the checkpoint of `step` with weights published as `weights`.
+
+    What that checkpoint covers is committed, also if its commit was never reported. What was trained later is
+    offered again if it is still admissible, else its prompts return.
+    """
+    what = f"roll-back to step {event.step} by {who}"
+    if event.step < 0:
+        raise Refused(what, why="steps begin at 0")
+    state = core.state
+    if event.step > state.step:
+        raise Refused(
+            what,
+            why=f"the last step that the queue knows of is {state.step}: what came then would be trained on twice",
+            hint="its journal has lost it; return to a checkpoint of before, or begin a new run from these weights",
+        )
+    if event.step < state.folded_steps:
+        raise Refused(
+            what,
+            why=f"the queue keeps no record of single steps up to {state.folded_steps}",
+            hint="start a new run directory from that checkpoint, or raise [queue] keep_steps beforehand",
+        )
+    core.move_weights(event.weights)
+    core.changed = True
+    _offer_others_again(core)
+    _commit(core, event.step)
+    undone = [record for step in sorted(state.path) if step > event.step for record in state.path[step]]
+    state.path = {step: records for step, records in state.path.items() if step <= event.step}
+    state.committed, state.step = event.step, event.step
+    state.since_update, state.blocked_since = 0, None
+    refuse_stale(core)
+    core.note("rolled_back", step=event.step, version=event.weights.version, groups_undone=len(undone))
+    _offer_again(core, undone)
+    keep_what_was_asked(core)
+    core.touched.add(ROOM)
+
+
+def _offer_again(core: Core, undone: list[TrainedGroup]) -> None:
+    state = core.state
+    again: list[Group] = []
+    for record in undone:
+        group = state.trained.pop(record.group, None)
+        if group is None:
+            _lost_with_checkpoint(core, record)
+        elif group.id in state.payloads_lost:
+            core.end(group, "lost")
+        elif core.staleness(group) > core.policy.max_staleness:
+            core.end(group, REFUSED)
+        else:
+            again.append(group)
+    state.payloads_lost = []
+    again.sort(key=lambda group: (-core.staleness(group), group.id))
+    limit = (core.policy.max_staleness + 1) * core.policy.batch_samples if core.policy.group_size else float("inf")
+    for group in again:
+        # Beyond the bound they could not all be trained before the next updates make them over-stale.
+        if outstanding(core) + group.size > limit:
+            core.end(group, "dropped(surplus)")
+            continue
+        core.enter(group)
+        core.lapse_columns(group)
+        core.refresh(group)
+        core.tally("samples_offered_again", group.size)
+
+
+def _lost_with_checkpoint(core: Core, record: TrainedGroup) -> None:
+    """Its step was skipped, or its checkpoint was given up after its payload was freed: only its prompt returns."""
+    core.ended("skipped" if record.skipped else "freed", -record.size)
+    core.ended("lost", record.size)
+    if record.prompt is not None:
+        core.state.prompts.give_back(record.prompt)
+
+
+def lose_payloads(core: Core) -> None:
+    """Shared memory is gone, and with it every process of before: all that is not committed is lost.
+
+    Groups trained but not known to be committed keep their place on the path until the trainer's roll-back says
+    which checkpoint it found: one may have been renamed into place without its commit being reported.
+    """
+    state = core.state
+    state.blocks.clear()
+    state.leases, state.lapsed, state.streams = {}, {}, {}
+    state.callers.answers, state.callers.homes = {}, {}
+    for group in [*state.groups.values(), *state.trained.values()]:
+        group.lease = 0
+        for sample in group.samples:
+            sample.parts, sample.leases = [], {}
+    core.note("payloads_lost", samples=sum(group.size for group in state.groups.values()))
+    for group in list(state.groups.values()):
+        if any_held(group) and core.policy.on_failed_member != "drop":
+            _keep_marked(core, group)
+        else:
+            core.end(group, "lost")
+    if state.groups:
+        core.reindex()
+    state.payloads_lost = sorted(state.trained)
+    state.trainer_version, state.blocked_since, state.since_update = None, None, 0
+    core.deadlines.clear()
+    core.shared.clear()
+    core.changed = True
+
+
+def _keep_marked(core: Core, group: Group) -> None:
+    """Only its marks are left, which lie in the journal: its finished members are made again, the others go on."""
+    if group.holder is not None:
+        reopen(core, group, "dropped(producer gone)")
+    finished = [member for member, sample in enumerate(group.samples) if sample.generated and not sample.left_out]
+    for member in finished:
+        core.losses.lost(group.samples[member].length, "lost")
+        group.samples[member] = Sample()
+    if finished:
+        core.note("members_ended", group=group.id, members=finished, state="lost")
+    core.ended("lost", len(finished))
+    core.state.issued += len(finished)
+    core.state.reopened[group.id] = None
+
+
+def keep_payloads(core: Core) -> None:
+    """Every process of before is gone, but payloads lie in files that are still there: only the work in hand ends."""
+    state = core.state
+    holders = {who for lease in [*state.leases.values(), *state.lapsed.values()] for who in lease.holders}
+    for lease in list(state.leases.values()):
+        lapse(core, lease, ended=holders, blame=False)
+    for lease in list(state.lapsed.values()):
+        for who in list(lease.holders):
+            core.unread(lease, who)
+    state.streams = {}
+    state.callers.answers, state.callers.homes = {}, {}
+    state.blocks.freed = {}
+    for group in list(state.groups.values()):
+        if group.holder is not None:
+            reopen(core, group, "dropped(producer gone)")
+    core.note("payloads_kept", samples=core.held, nbytes=state.blocks.payload_bytes + state.blocks.spilled_bytes)
+    core.changed = True
+
+
+MAX_ASKED = 65_536
+"""Groups that may be asked for beyond the bound."""
+MAX_AHEAD = 65_536
+"""Prompts ahead of the order's cursor whose items may be chosen."""
+RULES = 32
+"""Rules whose groups the account counts apart; the others' are counted together."""
+
+
+def filtered(core: Core, who: Incarnation, event: Filtered) -> None:
+    """Groups of a train lease end as dropped(filter), whatever becomes of the step; the lease keeps the others."""
+    what = f"filtering groups of lease {event.lease} by {who}"
+    lease = step_lease(core, who, event.lease, what)
+    gone = dict.fromkeys(event.groups)
+    strange = [id_ for id_ in gone if id_ not in lease.groups()]
+    if lease.stream:
+        raise Refused(what, why="its ranks read it together", hint="take the batch by one caller alone")
+    if strange or not gone:
+        raise Refused(what, why=f"groups {strange or 'none'} are not part of it")
+    core.changed = True
+    lease.keys = [key for key in lease.keys if key.group not in gone]
+    for group in [core.state.groups[id_] for id_ in gone]:
+        core.tally(_rule(core, event.reason), group.size)
+        core.end(group, "dropped(filter)", fate="filter", reason=event.reason)
+    if not lease.keys:
+        end_for(core, lease, who, pinned=event.pinned)
+    elif not event.pinned:
+        _let_go(core, lease)
+
+
+def _rule(core: Core, reason: str) -> str:
+    """The name of the count of samples left out by the rule that a reason begins with, as `rule: why`."""
+    name = f"filtered({reason.partition(':')[0].strip()[:40]})"
+    known = [tally for tally in core.state.tallies if tally.startswith("filtered(")]
+    return name if name in known or len(known) < RULES else "filtered(others)"
+
+
+def _let_go(core: Core, lease: Lease) -> None:
+    """Its holder reads only what the rest of it needs."""
+    needed = set(core.read_by(sample for group in core.groups_of(lease) for _, sample in group.members()))
+    lease.blocks = [id_ for id_ in lease.blocks if id_ in needed]
+    pins = core.blocks.extents_of(lease.blocks)
+    gone = set(lease.pins).difference(pins)
+    core.unpin(extent for extent in lease.pins if extent in gone)
+    lease.pins = pins
+
+
+def ask(core: Core, who: Incarnation, event: Ask) -> None:
+    """So many groups may be under way beyond the bound until the next step; a later word counts instead."""
+    what = f"asking for {event.groups} groups by {who}"
+    if not core.policy.group_size:
+        raise Refused(what, why="this queue has no prompts")
+    if not 0 <= event.groups <= MAX_ASKED:
+        raise Refused(what, why=f"from 0 to {MAX_ASKED} can be asked for")
+    # What is under way already stays allowed.
+    core.state.asked = max(event.groups, min(core.state.asked, beyond(core)))
+    core.changed = True
+    core.touched.add(ROOM)
+
+
+def choose(core: Core, who: Incarnation, event: Choose) -> Chosen:
+    """Which data item prompts are of that were not yet given out; answers with the first of these."""
+    what = f"choosing prompts by {who}"
+    if not core.policy.group_size:
+        raise Refused(what, why="this queue has no prompts")
+    pool, end = core.state.prompts, core.policy.prompts
+    far = max(event.items, default=0)
+    if far >= pool.cursor + MAX_AHEAD:
+        raise Refused(what, why=f"place {far} is {far - pool.cursor} ahead", hint=f"choose at most {MAX_AHEAD} ahead")
+    core.changed = pool.choose({index: item for index, item in event.items.items() if end is None or index < end})
+    return Chosen(pool.cursor)

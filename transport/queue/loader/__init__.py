@@ -1,1 +1,0 @@
-"""Streaming loader for trainers: which rank gets which samples, micro-batches, prefetch."""
