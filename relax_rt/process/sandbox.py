@@ -22,10 +22,11 @@ from typing import Any, Literal
 
 import msgspec
 
-import relax_rt
 from relax_rt.process import bubblewrap, sandbox_layout
 from relax_rt.transport.rpc.errors import RelaxError
 
+PACKAGE = Path(__file__).parents[1]
+"""Folder of this package, which the guard imports."""
 Level = Literal["namespaces", "limits"]
 Backend = Literal["bubblewrap", "built-in"]
 PROBE_S = 20.0
@@ -110,7 +111,7 @@ class SandboxFailed(RelaxError):
 
 def guard_command() -> list[str]:
     """Return a guard's command line: this interpreter with only the standard library and this package."""
-    root = str(Path(relax_rt.__file__).parent.parent)
+    root = str(PACKAGE.parent)
     code = f"import sys; sys.path.insert(0, {root!r}); from relax_rt.process.sandbox_guard import main; main()"
     return [sys.executable, "-I", "-S", "-c", code]
 
@@ -227,9 +228,8 @@ class Sandbox:
 
 def package_dirs() -> list[str]:
     """Return the folders of the guard's own code: visible in a sandbox whose guard runs inside it."""
-    package = Path(relax_rt.__file__).parent
-    linked = [str(path.resolve()) for path in package.iterdir() if path.is_symlink()]
-    return [str(package), *linked]
+    linked = [str(path.resolve()) for path in PACKAGE.iterdir() if path.is_symlink()]
+    return [str(PACKAGE), *linked]
 
 
 def environment() -> dict[str, str]:

@@ -32,8 +32,8 @@ from relax_rt.roles.agentic.user_tasks import AbandonedTasks, EpisodeTask
 from relax_rt.roles.agentic.workers import WorkerEnvironment
 from relax_rt.roles.base.user_code import user_line
 from relax_rt.roles.rollout.engines.routing import PART_TOKENS
-from relax_rt.roles.rollout.generation import CHUNK_TOKENS
-from relax_rt.roles.rollout.router import NotGenerated, Outcome, RouterEnded, RouterFull, Wanted
+from relax_rt.roles.rollout.router import GenerationRequest, NotGenerated, Outcome, RouterEnded, RouterFull
+from relax_rt.roles.rollout.router.interface import CHUNK_TOKENS
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Generate = Callable[[Wanted], Awaitable[Outcome]]
+Generate = Callable[[GenerationRequest], Awaitable[Outcome]]
 CLOSE_S = 5.0
 ROOM_S = 0.1
 """After that a router that had no room is asked again."""
@@ -290,10 +290,10 @@ class Talk:
         finally:
             self._open.discard(task)
 
-    def _wanted(self, plan: PromptPlan, turn: int) -> Wanted:
+    def _wanted(self, plan: PromptPlan, turn: int) -> GenerationRequest:
         sampling = self._sampling
         left_s = max(0.001, self.ends_at - time.monotonic())
-        return Wanted(
+        return GenerationRequest(
             prompt=plan.tokens,
             seed=turn_seed(sampling.seed, turn),
             temperature=sampling.temperature,

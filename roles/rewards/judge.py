@@ -18,7 +18,7 @@ from relax_rt.roles.data.items import answer_text
 from relax_rt.roles.rewards.genrm.role import judge_folder
 from relax_rt.roles.rewards.scoring import Failed, Request
 from relax_rt.roles.rewards.settings import JudgeTable, RewardTable
-from relax_rt.roles.rollout.router import NotGenerated, Outcome, Wanted
+from relax_rt.roles.rollout.router import GenerationRequest, NotGenerated, Outcome
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Judging:
         return Verdict(sum(numbers) / len(numbers), words)
 
 
-Generate = Callable[[Wanted], Awaitable[Outcome]]
+Generate = Callable[[GenerationRequest], Awaitable[Outcome]]
 """As `Router.generate`."""
 
 
@@ -180,7 +180,7 @@ class Judge:
         table = self._judging.table
         async with self._room:
             outcome = await self._generate(
-                Wanted(
+                GenerationRequest(
                     prompt=question.prompt,
                     seed=question.seed,
                     temperature=table.temperature,
