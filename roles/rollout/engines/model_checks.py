@@ -14,8 +14,8 @@ from relax_rt.roles.rollout.engines.routing import RoutingShape, sparse_layers
 from relax_rt.roles.rollout.engines.sglang.options import unlike_the_model
 from relax_rt.roles.rollout.generation import MOST_ROW_BYTES
 from relax_rt.transport.queue.ledger.policy import QueueLimits
-from relax_rt.transport.rpc.codec import DEFAULT_MAX_MESSAGE_BYTES
 from relax_rt.transport.rpc.errors import Refused
+from relax_rt.transport.rpc.wire import DEFAULT_MAX_MESSAGE_BYTES
 
 ROUTING = ("roles", "rollout", "routing")
 TOKEN_BYTES = 8

@@ -17,7 +17,7 @@ from relax_rt.roles.rollout.router.core import Action, Close, Deliver, End, Limi
 from relax_rt.roles.rollout.router.fleet import EngineNews
 from relax_rt.roles.rollout.router.requests import Outcome, Wanted
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.rpc.errors import Refused, RelaxError, Retiring
+from relax_rt.transport.rpc.errors import Refused, RelaxError, ShuttingDown
 
 T = TypeVar("T")
 
@@ -241,7 +241,7 @@ class Router:
             async for piece in stream:
                 self._do(core.piece(self._now(), number, place.attempt, piece))
             self._do(core.failed(self._now(), number, place.attempt, "its stream ended without an end"))
-        except Retiring as error:
+        except ShuttingDown as error:
             self._do(core.returned(self._now(), number, place.attempt, str(error)))
         except Refused as error:
             self._do(core.failed(self._now(), number, place.attempt, str(error), never=True))

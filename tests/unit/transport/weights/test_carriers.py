@@ -32,8 +32,7 @@ from relax_rt.roles.training.publication.place import offers_folder
 from relax_rt.transport.base.process_stat import start_time
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone, OutOfSpace, Refused, RelaxError, Unreachable
-from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.zmq_keys import CurveKeys
+from relax_rt.transport.rpc.identity import CurveKeys, Incarnation
 from relax_rt.transport.weights.collective.communicator import DeviceMemory, HostMemory
 from relax_rt.transport.weights.collective.offers import Offers
 from relax_rt.transport.weights.cuda_ipc import Export
