@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from relax_rt.config.loader import read_resolved
-from relax_rt.roles.job.sections import RLConfig
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.report import finish, render_summary, report
 from relax_rt.supervision.rundir import RESOLVED_CONFIG
 from relax_rt.transport.rpc.errors import RelaxError

@@ -199,8 +199,8 @@ class RunConfig(BaseModel):
         Raises:
             RelaxError: the run's job has no such table.
         """
-        for name in type(self).model_fields:
-            if isinstance(found := getattr(self, name), kind):
+        for found in vars(self).values():
+            if isinstance(found, kind):
                 return found
         raise RelaxError(
             f"no table of type {kind.__name__} in the config of job '{self.run.job}'",

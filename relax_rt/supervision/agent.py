@@ -20,9 +20,16 @@ from relax_rt.config.schema import RunConfig
 from relax_rt.observe.events import EventLog
 from relax_rt.process import procfs
 from relax_rt.supervision.api import AgentApi, NodeStatus, RunStatus, SlotStatus, WhereApi
-from relax_rt.supervision.core import InvalidTransition, SlotView, Supervisor
 from relax_rt.supervision.diagnosis import Diagnosis, Kind
-from relax_rt.supervision.executor import Executor, GangOrder, Nodes, StartOrder, gang_orders
+from relax_rt.supervision.executor import (
+    Executor,
+    GangOrder,
+    Nodes,
+    PendingStarts,
+    StartAttempt,
+    StartOrder,
+    gang_orders,
+)
 from relax_rt.supervision.local import KeeperWatch, LocalExecutor, unspawned
 from relax_rt.supervision.notices import AGENT_SLOT, Notices
 from relax_rt.supervision.placement import Placer
@@ -51,7 +58,8 @@ from relax_rt.supervision.protocol import (
 )
 from relax_rt.supervision.rundir import RunPaths, owner_of, slot_file, update_run
 from relax_rt.supervision.scaling import check_count
-from relax_rt.supervision.starts import Attempt, Starts
+from relax_rt.supervision.supervisor import InvalidTransition, Supervisor
+from relax_rt.supervision.tree import SlotView
 from relax_rt.transport.rpc.errors import Refused, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Server, make_hello
@@ -124,8 +132,8 @@ class Agent:
         )
         self._keeper = KeeperWatch(paths, self._local, self._events.emit)
         self._keeper_pid = keeper_pid
-        self._starts = Starts()
-        self._under_way: dict[Attempt, asyncio.Task[list[tuple[Executor, StartOrder]]]] = {}
+        self._starts = PendingStarts()
+        self._under_way: dict[StartAttempt, asyncio.Task[list[tuple[Executor, StartOrder]]]] = {}
         self._lives: dict[str, _Life] = {}
         self._nodes: dict[str, str] = {}
         self._on_state = on_state
@@ -295,7 +303,7 @@ class Agent:
         ]
         return [(self._at(order.node), order) for order in orders]
 
-    def _order(self, attempt: Attempt) -> None:
+    def _order(self, attempt: StartAttempt) -> None:
         """Hand the orders over; from then on their executors answer for the slots."""
         task = self._under_way.pop(attempt)
         kind: Kind = "killed"
@@ -325,7 +333,7 @@ class Agent:
         self._cancel(attempt)
         return None
 
-    def _cancel(self, attempt: Attempt) -> None:
+    def _cancel(self, attempt: StartAttempt) -> None:
         """It is settled in a later turn of the loop, or is being settled now."""
         if (task := self._under_way.get(attempt)) is not None:
             task.cancel()

@@ -10,7 +10,7 @@ import msgspec
 from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import RoleSettings, RunConfig, SupervisionTable
 from relax_rt.interfaces.loading import load_role, role_target
-from relax_rt.supervision.spec import RestartClass, RoleSpec, SlotSpec, Strategy
+from relax_rt.supervision.tree import RestartClass, RoleSpec, SlotSpec, Strategy
 from relax_rt.transport.rpc.errors import RelaxError
 
 SYSTEM_ROLES = ("registry", "queue")

@@ -10,15 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_rt.config.problems import Problem
-from relax_rt.config.schema import RoleSettings
+from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.roles.agentic.program_checks import check_program, is_program
 from relax_rt.roles.agentic.rewards import KEY, PLACE, check_rewards, reward_table
 from relax_rt.roles.agentic.settings import EnvSettings, env_settings
 from relax_rt.roles.agentic.speech import check_speech, load_chat, speech_of, template_warnings
 from relax_rt.roles.agentic.tokens.parsers import AUTO
-from relax_rt.roles.job.sections import RLConfig
+from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.evaluation.settings import EvaluationTable
 from relax_rt.roles.models.cache import say
-from relax_rt.roles.rollout.engines.tables import SHARING
+from relax_rt.roles.rewards.settings import RewardTable
+from relax_rt.roles.rollout.engines.settings import SamplingTable
+from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
+from relax_rt.roles.training.sft.settings import ColdStartTable
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
@@ -41,8 +45,10 @@ REPLACED = {"reward": "the environment gives the rewards", "evaluator": "the env
 """Roles that have nothing to do where episodes are played."""
 
 
-def check_environment(config: RLConfig) -> Iterator[Problem]:
+def check_environment(config: RunConfig) -> Iterator[Problem]:
     """What shows without model, data and user code."""
+    algorithm = config.table(AlgorithmTable)
+    sampling = config.table(SamplingTable)
     table = env_settings(config)
     if table is None:
         return
@@ -53,39 +59,41 @@ def check_environment(config: RLConfig) -> Iterator[Problem]:
     yield from check_rewards(config)
     yield from check_speech(config)
     yield from _tasks(config, table)
-    if config.sampling.max_new_tokens >= table.max_tokens:
-        reply = config.sampling.max_new_tokens
+    if sampling.max_new_tokens >= table.max_tokens:
+        reply = sampling.max_new_tokens
         message = f"max_tokens = {table.max_tokens} of an episode, and each reply may have {reply}"
         yield Problem((*PLACE, "max_tokens"), message, "raise it, or lower sampling.max_new_tokens")
     if not is_program(table) and table.turn_timeout_s >= table.episode_timeout_s:
         message = f"turn_timeout_s = {table.turn_timeout_s:g} is not below episode_timeout_s"
         yield Problem((*PLACE, "turn_timeout_s"), message, "an episode has at least one turn")
-    if table.episodes_in_flight < config.algorithm.group_size:
+    if table.episodes_in_flight < algorithm.group_size:
         message = f"episodes_in_flight = {table.episodes_in_flight} is less than a group (algorithm.group_size)"
-        yield Problem((*PLACE, "episodes_in_flight"), message, f"at least {config.algorithm.group_size}")
-    if config.algorithm.mode in SHARING:
-        message = f'mode = "{config.algorithm.mode}" with [roles.env]: no episode waits for turns of the trainer'
+        yield Problem((*PLACE, "episodes_in_flight"), message, f"at least {algorithm.group_size}")
+    if algorithm.mode in SHARING:
+        message = f'mode = "{algorithm.mode}" with [roles.env]: no episode waits for turns of the trainer'
         yield Problem(("algorithm", "mode"), message, 'set mode = "asynchronous"')
 
 
-def _replaced(config: RLConfig) -> Iterator[Problem]:
-    if config.reward.function or config.reward.components:
+def _replaced(config: RunConfig) -> Iterator[Problem]:
+    reward = config.table(RewardTable)
+    evaluation = config.table(EvaluationTable)
+    if reward.function or reward.components:
         message = "the environment gives the rewards: function and components of [reward] have no effect"
         yield Problem(("reward",), message, "rewards beside its own are roles.env.rewards = [...]", at="key")
     for kind, why in REPLACED.items():
         role = config.roles.get(kind)
         if isinstance(role, RoleSettings) and role.count and role.target is None:
             yield Problem(("roles", kind), f"nothing to do for {kind}: {why}", "leave the table out", at="key")
-    if config.evaluation.sets:
+    if evaluation.sets:
         message = "sets are of prompts, and held-out episodes are what is evaluated"
         yield Problem(("evaluation", "sets"), message, "leave them out")
-    if config.evaluation.greedy:
+    if evaluation.greedy:
         message = "greedy episodes beside sampled ones are not played"
         yield Problem(("evaluation", "greedy"), message, "set evaluation.temperature = 0 instead", at="key")
 
 
-def _tasks(config: RLConfig, table: EnvSettings) -> Iterator[Problem]:
-    has_data = bool(config.data.model_fields_set)
+def _tasks(config: RunConfig, table: EnvSettings) -> Iterator[Problem]:
+    has_data = bool(config.table(DataTable).model_fields_set)
     if table.tasks is not None and has_data:
         message = "tasks and [data] are both set: episodes are about seeds, or about the items of [data]"
         yield Problem((*PLACE, "tasks"), message, "leave one of them out", at="key")
@@ -94,22 +102,23 @@ def _tasks(config: RLConfig, table: EnvSettings) -> Iterator[Problem]:
         yield Problem(PLACE, message, "tasks = 10000 for an environment that makes its task from a seed", at="key")
     if table.tasks is None:
         return
-    if config.algorithm.sampler is not None:
+    if config.table(AlgorithmTable).sampler is not None:
         message = "a sampler chooses among the items of [data], and there is none"
         yield Problem(("algorithm", "sampler"), message, "leave it out", at="key")
-    if config.cold_start.wanted:
+    if config.table(ColdStartTable).wanted:
         message = "a cold start is held against the prompts of [data], and there is none"
         yield Problem(("cold_start",), message, "leave it out, or train its model in a run of its own", at="key")
 
 
 def preflight_environment(
-    config: RLConfig, config_dir: Path, tokenizer: ChatTokenizer | None, context: int | None
+    config: RunConfig, config_dir: Path, tokenizer: ChatTokenizer | None, context: int | None
 ) -> Iterator[Problem]:
     """The environment itself: it is loaded, and one held-out task is begun where it will be played.
 
     Args:
         context: of the model, in tokens, if it is known.
     """
+    algorithm = config.table(AlgorithmTable)
     from relax_rt.roles.agentic.loading import load_factory
 
     table = env_settings(config)
@@ -125,9 +134,13 @@ def preflight_environment(
     if table.workers == 0 and factory.blocking:
         message = f"the methods of {table.environment} are not async, so that they would stop the role: workers = 0"
         yield Problem((*PLACE, "workers"), message, "leave it out, or make reset and step async")
-    if config.algorithm.group_size % factory.seats:
+    if algorithm.group_size % factory.seats:
         message = f"{table.environment} has {factory.seats} seats, each a member of the group, and group_size is "
-        yield Problem(("algorithm", "group_size"), f"{message}{config.algorithm.group_size}", "a multiple of the seats")
+        yield Problem(
+            ("algorithm", "group_size"),
+            f"{message}{algorithm.group_size}",
+            "a multiple of the seats",
+        )
     if tokenizer is not None:
         if factory.plays:
             # The program chooses what it sends, so these are only warnings.
@@ -138,7 +151,9 @@ def preflight_environment(
         yield from _try_rewards(config, table, config_dir, tokenizer)
 
 
-def _try_rewards(config: RLConfig, table: EnvSettings, config_dir: Path, tokenizer: ChatTokenizer) -> Iterator[Problem]:
+def _try_rewards(
+    config: RunConfig, table: EnvSettings, config_dir: Path, tokenizer: ChatTokenizer
+) -> Iterator[Problem]:
     """The rewards beside the environment's own, called on replies to the first held-out task."""
     from relax_rt.roles.agentic.tasks import first_task
     from relax_rt.roles.rewards.dry_run import dry_run, task_of
@@ -156,10 +171,10 @@ def _try_rewards(config: RLConfig, table: EnvSettings, config_dir: Path, tokeniz
         turns = [{"role": "user", "text": items[0].question or "…"}, {"role": "assistant", "text": completion}]
         return {"reward": 0.5, "turns": turns}
 
-    yield from dry_run(rewards, config_dir, items, task_of(config.data), PLACE, KEY, about)
+    yield from dry_run(rewards, config_dir, items, task_of(config.table(DataTable)), PLACE, KEY, about)
 
 
-def _begin_one(config: RLConfig, table: EnvSettings, factory: Factory, tokenizer: ChatTokenizer) -> Iterator[Problem]:
+def _begin_one(config: RunConfig, table: EnvSettings, factory: Factory, tokenizer: ChatTokenizer) -> Iterator[Problem]:
     from relax_rt.roles.agentic.interface import conversation, media
 
     speech = speech_of(config)
@@ -198,7 +213,7 @@ async def _first_prompt(chat: ChatTemplate, seen: Observation, table: EnvSetting
     return ledger.prompt(await looked_at(conversation(seen.messages), ledger), seen.tools).tokens
 
 
-async def _observe(config: RLConfig, table: EnvSettings, factory: Factory, tokenizer: ChatTokenizer) -> Observation:
+async def _observe(config: RunConfig, table: EnvSettings, factory: Factory, tokenizer: ChatTokenizer) -> Observation:
     """What the policy sees first of the first held-out task.
 
     Raises:

@@ -25,9 +25,9 @@ from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
+    from relax_rt.config.schema import RunConfig
     from relax_rt.roles.evaluation.sampling import SampleSeed
     from relax_rt.roles.evaluation.sets import Course
-    from relax_rt.roles.job.sections import RLConfig
 
 ATTEMPTS = 5
 """How often an episode is begun that was lost through no fault of its own."""
@@ -46,7 +46,7 @@ class HeldOut:
     """
 
     def __init__(
-        self, ctx: RoleContext, config: RLConfig, tasks: Tasks, player: Player, seed: SampleSeed, at_a_time: int
+        self, ctx: RoleContext, config: RunConfig, tasks: Tasks, player: Player, seed: SampleSeed, at_a_time: int
     ) -> None:
         from relax_rt.observe.metrics import read_metrics
 

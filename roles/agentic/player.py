@@ -15,9 +15,9 @@ from relax_rt.roles.agentic.loading import Factory
 from relax_rt.roles.agentic.pool import Broken, Pool
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
-from relax_rt.roles.job.sections import SamplingTable
 from relax_rt.roles.rewards.loader import user_line
 from relax_rt.roles.rewards.scoring import Failed, Request, Score
+from relax_rt.roles.rollout.engines.settings import SamplingTable
 
 if TYPE_CHECKING:
     from relax_rt.roles.agentic.kept import Replies

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.roles.agentic.loading import PROGRAM
+from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.evaluation.settings import EvaluationTable
 
 if TYPE_CHECKING:
+    from relax_rt.config.schema import RunConfig
     from relax_rt.roles.agentic.settings import EnvSettings
     from relax_rt.roles.gateway.settings import GatewaySettings
-    from relax_rt.roles.job.sections import RLConfig
 
 PLACE: KeyPath = ("roles", "env")
 GATEWAYS = ("drift", "reasoning")
@@ -38,7 +40,7 @@ def is_program(table: EnvSettings) -> bool:
     return table.environment.partition(":")[0] == PROGRAM
 
 
-def check_program(config: RLConfig, table: EnvSettings) -> Iterator[Problem]:
+def check_program(config: RunConfig, table: EnvSettings) -> Iterator[Problem]:
     """What a program needs of the gateway, and what has no effect on it."""
     from relax_rt.roles.gateway.settings import GatewaySettings
 
@@ -63,9 +65,10 @@ def check_program(config: RLConfig, table: EnvSettings) -> Iterator[Problem]:
     yield from _reach(config, table, gateway)
 
 
-def _template(config: RLConfig, table: EnvSettings) -> Iterator[Problem]:
+def _template(config: RunConfig, table: EnvSettings) -> Iterator[Problem]:
     """A template that would do nothing. Who says stdin = "task" may take the messages from there."""
-    plain = config.data.template == type(config.data).model_fields["template"].default
+    data = config.table(DataTable)
+    plain = data.template == type(data).model_fields["template"].default
     if plain or table.tasks is not None or table.options.get("stdin") == "task":
         return
     if "{question}" in table.environment and "{prompt}" not in table.environment:
@@ -74,12 +77,13 @@ def _template(config: RLConfig, table: EnvSettings) -> Iterator[Problem]:
         yield Problem((*PLACE, "environment"), message, hint)
 
 
-def _bounds(config: RLConfig, table: EnvSettings, gateway: GatewaySettings) -> Iterator[Problem]:
+def _bounds(config: RunConfig, table: EnvSettings, gateway: GatewaySettings) -> Iterator[Problem]:
     """Slots take turns at the gateways, so that the first one has the most of them. The first slot goes on with the
     episodes that it trains on while it plays the held-out ones."""
+    evaluation = config.table(EvaluationTable)
     slots = -(-table.count // gateway.count)
     need = slots * table.episodes_in_flight
-    if config.evaluation.every_steps or config.evaluation.at_steps:
+    if evaluation.every_steps or evaluation.at_steps:
         need += table.episodes_in_flight
     for key in BOUNDS:
         if (have := getattr(gateway, key)) < need:
@@ -87,7 +91,7 @@ def _bounds(config: RLConfig, table: EnvSettings, gateway: GatewaySettings) -> I
             yield Problem(("roles", "gateway", key), message, f"at least {need}, or more gateways (count)")
 
 
-def _reach(config: RLConfig, table: EnvSettings, gateway: GatewaySettings) -> Iterator[Problem]:
+def _reach(config: RunConfig, table: EnvSettings, gateway: GatewaySettings) -> Iterator[Problem]:
     """Programs run on the nodes of their slots. A job keeps roles on the head that it names so."""
     from relax_rt.cluster.nodes.api import HEAD
     from relax_rt.cluster.nodes.checks import kinds_of_one_node

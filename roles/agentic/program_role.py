@@ -9,6 +9,7 @@ from pathlib import Path
 
 from relax_rt.cluster.nodes.links import Links
 from relax_rt.config.loader import role_settings
+from relax_rt.config.schema import RunConfig
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.agentic.episode import Limits
 from relax_rt.roles.agentic.program import Program
@@ -17,7 +18,7 @@ from relax_rt.roles.agentic.program_play import Programs
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.gateway.remote import Lessee
 from relax_rt.roles.gateway.settings import GatewaySettings
-from relax_rt.roles.job.sections import RLConfig
+from relax_rt.roles.rollout.engines.settings import SamplingTable
 
 GATEWAY = "gateway"
 
@@ -37,12 +38,12 @@ async def open_programs(
         yield None
         return
     config, settings = ctx.config, ctx.settings
-    assert isinstance(config, RLConfig) and isinstance(settings, EnvSettings)
+    assert isinstance(config, RunConfig) and isinstance(settings, EnvSettings)
     count = role_settings(config, GATEWAY, GatewaySettings).count
     slot = f"{GATEWAY}/{int(ctx.who.slot.rpartition('/')[2]) % count}"
     limits = Limits(
         max_turns=settings.max_turns,
-        max_new_tokens=config.sampling.max_new_tokens,
+        max_new_tokens=config.table(SamplingTable).max_new_tokens,
         turn_timeout_s=settings.turn_timeout_s,
         episode_timeout_s=settings.episode_timeout_s,
     )

@@ -13,13 +13,13 @@ from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.agentic.tokens.messages import ASSISTANT
 from relax_rt.roles.agentic.tokens.types import CONTEXT, Message
 from relax_rt.roles.models.chat_template import calls_of, parsed_arguments, words
-from relax_rt.roles.rewards.tables import ComponentTable, RewardTable
+from relax_rt.roles.rewards.settings import ComponentTable, RewardTable
 
 if TYPE_CHECKING:
+    from relax_rt.config.schema import RunConfig
     from relax_rt.roles.agentic.episode import Played
     from relax_rt.roles.agentic.interface import Task
     from relax_rt.roles.agentic.tokens import Episode
-    from relax_rt.roles.job.sections import RLConfig
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.rewards.scoring import Failed, Request, Score
 
@@ -31,17 +31,17 @@ JUDGED = "genrm"
 WHERE = "the rewards of roles.env.rewards"
 
 
-def reward_table(config: RLConfig) -> RewardTable | None:
+def reward_table(config: RunConfig) -> RewardTable | None:
     """What is added to the environment's reward, within the limits of [reward]; None: nothing."""
     table = env_settings(config)
     if table is None or not table.rewards:
         return None
-    return config.reward.model_copy(
+    return config.table(RewardTable).model_copy(
         update={"function": None, "components": table.rewards, "group": False, "judge": None}
     )
 
 
-def check_rewards(config: RLConfig) -> Iterator[Problem]:
+def check_rewards(config: RunConfig) -> Iterator[Problem]:
     """What shows without user code."""
     from relax_rt.roles.rewards.compose import read_components
 

@@ -16,7 +16,9 @@ from relax_rt.roles.agentic.standstill import LOSSES, Fruitless, Standstill, end
 from relax_rt.roles.agentic.tally import Tally
 from relax_rt.roles.base.progress import without_retired
 from relax_rt.roles.base.role import RLRole
-from relax_rt.roles.job.sections import RLConfig
+from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.rollout.engines.settings import SamplingTable
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import ABOUT, Ticket
 from relax_rt.transport.rpc.errors import RelaxError
@@ -94,7 +96,7 @@ class EnvRole(RLRole[EnvSettings]):
         "transformers",
         "relax_rt.roles.models.tokenizer",
         "relax_rt.roles.rollout.router",
-        "relax_rt.roles.training.publication",
+        "relax_rt.roles.training.publication.follower",
         "relax_rt.roles.agentic.player",
         "relax_rt.roles.agentic.evaluation",
         "relax_rt.roles.agentic.samples",
@@ -104,8 +106,6 @@ class EnvRole(RLRole[EnvSettings]):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig)
-        self.config = ctx.config
         self.record = VersionRecord(0, 0, 0)
         """The newest committed version."""
         self.groups: dict[int, Group] = {}
@@ -143,14 +143,13 @@ class EnvRole(RLRole[EnvSettings]):
         from relax_rt.roles.agentic.speech import load_chat, speech_of
         from relax_rt.roles.agentic.tasks import load_tasks
         from relax_rt.roles.base.locations import model_folder
-        from relax_rt.roles.job.checks import settings
-        from relax_rt.roles.job.sections import RolloutSettings
         from relax_rt.roles.models.tokenizer import load_tokenizer
         from relax_rt.roles.rollout.engines.routing import sparse_layers
+        from relax_rt.roles.rollout.engines.settings import RolloutSettings
 
         model = model_folder(self.ctx)
         self.tokenizer = load_tokenizer(model)
-        if settings(self.config, "rollout", RolloutSettings).routing:
+        if self.config.role("rollout", RolloutSettings).routing:
             self.routing, _ = sparse_layers(model)
         self.chat = load_chat(self.config, self.tokenizer, speech_of(self.config), self.ctx.log.warning)
         self.factory = load_factory(self.settings.environment, self.settings.options, self.config_dir)
@@ -177,7 +176,7 @@ class EnvRole(RLRole[EnvSettings]):
         def lost(why: str) -> None:
             self.ctx.event("reward_worker_lost", reason=why[:500])
 
-        task = task_of(self.config.data)
+        task = task_of(self.table(DataTable))
         self.rewards = Rewards(table, self.config_dir, task, lost, place=PLACE, key=KEY)
         self.resources.push_async_callback(self.rewards.close)
         await self.rewards.start()
@@ -229,7 +228,7 @@ class EnvRole(RLRole[EnvSettings]):
             chat=self.chat,
             generate=self.router.generate,
             settings=self.settings,
-            sampling=self.config.sampling,
+            sampling=self.table(SamplingTable),
             stop_ids=self.tokenizer.stop_ids,
             lag=self._lag,
             told=self._advance,
@@ -285,7 +284,7 @@ class EnvRole(RLRole[EnvSettings]):
         return self._begun
 
     async def _follow(self) -> None:
-        from relax_rt.roles.training.publication import committed_versions
+        from relax_rt.roles.training.publication.follower import committed_versions
 
         async for record in committed_versions(self.ctx):
             if self.held_out is not None:
@@ -304,7 +303,7 @@ class EnvRole(RLRole[EnvSettings]):
             await self._news.wait()
             self._news.clear()
             record = self.record
-            last = record.step >= self.config.algorithm.steps
+            last = record.step >= self.table(AlgorithmTable).steps
             if last and (left := await self._leave_groups("the last step is done")):
                 raise NotLeft(f"{left} episodes after the last step", why=f"they are {self.player.doing()}")
             if self.held_out is not None and (when := self.held_out.due(record)):
@@ -349,12 +348,12 @@ class EnvRole(RLRole[EnvSettings]):
         return self.tasks.train(ticket.prompt, ticket.item).item
 
     def _is_due(self) -> bool:
-        last = self.record.step >= self.config.algorithm.steps
+        last = self.record.step >= self.table(AlgorithmTable).steps
         return last or (self.held_out is not None and bool(self.held_out.due(self.record)))
 
     def _free(self) -> int:
         """Groups that may be begun, counted by their episodes; one is always at work."""
-        size = self.config.algorithm.group_size
+        size = self.table(AlgorithmTable).group_size
         room = self.settings.episodes_in_flight - sum(group.left for group in self.groups.values())
         return max(room // size, 0 if self.groups else 1)
 
@@ -470,11 +469,10 @@ class EnvRole(RLRole[EnvSettings]):
     def _check(self, played: Played) -> None:
         """Raises: Broken, if the trainer cannot train it."""
         from relax_rt.roles.agentic.pool import Broken
-        from relax_rt.roles.job.checks import settings
-        from relax_rt.roles.job.sections import TrainerSettings
+        from relax_rt.roles.training.backend.settings import TrainerSettings
 
         count = len(played.episode.branches)
-        if count > 1 and settings(self.config, "trainer", TrainerSettings).backend == "megatron":
+        if count > 1 and self.config.role("trainer", TrainerSettings).backend == "megatron":
             hint = "have the environment go on with one conversation, or train with the torch backend"
             raise Broken("the episode", why=f"it has {count} branches, and gangs of Megatron-Core take one", hint=hint)
 
@@ -491,11 +489,12 @@ class EnvRole(RLRole[EnvSettings]):
         self._standstill.failed(group.ticket.prompt, f"{name}: {why}")
 
     def _sample(self, ticket: Ticket, member: int, played: Played) -> Sample:
+        sampling_table = self.table(SamplingTable)
         from relax_rt.roles.agentic.samples import make_sample
 
         sampling: dict[str, float | int | str] = {
-            "temperature": self.config.sampling.temperature,
-            "max_new_tokens": self.config.sampling.max_new_tokens,
+            "temperature": sampling_table.temperature,
+            "max_new_tokens": sampling_table.max_new_tokens,
             "seed": self._seed(ticket.prompt, member, ticket.attempt),
         }
         task = self.tasks.train(ticket.prompt, ticket.item)
@@ -530,7 +529,7 @@ class EnvRole(RLRole[EnvSettings]):
         # What a new router has not heard of yet is not old; the queue looks once more when the episode is put.
         fleet = self.router.core.fleet
         known = fleet.committed.version >= self.record.version
-        return known and bool(fleet.lag(version) > self.config.algorithm.max_staleness)
+        return known and bool(fleet.lag(version) > self.table(AlgorithmTable).max_staleness)
 
     def _lag(self, oldest: int) -> int:
         """A reply may come from weights as old as the episode's oldest token: it is no staler for it."""

@@ -8,10 +8,12 @@ from pydantic import Field
 
 from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import Filled, RoleSettings, Seconds
-from relax_rt.roles.rewards.tables import ComponentTable
+from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.rewards.settings import ComponentTable
+from relax_rt.roles.rollout.engines.settings import SamplingTable
 
 if TYPE_CHECKING:
-    from relax_rt.roles.job.sections import RLConfig
+    from relax_rt.config.schema import RunConfig
 
 KIND = "env"
 
@@ -70,14 +72,18 @@ class EnvSettings(RoleSettings):
     """An episode whose reward is above this is a success, in evaluations."""
 
 
-def env_settings(config: RLConfig) -> EnvSettings | None:
+def env_settings(config: RunConfig) -> EnvSettings | None:
     """The table [roles.env], if the run has one that is not a role of the user's own."""
     table = config.roles.get(KIND)
     target = table.get("target") if isinstance(table, dict) else getattr(table, "target", None)
     return None if table is None or target is not None else role_settings(config, KIND, EnvSettings)
 
 
-def longest_tokens(config: RLConfig) -> int:
+def longest_tokens(config: RunConfig) -> int:
     """Tokens of the longest sample that the config allows."""
     env = env_settings(config)
-    return config.data.max_prompt_tokens + config.sampling.max_new_tokens if env is None else env.max_tokens
+    return (
+        config.table(DataTable).max_prompt_tokens + config.table(SamplingTable).max_new_tokens
+        if env is None
+        else env.max_tokens
+    )

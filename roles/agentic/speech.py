@@ -10,10 +10,10 @@ import msgspec
 
 from relax_rt.config.loader import role_settings
 from relax_rt.config.problems import KeyPath, Problem
+from relax_rt.config.schema import RunConfig
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.agentic.tokens.parsers import AUTO, check_parsers
 from relax_rt.roles.gateway.settings import GatewaySettings
-from relax_rt.roles.job.sections import RLConfig
 from relax_rt.transport.rpc.errors import Refused
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Speech(msgspec.Struct, frozen=True):
     reasoning_parser: str = AUTO
 
 
-def speech_of(config: RLConfig) -> Speech:
+def speech_of(config: RunConfig) -> Speech:
     """What episodes are played with: each key of [roles.env], else of [roles.gateway]."""
     gateway, env = _gateway(config), env_settings(config)
     found = Speech(gateway.chat_template, gateway.tool_parser, gateway.reasoning_parser) if gateway else Speech()
@@ -39,14 +39,14 @@ def speech_of(config: RLConfig) -> Speech:
     return msgspec.structs.replace(found, **{name: value for name, value in own.items() if value is not None})
 
 
-def _gateway(config: RLConfig) -> GatewaySettings | None:
+def _gateway(config: RunConfig) -> GatewaySettings | None:
     table = config.roles.get("gateway")
     target = table.get("target") if isinstance(table, dict) else getattr(table, "target", None)
     return None if table is None or target is not None else role_settings(config, "gateway", GatewaySettings)
 
 
 def load_chat(
-    config: RLConfig, tokenizer: ChatTokenizer, speech: Speech, unseen: Callable[[str], object] = lambda why: None
+    config: RunConfig, tokenizer: ChatTokenizer, speech: Speech, unseen: Callable[[str], object] = lambda why: None
 ) -> ChatTemplate:
     """The chat template, and the model's processor if it sees.
 
@@ -76,7 +76,7 @@ def load_chat(
     )
 
 
-def template_warnings(config: RLConfig, tokenizer: ChatTokenizer) -> Iterator[str]:
+def template_warnings(config: RunConfig, tokenizer: ChatTokenizer) -> Iterator[str]:
     """Return what a program may send through the gateway that the chat template cannot render.
 
     Raises:
@@ -88,7 +88,7 @@ def template_warnings(config: RLConfig, tokenizer: ChatTokenizer) -> Iterator[st
         yield f"the model's chat template cannot render {fault.why}; {cost}"
 
 
-def check_speech(config: RLConfig) -> Iterator[Problem]:
+def check_speech(config: RunConfig) -> Iterator[Problem]:
     """Files that are not there, and parsers that nobody has."""
     for path, table in ((ENV, env_settings(config)), (GATEWAY, _gateway(config))):
         if table is None or not table.count:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from relax_rt.roles.agentic.interface import Task
+from relax_rt.roles.data.settings import DataTable
 
 if TYPE_CHECKING:
+    from relax_rt.config.schema import RunConfig
     from relax_rt.roles.agentic.settings import EnvSettings
     from relax_rt.roles.data.items import PromptItem
     from relax_rt.roles.data.source import PromptSource
-    from relax_rt.roles.job.sections import RLConfig
     from relax_rt.roles.models.tokenizer import ChatTokenizer
 
 TRAIN, HELD_OUT = "train", "held_out"
@@ -83,7 +84,7 @@ class DataTasks:
         )
 
 
-def first_task(config: RLConfig, settings: EnvSettings, tokenizer: ChatTokenizer) -> Task:
+def first_task(config: RunConfig, settings: EnvSettings, tokenizer: ChatTokenizer) -> Task:
     """The first held-out task of a run that has not begun.
 
     Raises:
@@ -93,11 +94,13 @@ def first_task(config: RLConfig, settings: EnvSettings, tokenizer: ChatTokenizer
         return SeedTasks(settings.tasks).held_out(1)[0]
     from relax_rt.roles.data.source import PromptSource
 
-    source = PromptSource.load(config.data, tokenizer, seed=config.run.seed, config_dir=Path(config.config_dir))
+    source = PromptSource.load(
+        config.table(DataTable), tokenizer, seed=config.run.seed, config_dir=Path(config.config_dir)
+    )
     return DataTasks(source).held_out(1)[0]
 
 
-def load_tasks(config: RLConfig, settings: EnvSettings, tokenizer: ChatTokenizer, run_dir: Path) -> Tasks:
+def load_tasks(config: RunConfig, settings: EnvSettings, tokenizer: ChatTokenizer, run_dir: Path) -> Tasks:
     """The tasks of a run: its data, unless the environment makes them from seeds.
 
     Raises:
@@ -109,4 +112,6 @@ def load_tasks(config: RLConfig, settings: EnvSettings, tokenizer: ChatTokenizer
 
     folder = Path(config.config_dir)
     seed = config.run.seed
-    return DataTasks(PromptSource.load(config.data, tokenizer, seed=seed, config_dir=folder, run_dir=run_dir))
+    return DataTasks(
+        PromptSource.load(config.table(DataTable), tokenizer, seed=seed, config_dir=folder, run_dir=run_dir)
+    )

@@ -1,15 +1,18 @@
-"""Where a run's inputs lie, as the launcher resolved them."""
+"""Where a run's inputs, its weight stage and its broadcast memory lie."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.models.resolve import resolve_model
+from relax_rt.roles.models.settings import ModelTable
+from relax_rt.transport.weights.api import STAGE_DIR
 
 if TYPE_CHECKING:
     from relax_rt.interfaces.role import RoleContext
-    from relax_rt.roles.job.sections import RLConfig
+
 
 MODEL_CODE = ("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3")
 """Code of the models that the examples train: transformers imports it only when such a model is made."""
@@ -22,5 +25,17 @@ def config_dir(ctx: RoleContext) -> Path:
 
 def model_folder(ctx: RoleContext) -> Path:
     """The Hugging Face folder of the model; a package was converted at the launch."""
-    config: RLConfig = ctx.config  # type: ignore[assignment]
-    return resolve_model(config.model.path, config_dir(ctx))
+    return resolve_model(ctx.config.table(ModelTable).path, config_dir(ctx))
+
+
+OFFERS_DIR = "broadcasts"
+
+
+def stage_folder(ctx: RoleContext) -> Path:
+    """Where this node's weight stage lies."""
+    return ctx.shm_dir / STAGE_DIR
+
+
+def offers_folder(ctx: RoleContext) -> Path:
+    """Where this node's engines say what memory they have for broadcasts."""
+    return ctx.shm_dir / OFFERS_DIR

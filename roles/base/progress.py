@@ -14,12 +14,17 @@ import msgspec
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.agentic.settings import env_settings
+from relax_rt.roles.base.settings import ProgressTable
+from relax_rt.roles.rewards.settings import RewardTable
+from relax_rt.roles.rollout.engines.settings import SamplingTable
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.queue.ledger.messages import ProgressReport, Ticket, describe_cause
 from relax_rt.transport.rpc.errors import GivenUp
 
 if TYPE_CHECKING:
+    from relax_rt.config.schema import RunConfig
     from relax_rt.roles.base.sample import Sample
-    from relax_rt.roles.job.sections import RLConfig
     from relax_rt.transport.queue.client import QueueClient
 
 SHOWN = 3
@@ -42,20 +47,20 @@ async def without_retired(queue: QueueClient, tickets: list[Ticket], item: Calla
     return [ticket for ticket in tickets if ticket.group not in gone]
 
 
-def advice(config: RLConfig, loss: Mapping[str, Any]) -> str:
+def advice(config: RunConfig, loss: Mapping[str, Any]) -> str:
     """The setting that helps against a loss.
 
     Args:
         loss: fields of a Loss.
     """
-    table, task, late = config.algorithm, loss.get("task"), loss.get("late")
+    table, task, late = config.table(AlgorithmTable), loss.get("task"), loss.get("late")
     env = env_settings(config) is not None
     where = loss.get("where")
     found = [f"mend {where}"] if where else []
     if late and env:
         found.append("raise roles.env.turn_timeout_s or roles.env.episode_timeout_s")
     elif late and task == "reward":
-        judged = config.reward.judge is not None and "judge" in str(loss.get("cause"))
+        judged = config.table(RewardTable).judge is not None and "judge" in str(loss.get("cause"))
         found.append("raise reward.judge.timeout_s" if judged else "raise reward.timeout_s or reward.workers")
     if loss.get("partial") and table.on_failed_member == "regenerate" and table.group_size > table.min_group:
         found.append('algorithm.on_failed_member = "shrink" trains groups without the members that fail')
@@ -64,17 +69,17 @@ def advice(config: RLConfig, loss: Mapping[str, Any]) -> str:
     return ", or ".join(found) or "see the logs of the roles: `relax-rt logs`"
 
 
-def no_token(config: RLConfig, samples: Sequence[Sample]) -> str:
+def no_token(config: RunConfig, samples: Sequence[Sample]) -> str:
     """Say why a step without a token to train trained nothing, and what helps."""
     cut = sum(sample.meta.truncated for sample in samples)
-    limit, truncated = config.sampling.max_new_tokens, config.algorithm.truncated
+    limit, truncated = config.table(SamplingTable).max_new_tokens, config.table(AlgorithmTable).truncated
     return (
         f"none of {len(samples)} samples has a token to train; {cut} were cut at sampling.max_new_tokens = {limit}"
         f' (algorithm.truncated = "{truncated}")'
     )
 
 
-def no_advantage(config: RLConfig, samples: Sequence[Sample], left_out_tokens: int) -> str:
+def no_advantage(config: RunConfig, samples: Sequence[Sample], left_out_tokens: int) -> str:
     """Say why the advantages of a step are all 0, and what helps.
 
     Args:
@@ -89,7 +94,7 @@ def no_advantage(config: RLConfig, samples: Sequence[Sample], left_out_tokens: i
     equal = all(len(values) == 1 for values in rewards.values())
     mean = sum(sample.reward or 0.0 for sample in samples) / len(samples)
     cause = "rewards are equal within each group" if equal else "all advantages are 0"
-    table = config.algorithm
+    table = config.table(AlgorithmTable)
     hints = ["easier or harder prompts", "a reward with more than one value"]
     hints.append(f"more samples a prompt (algorithm.group_size = {table.group_size})")
     if not table.filters:
@@ -97,7 +102,7 @@ def no_advantage(config: RLConfig, samples: Sequence[Sample], left_out_tokens: i
     return f"{cause}, mean reward {mean:.3g}; what helps: {', '.join(hints)}"
 
 
-def ending(config: RLConfig, report: ProgressReport) -> NoProgress:
+def ending(config: RunConfig, report: ProgressReport) -> NoProgress:
     """The error that ends the run, with the causes and the settings that would help.
 
     It names no numbers of samples: some are lost until the last role has ended.
@@ -113,13 +118,19 @@ def ending(config: RLConfig, report: ProgressReport) -> NoProgress:
     return NoProgress(what, why=causes, hint=f"{hint}; {again} (progress.failed_groups = {report.most})")
 
 
-def slowest_s(config: RLConfig) -> float:
+def slowest_s(config: RunConfig) -> float:
     """The longest time for which a run may stand still although nothing is wrong, by its roles' own deadlines."""
-    found = [LEAST_S, config.reward.timeout_s, config.algorithm.straggler_wait_s, config.publication.ack_timeout_s]
-    found += [config.publication.directory_timeout_s, config.queue.lease_s]
+    reward, publication = config.table(RewardTable), config.table(PublicationTable)
+    found = [
+        LEAST_S,
+        reward.timeout_s,
+        config.table(AlgorithmTable).straggler_wait_s,
+        publication.ack_timeout_s,
+    ]
+    found += [publication.directory_timeout_s, config.queue.lease_s]
     found += [table.hang_after_s for table in _tables(config)]
-    if config.reward.judge is not None:
-        found.append(config.reward.judge.timeout_s)
+    if reward.judge is not None:
+        found.append(reward.judge.timeout_s)
     if (env := env_settings(config)) is not None:
         found += [env.turn_timeout_s, env.episode_timeout_s, env.hang_after_s]
     for table in _tables(config):
@@ -128,14 +139,15 @@ def slowest_s(config: RLConfig) -> float:
     return max(found)
 
 
-def stall_after_s(config: RLConfig) -> float | None:
+def stall_after_s(config: RunConfig) -> float | None:
     """After how long without any movement the run ends; None: never."""
-    if config.progress.stall_after_s is not None:
-        return config.progress.stall_after_s
+    progress = config.table(ProgressTable)
+    if progress.stall_after_s is not None:
+        return progress.stall_after_s
     return None if pausing(config) else SLACK * slowest_s(config)
 
 
-def pausing(config: RLConfig) -> list[str]:
+def pausing(config: RunConfig) -> list[str]:
     """Roles through which callers from outside may pause the run: a gateway, and roles of the user's own."""
     return [f"roles.{kind}" for kind, table in config.roles.items() if kind == "gateway" or _is_own(table)]
 
@@ -145,5 +157,5 @@ def _is_own(table: Any) -> bool:
     return bool(table.get("target") if isinstance(table, dict) else table.target)
 
 
-def _tables(config: RLConfig) -> Sequence[RoleSettings]:
+def _tables(config: RunConfig) -> Sequence[RoleSettings]:
     return [table for table in config.roles.values() if isinstance(table, RoleSettings)]

@@ -34,6 +34,7 @@ class RLRole(Role, Generic[S]):
         super().__init__(ctx)
         assert isinstance(ctx.settings, self.Settings), f"{self.kind}: {type(ctx.settings).__name__}"
         self.settings = cast("S", ctx.settings)
+        self.config = ctx.config
         self.config_dir = Path(ctx.config.config_dir)
         """The folder that relative paths of the config start from."""
         self.resources = AsyncExitStack()
@@ -44,7 +45,7 @@ class RLRole(Role, Generic[S]):
         Raises:
             RelaxError: the run's job has no such table.
         """
-        return self.ctx.config.table(kind)
+        return self.config.table(kind)
 
     async def open_queue(
         self,
@@ -61,7 +62,7 @@ class RLRole(Role, Generic[S]):
             slab_bytes, capacity_bytes: shared memory of this process; 0: as [queue] says.
             length_field, fetch_s, on_lost: see QueueClient.
         """
-        ctx, table = self.ctx, self.ctx.config.queue
+        ctx, table = self.ctx, self.config.queue
         client = QueueClient(
             await ctx.queue(),
             ctx.who,

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_rt.config.problems import KeyPath, Problem
+from relax_rt.config.schema import RunConfig
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.evaluation.sets import MAIN, load_set, recipes
-from relax_rt.roles.job.sections import EvaluationSet, EvaluationTable, EvaluatorSettings, RewardTable, RLConfig
+from relax_rt.roles.evaluation.settings import EvaluationSet, EvaluationTable, EvaluatorSettings
+from relax_rt.roles.rewards.settings import RewardTable
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
@@ -21,9 +24,9 @@ if TYPE_CHECKING:
 PLACE: KeyPath = ("evaluation",)
 
 
-def check_evaluation(config: RLConfig) -> Iterator[Problem]:
+def check_evaluation(config: RunConfig) -> Iterator[Problem]:
     """What is wrong with [evaluation] as far as it shows without model or data."""
-    table = config.evaluation
+    table = config.table(EvaluationTable)
     evaluator = config.roles.get("evaluator")
     if isinstance(evaluator, EvaluatorSettings) and evaluator.count == 0 and env_settings(config) is None:
         for key in ("every_steps", "at_steps", "sets"):
@@ -45,8 +48,9 @@ def check_evaluation(config: RLConfig) -> Iterator[Problem]:
 
 
 def _sampled(
-    config: RLConfig, table: EvaluationTable | EvaluationSet, place: KeyPath, temperature: float
+    config: RunConfig, table: EvaluationTable | EvaluationSet, place: KeyPath, temperature: float
 ) -> Iterator[Problem]:
+    algorithm = config.table(AlgorithmTable)
     if (most := max(table.pass_at, default=1)) > table.samples:
         message = f"pass@{most} needs at least {most} samples of each item, and samples = {table.samples}"
         yield Problem((*place, "pass_at"), message, f"set samples = {most}, or more for a sharper estimate")
@@ -56,8 +60,8 @@ def _sampled(
     if temperature == 0 and table.greedy:
         message = "greedy asks for what temperature = 0 does already"
         yield Problem((*place, "greedy"), message, "leave one of them out", at="key")
-    if table.at_steps and (last := max(table.at_steps)) > config.algorithm.steps:
-        message = f"at_steps names step {last}, and the run has algorithm.steps = {config.algorithm.steps}"
+    if table.at_steps and (last := max(table.at_steps)) > algorithm.steps:
+        message = f"at_steps names step {last}, and the run has algorithm.steps = {algorithm.steps}"
         yield Problem((*place, "at_steps"), message, "the last step is evaluated in any case")
 
 
@@ -73,7 +77,7 @@ def _source(one: EvaluationSet, place: KeyPath) -> Iterator[Problem]:
 
 
 def preflight_evaluation(
-    config: RLConfig, config_dir: Path, source: PromptSource, tokenizer: ChatTokenizer, context: int | None
+    config: RunConfig, config_dir: Path, source: PromptSource, tokenizer: ChatTokenizer, context: int | None
 ) -> Iterator[Problem]:
     """Read the sets, call their reward functions, and see that their prompts fit the model.
 
@@ -83,7 +87,7 @@ def preflight_evaluation(
     from relax_rt.roles.models.cache import say
 
     named = {recipe.name: recipe for recipe in recipes(config)}
-    for index, one in enumerate(config.evaluation.sets):
+    for index, one in enumerate(config.table(EvaluationTable).sets):
         place = (*PLACE, "sets", index)
         try:
             items, left_out = load_set(one, config, source, tokenizer, config_dir)
@@ -108,10 +112,10 @@ def preflight_evaluation(
 
 
 def _dry_run(
-    config: RLConfig, config_dir: Path, one: EvaluationSet, place: KeyPath, items: Sequence[PromptItem]
+    config: RunConfig, config_dir: Path, one: EvaluationSet, place: KeyPath, items: Sequence[PromptItem]
 ) -> Iterator[Problem]:
     from relax_rt.roles.rewards.dry_run import dry_run, task_of
 
-    table = RewardTable(function=str(one.reward), timeout_s=config.reward.timeout_s)
+    table = RewardTable(function=str(one.reward), timeout_s=config.table(RewardTable).timeout_s)
     for problem in dry_run(table, config_dir, items, task_of(one)):
         yield Problem((*place, "reward"), f"set '{one.name}': {problem.message}", problem.hint)

@@ -11,11 +11,11 @@ import msgspec
 from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.dry_run import offered
 from relax_rt.roles.rewards.scoring import Failed, Request, Score
-from relax_rt.roles.rewards.tables import RewardTable
+from relax_rt.roles.rewards.settings import RewardTable
 
 if TYPE_CHECKING:
     from relax_rt.roles.data.items import PromptItem
-    from relax_rt.roles.job.sections import EvaluationSet
+    from relax_rt.roles.evaluation.settings import EvaluationSet
     from relax_rt.roles.rewards.workers.messages import TaskSpec
 
 MOST_STUCK = 2

@@ -11,7 +11,10 @@ from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.role import RLRole
-from relax_rt.roles.job.sections import EvaluatorSettings, RLConfig
+from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.evaluation.settings import EvaluationTable, EvaluatorSettings
+from relax_rt.roles.rewards.settings import RewardTable
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.base.versions import ROOT, VersionRecord
 
 if TYPE_CHECKING:
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from relax_rt.roles.evaluation.sets import Course, Recipe
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.rollout.engines.base import Engine
-    from relax_rt.roles.training.publication import EngineFailure, WeightFollower
+    from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
 
 LOAD_ALLOWANCE_S = 120.0
 
@@ -44,7 +47,7 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
         "transformers",
         "relax_rt.roles.rollout.engines.embedded",
         "relax_rt.roles.models.tokenizer",
-        "relax_rt.roles.training.publication",
+        "relax_rt.roles.training.publication.follower",
         "relax_rt.roles.data.kept",
         "reasoning_gym",
         "relax_rt.roles.evaluation.scoring",
@@ -56,8 +59,6 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig)
-        self.config = ctx.config
         self._worked = False
         self._judges: dict[str, Judge] = {}
         self.items: dict[str, Sequence[PromptItem]] = {}
@@ -71,7 +72,7 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
 
     async def setup(self) -> None:
         from relax_rt.roles.evaluation.sampling import Asker
-        from relax_rt.roles.training.publication import EngineFailure, WeightFollower
+        from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
         await asyncio.to_thread(self._load)
@@ -89,7 +90,7 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
         folder = model_folder(self.ctx)
         self.tokenizer = load_tokenizer(folder)
         self.source = PromptSource.load(
-            self.config.data,
+            self.table(DataTable),
             self.tokenizer,
             seed=self.config.run.seed,
             config_dir=self.config_dir,
@@ -108,12 +109,12 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
 
         folder = self.config_dir
         self.items[MAIN] = self.source.held_out
-        for table in self.config.evaluation.sets:
+        for table in self.table(EvaluationTable).sets:
             items, left_out = load_set(table, self.config, self.source, self.tokenizer, folder)
             self.items[table.name] = items
             self.ctx.event("evaluation_set_loaded", set=table.name, items=len(items), trained_on=left_out)
             if table.reward is not None:
-                judge = Judge(table, folder, self.config.reward.timeout_s, task_of(table))
+                judge = Judge(table, folder, self.table(RewardTable).timeout_s, task_of(table))
                 self.resources.push_async_callback(judge.close)
                 self._judges[table.name] = judge
         kinds = ("evaluation", "evaluation_set")
@@ -137,7 +138,7 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
     async def _work(self) -> None:
         from relax_rt.roles.base.final import is_final
         from relax_rt.roles.evaluation.branch import Branch
-        from relax_rt.roles.training.publication import committed_versions
+        from relax_rt.roles.training.publication.follower import committed_versions
 
         branch = Branch(self.ctx)
         await self.ctx.ready()
@@ -151,7 +152,7 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
                 course.when(record.step, record.version) for course in self.courses.values()
             ) and await self.follower.follow(record):
                 await self._evaluate_all(record)
-            if record.step >= self.config.algorithm.steps and await is_final(self.ctx, record):
+            if record.step >= self.table(AlgorithmTable).steps and await is_final(self.ctx, record):
                 return
 
     async def _evaluate_all(self, record: VersionRecord) -> None:

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from relax_rt.roles.job.sections import DataTable, EvaluationSet, EvaluationTable, RLConfig
+from relax_rt.config.schema import RunConfig
+from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.evaluation.settings import EvaluationSet, EvaluationTable
+from relax_rt.roles.rollout.engines.settings import SamplingTable
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.roles.training.sft.settings import ColdStartTable
 from relax_rt.transport.base.versions import ROOT
 from relax_rt.transport.rpc.errors import RelaxError
 
@@ -50,9 +55,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         return self.during_items if when == "during" else self.items
 
 
-def recipes(config: RLConfig) -> list[Recipe]:
+def recipes(config: RunConfig) -> list[Recipe]:
     """The held-out sets of a run; that of [data] is the first."""
-    table = config.evaluation
+    table = config.table(EvaluationTable)
     main = Recipe(
         name=MAIN,
         table=None,
@@ -62,7 +67,7 @@ def recipes(config: RLConfig) -> list[Recipe]:
         ks=_ks(table),
         greedy=table.greedy,
         temperature=table.temperature,
-        max_new_tokens=config.sampling.max_new_tokens,
+        max_new_tokens=config.table(SamplingTable).max_new_tokens,
         every_steps=table.every_steps,
         at_steps=tuple(table.at_steps),
     )
@@ -110,7 +115,7 @@ def set_data(table: EvaluationSet, data: DataTable) -> DataTable:
 
 
 def load_set(
-    table: EvaluationSet, config: RLConfig, source: PromptSource, tokenizer: ChatTokenizer, config_dir: Path
+    table: EvaluationSet, config: RunConfig, source: PromptSource, tokenizer: ChatTokenizer, config_dir: Path
 ) -> tuple[Sequence[PromptItem], int]:
     """The items of a set, ordered by id, and how many were left out because the run trains on their questions.
 
@@ -119,7 +124,7 @@ def load_set(
     """
     from relax_rt.roles.data.source import read_prompts
 
-    data = set_data(table, config.data)
+    data = set_data(table, config.table(DataTable))
     kept, left_out = read_prompts(data, tokenizer, config_dir, split=MAIN, without=source.train.questions)
     if not len(kept):
         why = f"none of its {left_out} prompts is left"
@@ -184,9 +189,9 @@ class Course:
             self._cold_start = False
 
 
-def courses(config: RLConfig, records: Iterable[dict[str, Any]]) -> dict[str, Course]:
+def courses(config: RunConfig, records: Iterable[dict[str, Any]]) -> dict[str, Course]:
     """Every set's course, by name, as far as `records` of evaluations say it has come."""
-    steps, cold = config.algorithm.steps, config.cold_start.wanted
+    steps, cold = config.table(AlgorithmTable).steps, config.table(ColdStartTable).wanted
     found = {recipe.name: Course(recipe, steps, cold_start=cold) for recipe in recipes(config)}
     for record in records:
         course = found.get(record.get("set", MAIN))

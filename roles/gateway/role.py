@@ -21,7 +21,8 @@ from relax_rt.roles.gateway.api import Access, Closed, GatewayApi, Name, Nonce, 
 from relax_rt.roles.gateway.gate import Gate
 from relax_rt.roles.gateway.keys import FILE, Keys, run_token
 from relax_rt.roles.gateway.settings import LOOPBACK, OF_THE_NODE, GatewaySettings
-from relax_rt.roles.job.sections import RLConfig, RolloutSettings
+from relax_rt.roles.rollout.engines.settings import RolloutSettings, SamplingTable
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -61,8 +62,6 @@ class GatewayRole(RLRole[GatewaySettings]):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig)
-        self.config = ctx.config
         self.tokenizer: ChatTokenizer
         self.template: ChatTemplate
         self.sessions: Sessions
@@ -212,8 +211,8 @@ class GatewayRole(RLRole[GatewaySettings]):
     def _serve_calls(self, router: Router, gate: Gate) -> None:
         from relax_rt.roles.gateway.service import Service, Terms
 
-        table, sampling = self.settings, self.config.sampling
-        lag = min(1, int(min(self.config.algorithm.max_staleness, 1))) if table.lag is None else table.lag
+        table, sampling = self.settings, self.table(SamplingTable)
+        lag = min(1, int(min(self.table(AlgorithmTable).max_staleness, 1))) if table.lag is None else table.lag
         terms = Terms(
             models=tuple(table.models),
             temperature=sampling.temperature,

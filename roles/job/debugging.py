@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from relax_rt.config.loader import load_config
-from relax_rt.roles.job.sections import RLConfig, RolloutSettings
+from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.rollout.router.requests import Outcome, Wanted
 from relax_rt.transport.rpc.errors import RelaxError
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from relax_rt.roles.data.source import PromptSource
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.rewards.scoring import Request, Score
-    from relax_rt.roles.rewards.tables import RewardTable
+    from relax_rt.roles.rewards.settings import RewardTable
     from relax_rt.roles.rollout.engines.base import Assembly, Chunk, Completion
     from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 
@@ -330,12 +331,11 @@ class Model:
         Raises:
             RelaxError: it cannot be loaded.
         """
-        from relax_rt.roles.job.checks import settings
         from relax_rt.roles.models.resolve import resolve_model
         from relax_rt.roles.rollout.engines.base import Assembly
         from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 
-        table = settings(self._config, "rollout", RolloutSettings)
+        table = self._config.role("rollout", RolloutSettings)
         folder = resolve_model(self._config.model.path, Path(self._config.config_dir))
         most, threads = table.max_sequences, table.threads
         try:

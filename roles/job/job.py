@@ -11,22 +11,19 @@ from relax_rt.config.job import Column, GoldReport, InventoryPlan, Job, Pacing, 
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RoleSettings, RunConfig, SupervisionTable
 from relax_rt.roles.agentic.settings import EnvSettings, env_settings
+from relax_rt.roles.base.settings import ProgressTable
+from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.evaluation.settings import EvaluatorSettings
 from relax_rt.roles.gateway.settings import GatewaySettings
-from relax_rt.roles.job.sections import (
-    CriticSettings,
-    EngineSettings,
-    EvaluatorSettings,
-    GenrmSettings,
-    ProgressTable,
-    ReferenceSettings,
-    RewardSettings,
-    RLConfig,
-    RolloutSettings,
-    TrainerSettings,
-    WriterSettings,
-)
 from relax_rt.roles.planning.placement import gpus_a_slot
-from relax_rt.roles.rollout.engines.tables import SHARING
+from relax_rt.roles.rewards.genrm.settings import GenrmSettings
+from relax_rt.roles.rewards.settings import RewardSettings
+from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
+from relax_rt.roles.trackers.settings import WriterSettings
+from relax_rt.roles.training.algorithms.settings import SHARING
+from relax_rt.roles.training.backend.settings import TrainerSettings
+from relax_rt.roles.training.critic.settings import CriticSettings
+from relax_rt.roles.training.reference.settings import ReferenceSettings
 
 if TYPE_CHECKING:
     from relax_rt.config.inventory import Inventory
@@ -117,14 +114,14 @@ class RLJob(Job):
 
     def past(self, run_dir: Path) -> dict[str, str]:
         """Refuse a new learning rate for a cold start that has finished."""
-        from relax_rt.roles.training.sft.kept import finished
+        from relax_rt.roles.training.checkpoints.cold_start import finished
 
         folder = finished(run_dir)
         return {"cold_start.learning_rate": f"the cold start is over: {folder} has the weights"} if folder else {}
 
     def resumes_at(self, run_dir: Path) -> int | None:
         """Return the step of the newest checkpoint."""
-        from relax_rt.roles.training.checkpoint import newest_step
+        from relax_rt.roles.training.checkpoints.store import newest_step
 
         return newest_step(run_dir / "checkpoints")
 
@@ -163,13 +160,13 @@ class RLJob(Job):
 
     def check(self, config: Any, config_dir: Path) -> list[Problem]:
         """Run the cheap checks across keys."""
-        from relax_rt.roles.job.checks import check
+        from relax_rt.roles.config.checks import check
 
         return check(config)
 
     def missing_inputs(self, config: Any, config_dir: Path) -> list[Problem]:
         """Check that models, data files and user code exist."""
-        from relax_rt.roles.job.inputs import missing_inputs
+        from relax_rt.roles.config.inputs import missing_inputs
 
         return list(missing_inputs(config, config_dir))
 
@@ -195,8 +192,8 @@ class RLJob(Job):
 
     def startable(self, config: Any) -> list[Problem]:
         """Return what this version can plan but not start."""
+        from relax_rt.roles.config.startable import not_startable
         from relax_rt.roles.gateway.checks import check_gateway
-        from relax_rt.roles.job.startable import not_startable
         from relax_rt.roles.planning.division import divisible
         from relax_rt.roles.trackers.checks import not_writable
 

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from relax_rt.config.job import TriedSample
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.items import PromptItem, RawItem, answer_text
-from relax_rt.roles.job.checks import settings
-from relax_rt.roles.job.sections import EvaluatorSettings, GenrmSettings, RLConfig, RolloutSettings
+from relax_rt.roles.evaluation.settings import EvaluatorSettings
+from relax_rt.roles.rewards.genrm.settings import GenrmSettings
+from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError
 
 if TYPE_CHECKING:
@@ -44,8 +46,8 @@ def newest_checkpoint(run_dir: Path) -> tuple[Path, int]:
         RelaxError: the run has no checkpoint yet, none can be read, or the weights are not those that were written, as
             far as it says.
     """
-    from relax_rt.roles.training.checkpoint import find_checkpoints
-    from relax_rt.roles.training.digests import compare
+    from relax_rt.roles.training.checkpoints.digests import compare
+    from relax_rt.roles.training.checkpoints.store import find_checkpoints
 
     found = find_checkpoints(run_dir / "checkpoints")
     for folder, state, _ in found:
@@ -146,7 +148,7 @@ def _complete(
     from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 
     table: EvaluatorSettings | RolloutSettings = (
-        settings(config, "evaluator", EvaluatorSettings) if evaluating else settings(config, "rollout", RolloutSettings)
+        config.role("evaluator", EvaluatorSettings) if evaluating else config.role("rollout", RolloutSettings)
     )
     try:
         engine = EmbeddedEngine(folder, dtype=table.dtype, max_sequences=table.max_sequences, threads=table.threads)
@@ -227,7 +229,7 @@ def _verdicts(config: RLConfig, requests: Sequence[Request]) -> list[Verdict | F
     from relax_rt.roles.rollout.engines.base import GroupRequest, generate
     from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 
-    judging, table = judging_of(config, Path(config.config_dir)), settings(config, "genrm", GenrmSettings)
+    judging, table = judging_of(config, Path(config.config_dir)), config.role("genrm", GenrmSettings)
     folder = judging.tokenizer.folder
     try:
         asked = [judging.questions(request) for request in requests]

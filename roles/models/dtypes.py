@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from relax_rt.cluster.nodes.machine import count_gpus
-from relax_rt.config.schema import Chosen
-from relax_rt.roles.job.sections import EngineSettings, GenrmSettings, RLConfig, ShardedSettings
+from relax_rt.config.schema import Chosen, RunConfig
 from relax_rt.roles.models.precision import NARROW, Choice, choose_for_gpu, cpu_dtype, gpu_capabilities
+from relax_rt.roles.models.settings import ModelTable, ShardedSettings
+from relax_rt.roles.rewards.genrm.settings import GenrmSettings
+from relax_rt.roles.rollout.engines.settings import EngineSettings
 
 AUTO = "auto"
 EXPLICIT = "as roles.toml says"
@@ -28,14 +30,14 @@ def setting(kind: str) -> str:
 
 
 def choose_dtypes(
-    config: RLConfig,
+    config: RunConfig,
     recorded: Mapping[str, Any],
     *,
     measured: bool = True,
     here: bool = True,
     cpu: Callable[..., Choice] = cpu_dtype,
     gpus: Callable[[], list[float]] = gpu_capabilities,
-) -> RLConfig:
+) -> RunConfig:
     """The config with a dtype in place of every `auto`, and why in `config.chosen`.
 
     Roles that take published weights (rollout, evaluator, a judge that follows) share one dtype: the one that a
@@ -75,7 +77,7 @@ class _Device:
 
     def __init__(
         self,
-        config: RLConfig,
+        config: RunConfig,
         *,
         measured: bool,
         here: bool,
@@ -89,7 +91,9 @@ class _Device:
             return Choice("bfloat16", "the machines of the inventory are taken to compute it fast")
         if self._on_gpu(table):
             return choose_for_gpu(self._gpus())
-        width = model_width(getattr(table, "model", None) or self._config.model.path, Path(self._config.config_dir))
+        width = model_width(
+            getattr(table, "model", None) or self._config.table(ModelTable).path, Path(self._config.config_dir)
+        )
         if width is not None and width < NARROW:
             why = f"on a CPU a model of width {width} gains nothing from bfloat16, which takes {NARROW} or more"
             return Choice("float32", why)
@@ -106,7 +110,7 @@ def _served_on_gpu(table: Computing) -> bool:
     return isinstance(table, EngineSettings) and table.engine == "sglang" and table.sglang.device != "cpu"
 
 
-def _published_first(config: RLConfig) -> Iterator[tuple[str, Computing]]:
+def _published_first(config: RunConfig) -> Iterator[tuple[str, Computing]]:
     """Yield the tables with a dtype. Of roles that take published weights, those that name a dtype come first, then
     the rollouts, whose device decides."""
 

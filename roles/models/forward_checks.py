@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relax_rt.config.problems import Problem
-from relax_rt.roles.job.sections import EngineSettings, RLConfig, TrainerSettings
+from relax_rt.config.schema import RunConfig
+from relax_rt.roles.rollout.engines.settings import EngineSettings
+from relax_rt.roles.training.backend.settings import TrainerSettings
 
 
-def check_computed(config: RLConfig, folder: Path) -> Iterator[Problem]:
+def check_computed(config: RunConfig, folder: Path) -> Iterator[Problem]:
     """What of the model in this folder is not computed, where an own backend computes it."""
     engines = [table for table in config.roles.values() if isinstance(table, EngineSettings)]
     trainer = config.roles.get("trainer")
@@ -21,7 +23,7 @@ def check_computed(config: RLConfig, folder: Path) -> Iterator[Problem]:
     from transformers import AutoConfig
 
     from relax_rt.roles.models.forward import OTHER_MODELS, not_computed
-    from relax_rt.roles.training.attention import UNLIKE
+    from relax_rt.roles.training.batch.attention import UNLIKE
 
     try:
         text = AutoConfig.from_pretrained(folder).get_text_config()

@@ -15,20 +15,17 @@ from relax_rt.config.schema import MIB
 from relax_rt.observe.text import duration
 from relax_rt.roles.agentic.settings import longest_tokens
 from relax_rt.roles.base.progress import SLACK, pausing, stall_after_s
-from relax_rt.roles.job.checks import batch_samples, needed_bytes, retained_batches, sample_bytes, settings
-from relax_rt.roles.job.sections import (
-    EngineSettings,
-    EvaluatorSettings,
-    GenrmSettings,
-    ReferenceSettings,
-    RLConfig,
-    RolloutSettings,
-    TrainerSettings,
-)
+from relax_rt.roles.config.checks import batch_samples, needed_bytes, retained_batches, sample_bytes
+from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.evaluation.settings import EvaluatorSettings
 from relax_rt.roles.models.cache import cache_dir
 from relax_rt.roles.models.dtypes import setting
 from relax_rt.roles.planning.models import own_model
+from relax_rt.roles.rewards.genrm.settings import GenrmSettings
+from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
+from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.publication.checks import communicator_of, wire_of
+from relax_rt.roles.training.reference.settings import ReferenceSettings
 
 BYTES = {"float32": 4, "bfloat16": 2, "auto": 4}
 """Bytes of one number. auto: unresolved, as in the table of a role that a user's own role replaces."""
@@ -91,7 +88,7 @@ def _tensor_elements(file: Path) -> int:
 
 def published_bytes(config: RLConfig) -> int:
     """Bytes of one published set of weights, in the engines' dtype."""
-    size = BYTES[settings(config, "rollout", RolloutSettings).dtype]
+    size = BYTES[config.role("rollout", RolloutSettings).dtype]
     return model_size(config.model.path, Path(config.config_dir)).parameters * size
 
 
@@ -105,7 +102,7 @@ def received_copies(config: RLConfig) -> int:
     """Engines that have memory to receive broadcasts into, in shared memory."""
     if config.publication.carrier != "collective" or communicator_of(config) == "nccl":
         return 0
-    return settings(config, "rollout", RolloutSettings).count
+    return config.role("rollout", RolloutSettings).count
 
 
 def delta_parts(config: RLConfig) -> float:
@@ -126,7 +123,7 @@ def delta_bytes(config: RLConfig) -> int:
 
 def wire_bytes(config: RLConfig) -> int:
     """Shared memory of versions in fewer bits at most: the committed one, and one that is written."""
-    published = settings(config, "rollout", RolloutSettings).dtype
+    published = config.role("rollout", RolloutSettings).dtype
     wire = wire_of(config.publication.wire_dtype, published)
     return 0 if wire is None else 2 * published_bytes(config) * (1 if wire != "bfloat16" else 2) // BYTES[published]
 
@@ -209,7 +206,7 @@ def _stall(config: RLConfig) -> PlanLine:
 
 def _checkpoints(config: RLConfig) -> str:
     parameters = model_size(config.model.path, Path(config.config_dir)).parameters
-    whole = settings(config, "trainer", TrainerSettings).lora is None
+    whole = config.role("trainer", TrainerSettings).lora is None
     nbytes, what = (12, "float32 weights and two moments") if whole else (4, "float32 weights; adapters besides")
     each = f", {_mib(nbytes * parameters)} each ({what})" if parameters else ""
     return f"every {config.checkpoint.every_steps} steps, the newest {config.checkpoint.keep} kept{each}"
@@ -222,11 +219,11 @@ def _memory(config: RLConfig) -> list[PlanLine]:
         return [PlanLine(section, "model", "unknown", f"{config.model.path} cannot be read")]
     lines = [PlanLine(section, "parameters", f"{size.parameters / 1e6:.1f} M", config.model.path)]
     engines: list[tuple[str, EngineSettings]] = [
-        ("rollout", settings(config, "rollout", RolloutSettings)),
-        ("evaluator", settings(config, "evaluator", EvaluatorSettings)),
+        ("rollout", config.role("rollout", RolloutSettings)),
+        ("evaluator", config.role("evaluator", EvaluatorSettings)),
     ]
     if "genrm" in config.roles:
-        engines.append(("genrm", settings(config, "genrm", GenrmSettings)))
+        engines.append(("genrm", config.role("genrm", GenrmSettings)))
     lines += [_engine_memory(config, kind, table) for kind, table in engines if table.count]
     lines.append(_trainer_memory(config, size))
     lines += _cold_memory(config, size)
@@ -269,7 +266,7 @@ def _engine_memory(config: RLConfig, kind: str, table: EngineSettings) -> PlanLi
 
 def _cold_memory(config: RLConfig, size: ModelSize) -> list[PlanLine]:
     """What a cold start takes of the trainer beyond RL: there every token of a micro-batch may be learnt."""
-    table, trainer = config.cold_start, settings(config, "trainer", TrainerSettings)
+    table, trainer = config.cold_start, config.role("trainer", TrainerSettings)
     if not table.wanted:
         return []
     longest = table.max_tokens * (2 if table.kind == "dpo" else 1)
@@ -280,7 +277,7 @@ def _cold_memory(config: RLConfig, size: ModelSize) -> list[PlanLine]:
 
 
 def _trainer_memory(config: RLConfig, size: ModelSize) -> PlanLine:
-    table = settings(config, "trainer", TrainerSettings)
+    table = config.role("trainer", TrainerSettings)
     # FSDP2 divides all of it but the copy of the weights; adapters are small beside the model.
     over = table.count if table.backend == "torch" else 1
     state, moments = (4, 0) if table.lora is not None else (16, 8)
@@ -301,7 +298,7 @@ def _trainer_memory(config: RLConfig, size: ModelSize) -> PlanLine:
 
 
 def _reference_memory(config: RLConfig) -> PlanLine:
-    table = settings(config, "reference", ReferenceSettings)
+    table = config.role("reference", ReferenceSettings)
     path, section = table.model or config.model.path, "memory, estimated"
     name = f"reference, each of {table.count}" if table.count > 1 else "reference"
     size = model_size(path, Path(config.config_dir))

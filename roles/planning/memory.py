@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from relax_rt.roles.job.sections import EngineSettings, ShardedSettings, TrainedSettings, TrainerSettings
-from relax_rt.roles.planning.parallel import Sizes, stage_layers
-from relax_rt.roles.planning.shape import ModelShape, Weights
-from relax_rt.roles.training.torch.settings import LoraTable
+from relax_rt.roles.models.parallel import Sizes, stage_layers
+from relax_rt.roles.models.settings import ShardedSettings, TrainedSettings
+from relax_rt.roles.models.shape import ModelShape, Weights
+from relax_rt.roles.rollout.engines.settings import EngineSettings
+from relax_rt.roles.training.backend.settings import LoraTable, TrainerSettings
 
 MIB, GIB = 1 << 20, 1 << 30
 WIDTH = {"float32": 4, "bfloat16": 2, "auto": 4}

@@ -10,7 +10,9 @@ import msgspec
 from relax_rt.config.inventory import Inventory, NodeTable
 from relax_rt.config.problems import KeyPath, Problem, did_you_mean
 from relax_rt.config.schema import RoleSettings
-from relax_rt.roles.job.sections import EngineSettings, RLConfig, ShardedSettings
+from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.models.settings import ShardedSettings
+from relax_rt.roles.rollout.engines.settings import EngineSettings
 
 GPU_ORDER = ("trainer", "critic", "reference", "rollout", "evaluator")
 HEAD_ROLES = ("registry", "queue")

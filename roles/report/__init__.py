@@ -12,7 +12,7 @@ from relax_rt.roles.report.plots import draw_plots
 from relax_rt.roles.report.summary import render_summary, summarise
 
 if TYPE_CHECKING:
-    from relax_rt.roles.job.sections import RLConfig
+    from relax_rt.roles.config.sections import RLConfig
 
 __all__ = ["SUMMARY", "finish", "render_summary", "report"]
 

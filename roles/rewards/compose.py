@@ -16,7 +16,7 @@ from relax_rt.roles.rewards.library.code import BoxOptions
 from relax_rt.roles.rewards.loader import RewardFunction
 from relax_rt.roles.rewards.registry import Place, bind, names, rewards
 from relax_rt.roles.rewards.scoring import CONCURRENT_CALLS, Caller, Failed, Request, Score, Scorer
-from relax_rt.roles.rewards.tables import ComponentTable, RewardTable
+from relax_rt.roles.rewards.settings import ComponentTable, RewardTable
 from relax_rt.roles.rewards.workers.messages import Part, Setup, TaskSpec
 from relax_rt.roles.rewards.workers.pool import Pool, WorkerLimits
 from relax_rt.roles.rewards.workers.serve import load_part, verdict_of

@@ -14,7 +14,7 @@ from relax_rt.roles.data.items import answer_text
 from relax_rt.roles.models.cache import say
 from relax_rt.roles.rewards.compose import REWARD, Rewards
 from relax_rt.roles.rewards.scoring import Failed, Request
-from relax_rt.roles.rewards.tables import RewardTable
+from relax_rt.roles.rewards.settings import RewardTable
 from relax_rt.roles.rewards.workers.messages import TaskSpec
 from relax_rt.transport.rpc.errors import RelaxError
 

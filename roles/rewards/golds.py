@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, Any
 from relax_rt.config.job import GoldReport, WrongGold
 from relax_rt.roles.data.index import RowIndex
 from relax_rt.roles.data.items import answer_text
+from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.dry_run import offered
 from relax_rt.roles.rewards.registry import rewards
 from relax_rt.roles.rewards.scoring import Request, Score
-from relax_rt.roles.rewards.tables import ComponentTable, RewardTable
+from relax_rt.roles.rewards.settings import ComponentTable, RewardTable
 
 if TYPE_CHECKING:
-    from relax_rt.roles.job.sections import DataTable, RLConfig
+    from relax_rt.config.schema import RunConfig
+    from relax_rt.roles.data.settings import DataTable
 
 FIRST, DRAWN = 256, 256
 """Rows that are checked without --all: the first, and as many drawn from the others."""
@@ -35,19 +37,20 @@ ANSWER = 1000
 """Characters of an answer in a report; what is cut ends in an ellipsis."""
 
 
-def golds_of(config: RLConfig, config_dir: Path, *, every: bool = False) -> list[GoldReport]:
+def golds_of(config: RunConfig, config_dir: Path, *, every: bool = False) -> list[GoldReport]:
     """Run check_golds with the data and rewards of a config, including those of [roles.env].
 
     Raises:
         RelaxError: a reward cannot be started, or the data not be read.
     """
+    data = config.table(DataTable)
     from relax_rt.roles.agentic.rewards import reward_table
     from relax_rt.roles.agentic.settings import env_settings
 
-    table = config.reward if env_settings(config) is None else reward_table(config)
-    if table is None or not _comparing(table) or not _has_rows(config.data):
+    table = config.table(RewardTable) if env_settings(config) is None else reward_table(config)
+    if table is None or not _comparing(table) or not _has_rows(data):
         return []
-    return check_golds(table, RowIndex.open(config.data, config_dir), config_dir, every=every)
+    return check_golds(table, RowIndex.open(data, config_dir), config_dir, every=every)
 
 
 def _has_rows(data: DataTable) -> bool:

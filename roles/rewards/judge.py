@@ -13,7 +13,7 @@ import xxhash
 
 from relax_rt.roles.data.items import answer_text
 from relax_rt.roles.rewards.scoring import Failed, Request
-from relax_rt.roles.rewards.tables import JudgeTable
+from relax_rt.roles.rewards.settings import JudgeTable
 
 if TYPE_CHECKING:
     from relax_rt.roles.models.tokenizer import ChatTokenizer

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.role import RLRole
-from relax_rt.roles.job.sections import RewardSettings, RLConfig
+from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.rewards.settings import RewardSettings, RewardTable
 from relax_rt.transport.rpc.errors import ProtocolError, RelaxError
 
 if TYPE_CHECKING:
@@ -61,8 +62,6 @@ class RewardRole(RLRole[RewardSettings]):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig)
-        self.config = ctx.config
         self.tokenizer: ChatTokenizer
         self.rewards: Rewards
         self.judging: Judging | None = None
@@ -94,7 +93,7 @@ class RewardRole(RLRole[RewardSettings]):
         from relax_rt.roles.models.tokenizer import load_tokenizer
 
         self.tokenizer = load_tokenizer(model_folder(self.ctx))
-        if self.config.reward.judge is not None:
+        if self.table(RewardTable).judge is not None:
             from relax_rt.roles.rewards.genrm.checks import judging_of
 
             self.judging = judging_of(self.config, self.config_dir)
@@ -106,7 +105,7 @@ class RewardRole(RLRole[RewardSettings]):
         def lost(why: str) -> None:
             self.ctx.event("reward_worker_lost", reason=why[:500])
 
-        return Rewards(self.config.reward, self.config_dir, task_of(self.config.data), lost)
+        return Rewards(self.table(RewardTable), self.config_dir, task_of(self.table(DataTable)), lost)
 
     async def run(self) -> None:
         # Who asks for several whole groups waits for all of them.

@@ -19,10 +19,11 @@ from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.progress import without_retired
 from relax_rt.roles.base.role import RLRole
-from relax_rt.roles.job.sections import RLConfig, RolloutSettings
-from relax_rt.roles.rollout.engines.tables import SHARING
+from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.rollout.engines.settings import RolloutSettings, SamplingTable
 from relax_rt.roles.rollout.engines.turns import Gate
 from relax_rt.roles.rollout.sharing import SharedDevice
+from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import Ticket
 from relax_rt.transport.rpc.errors import RelaxError
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from relax_rt.roles.rollout.intake import Intake
     from relax_rt.roles.rollout.samples import SampleMaker
     from relax_rt.roles.rollout.work import Due, Job, Work
-    from relax_rt.roles.training.publication import EngineFailure, WeightFollower
+    from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
     from relax_rt.transport.queue.marking import Begun
 
 ADMIT_WAIT_S = 0.25
@@ -65,7 +66,7 @@ class RolloutRole(RLRole[RolloutSettings]):
         "transformers",
         "relax_rt.roles.rollout.engines.embedded",
         "relax_rt.roles.models.tokenizer",
-        "relax_rt.roles.training.publication",
+        "relax_rt.roles.training.publication.follower",
         "relax_rt.roles.data.kept",
         "relax_rt.roles.rollout.samples",
         "relax_rt.roles.rollout.generation",
@@ -77,8 +78,6 @@ class RolloutRole(RLRole[RolloutSettings]):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig)
-        self.config = ctx.config
         self._requests = itertools.count(1)
         self._room, self._news, self._changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._complete = self._worked = False
@@ -88,7 +87,7 @@ class RolloutRole(RLRole[RolloutSettings]):
         self.only_serves = env_settings(self.config) is not None
         """Groups are not its affair: environments play them, and it generates for these."""
         self.gate = Gate()
-        self.device = SharedDevice(self) if self.config.algorithm.mode in SHARING else None
+        self.device = SharedDevice(self) if self.table(AlgorithmTable).mode in SHARING else None
         self.engine: Engine
         self.routing: RoutingShape | None = None
         self.intake: Intake | None = None
@@ -102,7 +101,7 @@ class RolloutRole(RLRole[RolloutSettings]):
 
     async def setup(self) -> None:
         from relax_rt.roles.rollout.generation import MOST_REQUESTS, serve_generation
-        from relax_rt.roles.training.publication import EngineFailure, WeightFollower
+        from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
 
         if self.device is not None:
             await self.device.turns.enter()
@@ -123,9 +122,9 @@ class RolloutRole(RLRole[RolloutSettings]):
         from relax_rt.roles.rollout.samples import SampleMaker
         from relax_rt.roles.rollout.work import Work
 
-        folder, sampling = model_folder(self.ctx), self.config.sampling
+        folder, sampling = model_folder(self.ctx), self.table(SamplingTable)
         self.tokenizer = load_tokenizer(folder)
-        size = self.config.algorithm.group_size
+        size = self.table(AlgorithmTable).group_size
         slots = max(self.settings.max_sequences, size)
         self.engine = make_engine(self.ctx, folder, self.settings.model_copy(update={"max_sequences": slots}))
         self.routing = self.engine.routing if self.settings.routing else None
@@ -155,7 +154,7 @@ class RolloutRole(RLRole[RolloutSettings]):
         from relax_rt.roles.data.source import PromptSource
 
         return PromptSource.load(
-            self.config.data,
+            self.table(DataTable),
             self.tokenizer,
             seed=self.config.run.seed,
             config_dir=self.config_dir,
@@ -216,8 +215,8 @@ class RolloutRole(RLRole[RolloutSettings]):
                     await self.queue.give_back(list(self.queue.groups), LEFT, losses=int(self._doubtful))
 
     async def _follow(self) -> None:
-        from relax_rt.roles.training.publication import committed_versions
-        from relax_rt.roles.training.sft.waiting import wait_for_weights
+        from relax_rt.roles.training.checkpoints.cold_start import wait_for_weights
+        from relax_rt.roles.training.publication.follower import committed_versions
 
         self.ctx.progress.waiting("the first committed weights")
         await wait_for_weights(self.ctx)
@@ -239,7 +238,7 @@ class RolloutRole(RLRole[RolloutSettings]):
             self._doubtful = True
             raise
         if whole:
-            self._complete = record.step >= self.config.algorithm.steps
+            self._complete = record.step >= self.table(AlgorithmTable).steps
             self._room.set()
         return whole
 
@@ -276,7 +275,7 @@ class RolloutRole(RLRole[RolloutSettings]):
 
         Counted by members: a group of which only the longest is left leaves room for nearly another one.
         """
-        size = self.config.algorithm.group_size
+        size = self.table(AlgorithmTable).group_size
         room = self.settings.groups_in_flight * size - self.work.members
         if self.intake is not None:
             room = min(room, self.intake.room(self.work.sequences))
@@ -309,7 +308,7 @@ class RolloutRole(RLRole[RolloutSettings]):
         from relax_rt.roles.rollout.engines.base import GroupRequest
         from relax_rt.roles.rollout.work import partials_of
 
-        sampling, stop_ids = self.config.sampling, self.tokenizer.stop_ids
+        sampling, stop_ids = self.table(SamplingTable), self.tokenizer.stop_ids
         return GroupRequest(
             id=number,
             prompt=tuple(self.source.prompt(ticket.prompt, ticket.item).tokens),

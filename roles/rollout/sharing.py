@@ -7,8 +7,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relax_rt.roles.models.heap import give_back
+from relax_rt.roles.rollout.engines.settings import ColocationTable
 from relax_rt.roles.rollout.engines.turns import EngineTurns
-from relax_rt.roles.training.memory import give_back
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Unreachable
 
@@ -26,7 +27,7 @@ class SharedDevice:
 
     def __init__(self, role: RolloutRole) -> None:
         self._role = role
-        table = role.config.colocation
+        table = role.table(ColocationTable)
         self.turns = EngineTurns(
             role.ctx, self._leave, self._back, give_way_s=table.give_way_s, take_back_s=table.take_back_s
         )

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from relax_rt.config.problems import Problem
-from relax_rt.roles.job.sections import RLConfig, WriterSettings
+from relax_rt.config.schema import RunConfig
+from relax_rt.roles.trackers.settings import WriterSettings
 
 PACKAGES = ("tensorboard", "wandb")
 """Keys of the table, which are also the packages and the extras that bring them."""
 
 
-def not_writable(config: RLConfig) -> Iterator[Problem]:
+def not_writable(config: RunConfig) -> Iterator[Problem]:
     """A writer that has nothing to write with. Another interpreter's packages are its own affair."""
     table = config.roles.get("writer")
     if not isinstance(table, WriterSettings) or not table.count:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.role import RLRole
-from relax_rt.roles.job.sections import RLConfig, WriterSettings
+from relax_rt.roles.trackers.settings import WriterSettings
 
 if TYPE_CHECKING:
     from relax_rt.roles.trackers.feed import Feed
@@ -36,8 +36,6 @@ class WriterRole(RLRole[WriterSettings]):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig)
-        self.config = ctx.config
         self._feeds: list[Feed] = []
 
     async def run(self) -> None:

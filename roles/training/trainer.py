@@ -10,14 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from relax_rt.config.problems import BadInput
-from relax_rt.config.schema import RoleSettings
+from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE, model_folder
 from relax_rt.roles.base.progress import NoProgress, ending, no_advantage, no_token
 from relax_rt.roles.base.role import RLRole
-from relax_rt.roles.job.sections import RLConfig, RolloutSettings, TrainerSettings
+from relax_rt.roles.base.settings import ProgressTable
 from relax_rt.roles.models.opening import refused_for_good
-from relax_rt.roles.rollout.engines.tables import SHARING
+from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable
+from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
+from relax_rt.roles.training.backend.settings import TrainerSettings
+from relax_rt.roles.training.checkpoints.settings import CheckpointTable
+from relax_rt.roles.training.publication.settings import PublicationTable
+from relax_rt.roles.training.sft.settings import ColdStartTable
 from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.queue.ledger.messages import failure_summary
 from relax_rt.transport.rpc.errors import DeadlineExceeded, GivenUp, RelaxError, Unreachable
@@ -25,15 +30,16 @@ from relax_rt.transport.rpc.errors import DeadlineExceeded, GivenUp, RelaxError,
 if TYPE_CHECKING:
     from relax_rt.roles.rollout.engines.turns import TrainerTurns
     from relax_rt.roles.training.algorithms.objective import Objective
-    from relax_rt.roles.training.base import StepResult, TrainerBackend
-    from relax_rt.roles.training.checkpoint import CheckpointState, CheckpointStore
-    from relax_rt.roles.training.choices import PromptChoices
-    from relax_rt.roles.training.critic.link import CriticLink
-    from relax_rt.roles.training.gang import Follower
+    from relax_rt.roles.training.backend.gang import Follower
+    from relax_rt.roles.training.backend.interface import StepResult, TrainerBackend
+    from relax_rt.roles.training.checkpoints.store import CheckpointState, CheckpointStore
+    from relax_rt.roles.training.collector import Collector
+    from relax_rt.roles.training.critic.client import CriticLink
+    from relax_rt.roles.training.dynamic_sampling import Sieve
+    from relax_rt.roles.training.prompt_sampling import PromptChoices
     from relax_rt.roles.training.publication.files import WeightFiles
     from relax_rt.roles.training.publication.publisher import Publisher
-    from relax_rt.roles.training.sieve import Sieve
-    from relax_rt.roles.training.step import Batch, Collector
+    from relax_rt.roles.training.step import Batch
     from relax_rt.transport.weights.stage import WeightStage
 
 T = TypeVar("T")
@@ -61,9 +67,9 @@ class TrainerRole(RLRole[TrainerSettings]):
     preload: ClassVar[tuple[str, ...]] = (
         "torch",
         "transformers",
-        "relax_rt.roles.training.torch_backend",
-        "relax_rt.roles.training.keeping",
-        "relax_rt.roles.training.record",
+        "relax_rt.roles.training.torch.backend",
+        "relax_rt.roles.training.checkpoints.resume",
+        "relax_rt.roles.training.step",
         "relax_rt.roles.training.publication.publisher",
         "relax_rt.roles.training.algorithms.objective",
         "relax_rt.transport.queue.client",
@@ -75,8 +81,6 @@ class TrainerRole(RLRole[TrainerSettings]):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig)
-        self.config = ctx.config
         self.step = 0
         self.weights = VersionRecord(ROOT, ROOT, 0)
         self._held: Batch | None = None
@@ -103,53 +107,54 @@ class TrainerRole(RLRole[TrainerSettings]):
         return isinstance(settings, TrainerSettings) and (settings.backend == "megatron" or settings.count > 1)
 
     async def setup(self) -> None:
+        algorithm = self.table(AlgorithmTable)
+        from relax_rt.roles.base.locations import stage_folder
         from relax_rt.roles.training.algorithms.objective import Objective
-        from relax_rt.roles.training.checkpoint import CheckpointStore
-        from relax_rt.roles.training.identity import identity_of
-        from relax_rt.roles.training.publication import stage_folder
+        from relax_rt.roles.training.checkpoints.digests import identity_of
+        from relax_rt.roles.training.checkpoints.store import CheckpointStore
         from relax_rt.transport.weights.stage import WeightStage
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
         with refused_for_good():
             # A user's file may have changed since validation.
             self.objective = Objective.of(
-                self.config.algorithm,
+                algorithm,
                 base=Path(self.config.config_dir),
-                longest=self.config.sampling.max_new_tokens,
+                longest=self.table(SamplingTable).max_new_tokens,
             )
         await asyncio.to_thread(self._load)
         if self._follower is not None:
             return
-        if self.config.algorithm.mode in SHARING:
+        if algorithm.mode in SHARING:
             from relax_rt.roles.rollout.engines.turns import TrainerTurns, TurnsApi
 
-            self.turns = TrainerTurns(self.ctx, self.config.colocation.give_way_s)
+            self.turns = TrainerTurns(self.ctx, self.table(ColocationTable).give_way_s)
             self.ctx.serve(TurnsApi, self.turns)
         model = await asyncio.to_thread(identity_of, model_folder(self.ctx))
-        folder, keep = self.ctx.run_dir / "checkpoints", self.config.checkpoint.keep
+        folder, keep = self.ctx.run_dir / "checkpoints", self.table(CheckpointTable).keep
         self.store = CheckpointStore(folder, self.ctx.who.epoch, keep, model)
         self.stage = WeightStage(stage_folder(self.ctx), self.ctx.who.epoch)
         self.resources.callback(self.stage.close)
         await self.open_queue(fetch_s=FETCH_S)
         self._open_collector()
-        if self.config.algorithm.sampler is not None:
-            from relax_rt.roles.training.choices import PromptChoices
+        if algorithm.sampler is not None:
+            from relax_rt.roles.training.prompt_sampling import PromptChoices
 
             history = self._sieve.history if self._sieve is not None else None
             make, objective = PromptChoices.of, self.objective
             with refused_for_good():
                 self._choices = await asyncio.to_thread(make, self.ctx, self.config, self.queue, objective, history)
         if "values" in self.objective.needs:
-            from relax_rt.roles.training.critic.link import CriticLink
+            from relax_rt.roles.training.critic.client import CriticLink
 
             self.critic = CriticLink(self.ctx)
 
     def _open_collector(self) -> None:
-        from relax_rt.roles.training.step import Collector
+        from relax_rt.roles.training.collector import Collector
 
-        table = self.config.algorithm
+        table = self.table(AlgorithmTable)
         if table.filters:
-            from relax_rt.roles.training.sieve import Sieve
+            from relax_rt.roles.training.dynamic_sampling import Sieve
 
             with refused_for_good():
                 self._sieve = Sieve.of(self.config, self.queue, self.objective, self.ctx.event)
@@ -164,19 +169,19 @@ class TrainerRole(RLRole[TrainerSettings]):
     @property
     def _streams(self) -> bool:
         """Whether gradients are computed before the last group of a step is there."""
-        return self.config.algorithm.streaming and self.objective.streams
+        return self.table(AlgorithmTable).streaming and self.objective.streams
 
     def _load(self) -> None:
         """Of a gang, rank 0 does all that a trainer does; the others do as it tells them."""
-        from relax_rt.roles.training.gang import Follower
+        from relax_rt.roles.training.backend.gang import Follower
 
         opened: TrainerBackend | Follower
         if self.settings.backend == "megatron":
-            from relax_rt.roles.training.megatron.start import open_rank
+            from relax_rt.roles.training.open_backend import open_megatron
 
-            opened = open_rank(self.ctx, self.objective)
+            opened = open_megatron(self.ctx, self.objective)
         else:
-            from relax_rt.roles.training.torch.start import open_torch
+            from relax_rt.roles.training.open_backend import open_torch
 
             opened = open_torch(self.ctx, self.objective)
         if isinstance(opened, Follower):
@@ -198,6 +203,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         self.ctx.progress.extend(max(STEP_ALLOWANCE_S, 2 * self._longest_s), "asked to stop: finishing the step")
 
     async def _work(self) -> None:
+        algorithm = self.table(AlgorithmTable)
         if self._follower is not None:
             await self.ctx.ready()
             await asyncio.to_thread(self._follower.run)
@@ -206,7 +212,7 @@ class TrainerRole(RLRole[TrainerSettings]):
             await asyncio.to_thread(self.backend.close)
             return
         try:
-            while self.step < self.config.algorithm.steps and not self.ctx.stopping.is_set():
+            while self.step < algorithm.steps and not self.ctx.stopping.is_set():
                 await self._one_step()
         except BadInput:
             # It is nothing that the samples have done: no death may count against their prompts.
@@ -223,11 +229,11 @@ class TrainerRole(RLRole[TrainerSettings]):
         await self.publisher.through()
         await self.publisher.filed()
         await asyncio.to_thread(self.backend.close)
-        self.ctx.event("training_finished", step=self.step, target=self.config.algorithm.steps)
+        self.ctx.event("training_finished", step=self.step, target=algorithm.steps)
 
     async def _give_back(self, reason: str) -> None:
         """All groups that were taken and not trained on."""
-        from relax_rt.roles.training.step import give_back
+        from relax_rt.roles.training.collector import give_back
 
         held, self._held = self._held, None
         leases = held.leases if held is not None else []
@@ -283,7 +289,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         Args:
             found: the checkpoint that the trainer goes on from; what came before is done then.
         """
-        if found is not None or not self.config.cold_start.wanted:
+        if found is not None or not self.table(ColdStartTable).wanted:
             return True
         from relax_rt.roles.training.sft.phase import ColdStart
 
@@ -304,7 +310,7 @@ class TrainerRole(RLRole[TrainerSettings]):
             self.stage,
             self.backend,
             dtype=published_dtype(self.config),
-            table=self.config.publication,
+            table=self.table(PublicationTable),
             engines=engines,
             committed=committed,
             files=files,
@@ -316,8 +322,8 @@ class TrainerRole(RLRole[TrainerSettings]):
         Raises:
             BadInput: the run has checkpoints, and none can be read. GivenUp: the queue forgot what one was trained on.
         """
-        from relax_rt.roles.training.checkpoint import read_sampling
-        from relax_rt.roles.training.keeping import take_newest
+        from relax_rt.roles.training.checkpoints.resume import take_newest
+        from relax_rt.roles.training.checkpoints.store import read_sampling
 
         async def take(folder: Path, state: CheckpointState) -> None:
             await asyncio.to_thread(self.backend.restore, folder)
@@ -364,7 +370,7 @@ class TrainerRole(RLRole[TrainerSettings]):
             return
         if not batch.full:
             if self._streams and batch.waiting_tokens() >= self._part_tokens:
-                self._doing(f"computing on {batch.groups} of {self.config.algorithm.prompts_per_step} groups")
+                self._doing(f"computing on {batch.groups} of {self.table(AlgorithmTable).prompts_per_step} groups")
                 await asyncio.to_thread(self._accumulate, batch)
                 batch.spent.on("train")
             return
@@ -386,7 +392,7 @@ class TrainerRole(RLRole[TrainerSettings]):
 
     def _doing(self, what: str) -> None:
         """Say what is done for the step that is being made."""
-        step, steps = self.step + 1, self.config.algorithm.steps
+        step, steps = self.step + 1, self.table(AlgorithmTable).steps
         self.ctx.progress.advance(0, f"step {step} of {steps}: {what}{self._skipped_checkpoints}")
 
     async def _collect(self) -> Batch | None:
@@ -428,12 +434,12 @@ class TrainerRole(RLRole[TrainerSettings]):
     def _train(self, batch: Batch) -> StepResult:
         """The gradients that are not there yet, and the update; or all updates of the step. Blocks."""
         from relax_rt.roles.training.mismatch import beside_gradients
-        from relax_rt.roles.training.updates import take_updates
+        from relax_rt.roles.training.step import take_updates
 
         def before_update() -> None:
             batch.held_s += self.publisher.weights_may_change()
 
-        number, over, updates = self.step + 1, self.settings.mismatch, self.config.algorithm.updates_per_step
+        number, over, updates = self.step + 1, self.settings.mismatch, self.table(AlgorithmTable).updates_per_step
         if updates > 1:
             return take_updates(
                 batch,
@@ -477,7 +483,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         self._note_empty(batch, result, empty=empty)
         self.step += 1
         # The last step's version is what the other roles take for the end of the run, whatever is in it.
-        publishes = not empty or self.step >= self.config.algorithm.steps
+        publishes = not empty or self.step >= self.table(AlgorithmTable).steps
         if publishes:
             version = await self._patiently(self.ctx.registry.issue_version)
             self.weights = VersionRecord(version, self.weights.version, self.step, changed=result.changed)
@@ -506,19 +512,19 @@ class TrainerRole(RLRole[TrainerSettings]):
         elif all(self.objective.idle(sample) for sample in batch.samples):
             self._empty_why = no_advantage(self.config, batch.samples, batch.left_out_tokens)
         self._empty = self._empty + 1 if self._empty_why else 0
-        times, rest = divmod(self._empty, self.config.progress.empty_steps)
+        times, rest = divmod(self._empty, self.table(ProgressTable).empty_steps)
         if times and not rest and not times & (times - 1):
             self.ctx.event("steps_empty", step=self.step + 1, steps=self._empty, why=self._empty_why)
             self.ctx.log.warning("steps that trained nothing", steps=self._empty, why=self._empty_why)
 
     def _record(self, batch: Batch, result: StepResult) -> None:
         """The step's record, and a line of the log."""
-        from relax_rt.roles.training.record import step_record
+        from relax_rt.roles.training.step import step_record
 
-        epoch, steps = self.ctx.who.epoch, self.config.algorithm.steps
+        epoch, steps = self.ctx.who.epoch, self.table(AlgorithmTable).steps
         elapsed_s = self._trained_before_s + time.monotonic() - self._started
         record = step_record(batch, result, step=self.step, weights=self.weights, epoch=epoch, elapsed_s=elapsed_s)
-        reported = self._empty >= self.config.progress.empty_steps
+        reported = self._empty >= self.table(ProgressTable).empty_steps
         record |= {"empty_steps": self._empty, "empty_why": self._empty_why if reported else ""}
         self.ctx.metrics(record)
         if not self._worked:
@@ -532,8 +538,8 @@ class TrainerRole(RLRole[TrainerSettings]):
         if self._saving is not None and self._saving.done():
             # A save that failed ends the trainer now, not at the next checkpoint.
             self._saving.result()
-        final = self.step >= self.config.algorithm.steps
-        due = final or self.step % self.config.checkpoint.every_steps == 0
+        final = self.step >= self.table(AlgorithmTable).steps
+        due = final or self.step % self.table(CheckpointTable).every_steps == 0
         if self._early and not due and (self._saving is None or self._saving.done()):
             self.ctx.event("early_checkpoint", step=self.step, why=self._early)
             due = True
@@ -575,8 +581,8 @@ class TrainerRole(RLRole[TrainerSettings]):
 
     async def _saved(self) -> None:
         """Wait for the checkpoint that is being written, if there is one."""
-        from relax_rt.roles.training.critic.link import SCRATCH
-        from relax_rt.roles.training.keeping import through
+        from relax_rt.roles.training.checkpoints.resume import through
+        from relax_rt.roles.training.critic.client import SCRATCH
 
         if self._saving is not None:
             # Until its version is committed nothing of it is written.
@@ -592,7 +598,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         objective: dict[str, float],
         sampling: dict[str, Any],
     ) -> None:
-        from relax_rt.roles.training.checkpoint import CheckpointState, write_sampling
+        from relax_rt.roles.training.checkpoints.store import CheckpointState, write_sampling
 
         # The checkpoint names the version by its digest, so it is complete only after the version is.
         await asyncio.wait([publication])
@@ -619,7 +625,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         return found[1].step if found else 0
 
 
-def published_dtype(config: RLConfig) -> str:
+def published_dtype(config: RunConfig) -> str:
     """The dtype of published weights: that of the engines, which validation holds to one."""
     dtype: str = config.roles["rollout"].dtype
     return dtype

@@ -10,8 +10,8 @@ import numpy as np
 from gang_harness import VOCABULARY, near, samples
 
 from relax_rt.roles.base.sample import Sample, TurnSpan, bare_meta
-from relax_rt.roles.job.sections import AlgorithmTable
 from relax_rt.roles.training.algorithms.objective import Objective
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 LOSSES: dict[str, dict[str, Any]] = {

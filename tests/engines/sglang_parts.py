@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from relax_rt.roles.job.sections import RolloutSettings
+from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
 from relax_rt.roles.rollout.engines.sglang.loading import NotShown
 from relax_rt.roles.rollout.engines.sglang.options import server_environment, server_options

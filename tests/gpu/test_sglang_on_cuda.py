@@ -12,7 +12,7 @@ import pytest_asyncio
 from conformance import *  # noqa: F403
 from harness import Driver, Traits
 
-from relax_rt.roles.job.sections import RolloutSettings
+from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
 from relax_rt.roles.rollout.engines.sglang.options import server_environment, server_options
 from relax_rt.roles.rollout.engines.sglang.server import Place

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny_run import TinyRun, steps_that_count
 
-from relax_rt.roles.training.sft.kept import finished, read_mark
+from relax_rt.roles.training.checkpoints.cold_start import finished, read_mark
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.integration, pytest.mark.long]

@@ -22,8 +22,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from relax_rt.config.loader import load_config  # noqa: E402
+from relax_rt.roles.config.sections import RLConfig  # noqa: E402
 from relax_rt.roles.data.source import PromptSource  # noqa: E402
-from relax_rt.roles.job.sections import RLConfig  # noqa: E402
 from relax_rt.roles.models.tokenizer import load_tokenizer  # noqa: E402
 from relax_rt.roles.rollout.engines.routing import sparse_layers  # noqa: E402
 

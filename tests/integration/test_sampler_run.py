@@ -13,8 +13,8 @@ import pytest
 from tiny_run import TinyRun
 
 from relax_rt.roles.data.items import PromptItem
+from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.data.source import PromptSource
-from relax_rt.roles.job.sections import DataTable
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.transport.base.journal import Journal

@@ -15,8 +15,8 @@ from typing import Any
 import peer_env
 
 from relax_rt.config.loader import load_config
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.source import PromptSource
-from relax_rt.roles.job.sections import RLConfig
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.training.algorithms.objective import Objective

@@ -244,7 +244,7 @@ def embedded(task: Task, folder: Path, vocabulary: int) -> list[Round]:
 
 def sglang(task: Task, folder: Path, vocabulary: int) -> list[Round]:
     """The real server on the CPU, behind the same interface; each token is streamed to us, as in a run."""
-    from relax_rt.roles.job.sections import RolloutSettings
+    from relax_rt.roles.rollout.engines.settings import RolloutSettings
     from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
     from relax_rt.roles.rollout.engines.sglang.options import KEPT_BACK, server_environment, server_options
     from relax_rt.roles.rollout.engines.sglang.server import Place

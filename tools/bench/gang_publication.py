@@ -85,7 +85,7 @@ class Timed:
 
 def lead(backend: Any, rounds: int, timed: Timed) -> None:
     """Rank 0's side: a warm round, then those that count."""
-    from relax_rt.roles.training.gang import Leader
+    from relax_rt.roles.training.backend.gang import Leader
 
     leader, samples = Leader(backend), batch()
     into = memoryview(bytearray(leader.layout("bfloat16").nbytes))
@@ -128,7 +128,7 @@ def lead(backend: Any, rounds: int, timed: Timed) -> None:
 
 def follow(backend: Any, timed: Timed) -> None:
     """Another rank's side: how long an order to publish keeps it from the next one, and its optimizer from its step."""
-    from relax_rt.roles.training.gang import Follower
+    from relax_rt.roles.training.backend.gang import Follower
 
     began, order = 0.0, ""
 
@@ -152,7 +152,8 @@ def rank_main(rank: int, folder: Path, rounds: int) -> None:
     """One rank, in a process of its own."""
     import torch.distributed as dist
 
-    from relax_rt.roles.job.sections import AlgorithmTable, TrainerSettings
+    from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+    from relax_rt.roles.training.backend.settings import TrainerSettings
     from relax_rt.roles.training.megatron.backend import MegatronBackend
     from relax_rt.roles.training.megatron.model import sizes_of
     from relax_rt.roles.training.megatron.ranks import Ranks

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.base.sample import Sample
-from relax_rt.roles.job.sections import RolloutSettings, TrainerSettings
 from relax_rt.roles.rollout.engines.base import (
     Chunk,
     EngineLoad,
@@ -28,8 +27,10 @@ from relax_rt.roles.rollout.engines.base import (
     Swap,
     extend_spans,
 )
+from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.rollout.role import RolloutRole
-from relax_rt.roles.training.base import Partial, StepResult
+from relax_rt.roles.training.backend.interface import Partial, StepResult
+from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.trainer import TrainerRole
 from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.queue.ledger.messages import VersionSpan
@@ -261,7 +262,7 @@ class SleepingEngine:
 
 
 class SleepingBackend:
-    """TrainerBackend of relax_rt.roles.training.base. Its time is proportional to the tokens of the batch."""
+    """TrainerBackend whose time is proportional to the tokens of the batch."""
 
     def __init__(self, settings: SleepingTrainerSettings) -> None:
         self._settings = settings

@@ -21,19 +21,20 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from relax_rt.config.loader import load_config
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.evaluation.scoring import evaluate
-from relax_rt.roles.job.checks import settings
-from relax_rt.roles.job.sections import RLConfig, RolloutSettings, TrainerSettings
 from relax_rt.roles.models.forward import cache_keyword
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.rewards.loader import load_reward
 from relax_rt.roles.rewards.scoring import Caller, Failed, Request, Scorer
-from relax_rt.roles.training.algorithms.advantages.group import group_advantages
-from relax_rt.roles.training.algorithms.losses.ppo import DecoupledOptions
+from relax_rt.roles.rollout.engines.settings import RolloutSettings
+from relax_rt.roles.training.algorithms.advantages import group_advantages
+from relax_rt.roles.training.algorithms.learning_rate import learning_rate
+from relax_rt.roles.training.algorithms.losses import DecoupledOptions
 from relax_rt.roles.training.algorithms.objective import Objective
-from relax_rt.roles.training.rates import learning_rate
+from relax_rt.roles.training.backend.settings import TrainerSettings
 
 MICRO_BATCH = 16
 
@@ -66,7 +67,7 @@ class Plain:
             config.data, self.tokenizer, seed=config.run.seed, config_dir=Path(config.config_dir)
         )
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        trainer, rollout = settings(config, "trainer", TrainerSettings), settings(config, "rollout", RolloutSettings)
+        trainer, rollout = config.role("trainer", TrainerSettings), config.role("rollout", RolloutSettings)
         self.autocast = trainer.dtype == "bfloat16"
         self.sampler = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, rollout.dtype)).eval()
         table = config.algorithm

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_rt.roles.data.media.pictures import MOST_PICTURES, Shown, digest_of, opened
+from relax_rt.roles.models.settings import ModelTable
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 if TYPE_CHECKING:
-    from relax_rt.roles.job.sections import RLConfig
+    from relax_rt.config.schema import RunConfig
 
 FAMILIES = frozenset({"llava"})
 """`model_type` of models whose pictures are computed here: features take the places of placeholders, positions are
@@ -36,10 +37,11 @@ def sees(folder: Path) -> bool:
     return isinstance(values, dict) and values.get("model_type") in FAMILIES
 
 
-def run_sees(config: RLConfig) -> bool:
+def run_sees(config: RunConfig) -> bool:
     """Whether the model of a run does. Packages are texts' alone."""
-    path = Path(config.model.path).expanduser()
-    return not config.model.path.startswith("package:") and sees(Path(config.config_dir) / path)
+    model = config.table(ModelTable)
+    path = Path(model.path).expanduser()
+    return not model.path.startswith("package:") and sees(Path(config.config_dir) / path)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

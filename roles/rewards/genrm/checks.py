@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_rt.config.problems import Problem
-from relax_rt.config.schema import RoleSettings
-from relax_rt.roles.job.sections import GenrmSettings, RLConfig
-from relax_rt.roles.rewards.tables import JudgeTable
+from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.roles.rewards.genrm.settings import GenrmSettings
+from relax_rt.roles.rewards.settings import JudgeTable, RewardTable
+from relax_rt.roles.rollout.engines.settings import SamplingTable
 
 if TYPE_CHECKING:
     from relax_rt.roles.data.items import PromptItem
@@ -22,14 +23,15 @@ VERDICT, ALIAS = "verdict", "genrm"
 PLACE = ("reward", "judge")
 
 
-def check_judge(config: RLConfig) -> Iterator[Problem]:
+def check_judge(config: RunConfig) -> Iterator[Problem]:
     """What shows without model, data and user code."""
-    table, role = config.reward.judge, config.roles.get("genrm")
+    reward = config.table(RewardTable)
+    table, role = reward.judge, config.roles.get("genrm")
     if table is None:
         if isinstance(role, RoleSettings):
             message = "nobody asks the judge: there is no [reward.judge]"
             yield Problem(("roles", "genrm"), message, "say there what it is asked, or leave the role out", at="key")
-        if ALIAS in (config.reward.function, *(one.name for one in config.reward.components)):
+        if ALIAS in (reward.function, *(one.name for one in reward.components)):
             message = f'"{ALIAS}" is the verdict of a judge, and there is no [reward.judge]'
             yield Problem(("reward", "function"), message, "say there what it is asked")
         return
@@ -79,7 +81,7 @@ def _table(table: JudgeTable) -> Iterator[Problem]:
         yield Problem((*PLACE, "samples"), message, "raise temperature, or leave samples out")
 
 
-def _role(config: RLConfig, role: GenrmSettings) -> Iterator[Problem]:
+def _role(config: RunConfig, role: GenrmSettings) -> Iterator[Problem]:
     if not role.follow:
         return
     if role.model is not None:
@@ -91,16 +93,17 @@ def _role(config: RLConfig, role: GenrmSettings) -> Iterator[Problem]:
         yield Problem(("roles", "genrm", "dtype"), f"{message}: weights are published in one dtype", "use one for both")
 
 
-def preflight_judge(config: RLConfig, config_dir: Path, items: Sequence[PromptItem]) -> Iterator[Problem]:
+def preflight_judge(config: RunConfig, config_dir: Path, items: Sequence[PromptItem]) -> Iterator[Problem]:
     """The judge's model, what it is asked about these items, and whether the reward function hears of it."""
+    reward = config.table(RewardTable)
     from relax_rt.roles.rewards.compose import wanted
     from relax_rt.transport.rpc.errors import RelaxError
 
-    table, role = config.reward.judge, config.roles.get("genrm")
+    table, role = reward.judge, config.roles.get("genrm")
     if table is None or not isinstance(role, GenrmSettings) or role.target is not None:
         return
     try:
-        wants = wanted(config.reward, config_dir)
+        wants = wanted(reward, config_dir)
     except RelaxError:
         wants = None  # said elsewhere
     if wants is not None and VERDICT not in wants:
@@ -115,22 +118,24 @@ def preflight_judge(config: RLConfig, config_dir: Path, items: Sequence[PromptIt
     yield from _asked(config, judging, items)
 
 
-def judging_of(config: RLConfig, config_dir: Path) -> Judging:
+def judging_of(config: RunConfig, config_dir: Path) -> Judging:
     """What the judge of this config is asked, by the tokenizer of its model.
 
     Raises:
         RelaxError: there is no such model.
     """
+    reward = config.table(RewardTable)
     from relax_rt.roles.models.tokenizer import load_tokenizer
     from relax_rt.roles.rewards.genrm.role import judge_folder
     from relax_rt.roles.rewards.judge import Judging
 
-    assert config.reward.judge is not None
-    return Judging(config.reward.judge, load_tokenizer(judge_folder(config, config_dir)))
+    assert reward.judge is not None
+    return Judging(reward.judge, load_tokenizer(judge_folder(config, config_dir)))
 
 
-def _asked(config: RLConfig, judging: Judging, items: Sequence[PromptItem]) -> Iterator[Problem]:
+def _asked(config: RunConfig, judging: Judging, items: Sequence[PromptItem]) -> Iterator[Problem]:
     """Whether the questions about a few items can be put, and fit."""
+    sampling = config.table(SamplingTable)
     from relax_rt.roles.rewards.scoring import Request
 
     values = json.loads((judging.tokenizer.folder / "config.json").read_text())
@@ -145,10 +150,10 @@ def _asked(config: RLConfig, judging: Judging, items: Sequence[PromptItem]) -> I
             return
         longest = max(longest, len(asked[0].prompt))
     # A token of the policy's may be several of the judge's, or fewer; this finds what is hopeless.
-    need = longest + config.sampling.max_new_tokens + judging.table.max_new_tokens
+    need = longest + sampling.max_new_tokens + judging.table.max_new_tokens
     if isinstance(context, int) and need > context:
         message = (
-            f"a question of {longest} tokens, a completion of up to {config.sampling.max_new_tokens} and "
+            f"a question of {longest} tokens, a completion of up to {sampling.max_new_tokens} and "
             f"{judging.table.max_new_tokens} for the judge's words are {need}; its context is {context}"
         )
         yield Problem(

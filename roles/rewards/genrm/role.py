@@ -7,30 +7,31 @@ import time
 from typing import TYPE_CHECKING, ClassVar
 
 from relax_rt.config.loader import role_settings
-from relax_rt.config.schema import RoleSettings
+from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.role import RLRole
-from relax_rt.roles.job.sections import GenrmSettings, RLConfig
+from relax_rt.roles.models.settings import ModelTable
+from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from relax_rt.roles.rollout.engines.base import Chunk, Engine
     from relax_rt.roles.rollout.generation import GenerationService
-    from relax_rt.roles.training.publication import EngineFailure, WeightFollower
+    from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
 
 LOAD_ALLOWANCE_S = 120.0
 REPORT_EVERY_S = 2.0
 IDLE = "questions of reward workers"
 
 
-def genrm_settings(config: RLConfig) -> GenrmSettings:
+def genrm_settings(config: RunConfig) -> GenrmSettings:
     """The table of [roles.genrm], which lies there plainly in the processes of a run."""
     return role_settings(config, "genrm", GenrmSettings)
 
 
-def judge_folder(config: RLConfig, config_dir: Path) -> Path:
+def judge_folder(config: RunConfig, config_dir: Path) -> Path:
     """The folder of the judge's model; a package is converted here.
 
     Raises:
@@ -38,7 +39,7 @@ def judge_folder(config: RLConfig, config_dir: Path) -> Path:
     """
     from relax_rt.roles.models.resolve import resolve_model
 
-    return resolve_model(genrm_settings(config).model or config.model.path, config_dir)
+    return resolve_model(genrm_settings(config).model or config.table(ModelTable).path, config_dir)
 
 
 class GenrmRole(RLRole[GenrmSettings]):
@@ -52,15 +53,13 @@ class GenrmRole(RLRole[GenrmSettings]):
         "transformers",
         "relax_rt.roles.rollout.engines.embedded",
         "relax_rt.roles.rollout.generation",
-        "relax_rt.roles.training.publication",
+        "relax_rt.roles.training.publication.follower",
         *MODEL_CODE,
     )
     Settings: ClassVar[type[RoleSettings]] = GenrmSettings
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig)
-        self.config = ctx.config
         self._measured = (0, time.monotonic())
         self._worked = False
         self.engine: Engine
@@ -70,7 +69,7 @@ class GenrmRole(RLRole[GenrmSettings]):
 
     async def setup(self) -> None:
         from relax_rt.roles.rollout.generation import serve_generation
-        from relax_rt.roles.training.publication import EngineFailure, WeightFollower
+        from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
         await asyncio.to_thread(self._load)
@@ -105,7 +104,7 @@ class GenrmRole(RLRole[GenrmSettings]):
 
     async def _follow(self) -> None:
         if self.settings.follow:
-            from relax_rt.roles.training.publication import committed_versions
+            from relax_rt.roles.training.publication.follower import committed_versions
 
             self.ctx.progress.waiting("the first committed weights")
             async for record in committed_versions(self.ctx):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from relax_rt.interfaces.role import RoleContext
-    from relax_rt.roles.job.sections import EngineSettings
     from relax_rt.roles.rollout.engines.base import Engine
+    from relax_rt.roles.rollout.engines.settings import EngineSettings
 
 
 def make_engine(ctx: RoleContext, folder: Path, settings: EngineSettings) -> Engine:
@@ -19,9 +19,9 @@ def make_engine(ctx: RoleContext, folder: Path, settings: EngineSettings) -> Eng
         return make(ctx, folder, settings)
     import torch
 
-    from relax_rt.roles.job.sections import RolloutSettings
     from relax_rt.roles.models.device import warn_if_slow
     from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
+    from relax_rt.roles.rollout.engines.settings import RolloutSettings
 
     # A slot that was given no device must not touch one.
     device = "cuda" if settings.gpus and torch.cuda.is_available() else "cpu"

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 from relax_rt.cluster.nodes.api import HEAD
 from relax_rt.config.problems import Problem
-from relax_rt.roles.job.sections import EngineSettings, RLConfig, RolloutSettings, ShardedSettings
+from relax_rt.config.schema import RunConfig
+from relax_rt.roles.models.settings import ShardedSettings
+from relax_rt.roles.rollout.engines.settings import ColocationTable, EngineSettings, RolloutSettings
 from relax_rt.roles.rollout.engines.sglang.options import plain
-from relax_rt.roles.rollout.engines.tables import SHARING
+from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
+from relax_rt.roles.training.publication.settings import PublicationTable
 
 OTHER_TENSORS = {
     "quantization": "a quantised server", "quantization-param-path": "a quantised server",
@@ -21,7 +24,7 @@ OTHER_TENSORS = {
 """Options of a server that then holds other tensors than are published: no swap of it could be verified."""
 
 
-def check_engines(config: RLConfig) -> Iterator[Problem]:
+def check_engines(config: RunConfig) -> Iterator[Problem]:
     """Settings of engines that would have no effect, or that no published weights would fit."""
     for kind, table in config.roles.items():
         if not isinstance(table, EngineSettings):
@@ -42,9 +45,9 @@ def check_engines(config: RLConfig) -> Iterator[Problem]:
                 yield Problem((*path, "arguments", name), message, f"did you mean '{plain(name)}'?", at="key")
 
 
-def check_mode(config: RLConfig) -> Iterator[Problem]:
+def check_mode(config: RunConfig) -> Iterator[Problem]:
     """Everything that does not go with algorithm.mode."""
-    table = config.algorithm
+    table = config.table(AlgorithmTable)
     if table.mode not in SHARING:
         if "colocation" in config.model_fields_set:
             message = f'[colocation] is for engines that share the trainer\'s device, and mode = "{table.mode}"'
@@ -61,18 +64,19 @@ def check_mode(config: RLConfig) -> Iterator[Problem]:
     yield from _places(config)
 
 
-def _ways(config: RLConfig) -> Iterator[Problem]:
-    mode = config.algorithm.mode
-    if config.publication.carrier == "collective":
+def _ways(config: RunConfig) -> Iterator[Problem]:
+    algorithm = config.table(AlgorithmTable)
+    mode = algorithm.mode
+    if config.table(PublicationTable).carrier == "collective":
         message = f'carrier = "collective" with mode = "{mode}": engines have no memory when versions are published'
         yield Problem(("publication", "carrier"), message, 'use carrier = "auto"')
-    if config.algorithm.streaming:
+    if algorithm.streaming:
         message = f'streaming with mode = "{mode}": the trainer has the device only when the batch is there'
         yield Problem(("algorithm", "streaming"), message, "leave it out")
-    if config.algorithm.over_provision and mode == "colocate":
+    if algorithm.over_provision and mode == "colocate":
         message = 'over_provision with mode = "colocate": there is nothing else to do while the longest sequences end'
         yield Problem(("algorithm", "over_provision"), message, 'leave it out, or set mode = "hybrid"')
-    rollout, limit_s = config.roles.get("rollout"), config.colocation.give_way_s
+    rollout, limit_s = config.roles.get("rollout"), config.table(ColocationTable).give_way_s
     if isinstance(rollout, RolloutSettings) and rollout.engine == "sglang" and limit_s < _slowest(rollout):
         message = (
             f"give_way_s = {limit_s:g} is below roles.rollout.sglang.update_timeout_s = {_slowest(rollout):g}: "
@@ -85,12 +89,12 @@ def _slowest(rollout: RolloutSettings) -> float:
     return rollout.sglang.update_timeout_s
 
 
-def _places(config: RLConfig) -> Iterator[Problem]:
+def _places(config: RunConfig) -> Iterator[Problem]:
     """Whether the placement puts rollouts and trainer on one device: whole GPUs are given to one slot alone."""
     trainer, rollout = config.roles.get("trainer"), config.roles.get("rollout")
     if not isinstance(trainer, ShardedSettings) or not isinstance(rollout, EngineSettings):
         return
-    mode = f'mode = "{config.algorithm.mode}"'
+    mode = f'mode = "{config.table(AlgorithmTable).mode}"'
     if config.supervision.nodes.listen and rollout.node != HEAD:
         message = f"{mode} needs the rollouts on the trainer's node, and they may be started on others"
         yield Problem(("roles", "rollout", "node"), message, f'set roles.rollout.node = "{HEAD}"')

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from relax_rt.roles.job.sections import ShardedSettings, TrainedSettings
+from relax_rt.roles.models.settings import ShardedSettings, TrainedSettings
 
 
 def unsupported(table: ShardedSettings) -> Iterator[tuple[str, str]]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from relax_rt.cluster.nodes.api import HEAD
 from relax_rt.cluster.nodes.links import Links
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.base.locations import config_dir
-from relax_rt.roles.job.sections import RLConfig, RolloutSettings
-from relax_rt.roles.training.publication.place import stage_folder
+from relax_rt.roles.base.locations import config_dir, stage_folder
+from relax_rt.roles.rollout.engines.settings import RolloutSettings
+from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError, Unreachable
 from relax_rt.transport.weights.api import StageApi
@@ -35,15 +35,13 @@ _FELL = (Gone, Corrupt, Unreachable, DeadlineExceeded, OutOfSpace)
 
 def files_folder(ctx: RoleContext) -> Path | None:
     """Where the run's versions lie as files, if they do."""
-    assert isinstance(ctx.config, RLConfig)
-    named = ctx.config.publication.directory
+    named = ctx.config.table(PublicationTable).directory
     return None if named is None else config_dir(ctx) / Path(named).expanduser() / ctx.run_id
 
 
 def source_for(ctx: RoleContext) -> MakeSource:
     """The carriers of this node. Call it on the role's event loop."""
-    assert isinstance(ctx.config, RLConfig)
-    table, folder = ctx.config.publication, files_folder(ctx)
+    table, folder = ctx.config.table(PublicationTable), files_folder(ctx)
     if table.carrier == "directory" and folder is not None:
         return lambda record, _: DirectorySource(folder, record)
     links = Links.from_environment()
@@ -63,7 +61,7 @@ def _from_stage(stage: Path) -> MakeSource:
 
 def _from_broadcast(ctx: RoleContext, first: MakeSource) -> MakeSource:
     """A version as it was broadcast, or by `first`; memory to receive into is offered once the size is known."""
-    from relax_rt.roles.training.publication.spread import receiver_of
+    from relax_rt.roles.training.publication.broadcast import receiver_of
     from relax_rt.transport.weights.collective.carrier import BroadcastSource
 
     receiver, stage, offers = receiver_of(ctx), stage_folder(ctx), True
@@ -114,8 +112,7 @@ def _from_device(ctx: RoleContext, first: MakeSource) -> MakeSource:
 def _from_stream(ctx: RoleContext, links: Links) -> MakeSource:
     from relax_rt.transport.weights.stream import StageMirror
 
-    assert isinstance(ctx.config, RLConfig)
-    timeout_s, loop = ctx.config.publication.ack_timeout_s, asyncio.get_running_loop()
+    timeout_s, loop = ctx.config.table(PublicationTable).ack_timeout_s, asyncio.get_running_loop()
 
     async def ask() -> str:
         return await (await ctx.peer(QUEUE_SLOT, StageApi, timeout_s=ASK_TIMEOUT_S)).where()

@@ -11,24 +11,28 @@ from typing import Literal
 from relax_rt.cluster.nodes.api import HEAD
 from relax_rt.cluster.nodes.machine import count_gpus
 from relax_rt.config.problems import Problem
-from relax_rt.roles.job.sections import EvaluatorSettings, RLConfig, RolloutSettings, TrainerSettings
+from relax_rt.config.schema import RunConfig
+from relax_rt.roles.evaluation.settings import EvaluatorSettings
 from relax_rt.roles.models.dtypes import EXPLICIT, setting
-from relax_rt.roles.rollout.engines.tables import SHARING
+from relax_rt.roles.rollout.engines.settings import RolloutSettings
+from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
+from relax_rt.roles.training.backend.settings import TrainerSettings
+from relax_rt.roles.training.publication.settings import PublicationTable
 
 CARRIER = ("publication", "carrier")
 UNSENT = ("shared_memory", "directory")
 """Carriers that move versions as they are, whatever they are rounded to."""
 
 
-def communicator_of(config: RLConfig) -> Literal["nccl", "gloo"]:
+def communicator_of(config: RunConfig) -> Literal["nccl", "gloo"]:
     """Over what broadcasts go: as the config says, or NCCL where trainer and rollouts have GPUs."""
-    named = config.publication.communicator
+    named = config.table(PublicationTable).communicator
     if named != "auto":
         return named
     return "gloo" if without_gpu(config) else "nccl"
 
 
-def without_gpu(config: RLConfig) -> list[str]:
+def without_gpu(config: RunConfig) -> list[str]:
     """Trainer and rollouts, as far as they have no GPU."""
     tables = {
         kind: table for kind, table in config.roles.items() if isinstance(table, TrainerSettings | RolloutSettings)
@@ -36,7 +40,7 @@ def without_gpu(config: RLConfig) -> list[str]:
     return [kind for kind, table in tables.items() if not table.gpus] if tables else ["trainer"]
 
 
-def _rollout_node(config: RLConfig) -> str | None:
+def _rollout_node(config: RunConfig) -> str | None:
     table = config.roles.get("rollout")
     return table.node if isinstance(table, RolloutSettings) else None
 
@@ -48,9 +52,9 @@ def wire_of(named: str | None, published: str) -> Literal["bfloat16", "float8_e4
     return "bfloat16" if named == "bfloat16" and published == "float32" else None
 
 
-def check_publication(config: RLConfig) -> Iterator[Problem]:
+def check_publication(config: RunConfig) -> Iterator[Problem]:
     """What shows without looking at the machine."""
-    table, several = config.publication, bool(config.supervision.nodes.listen)
+    table, several = config.table(PublicationTable), bool(config.supervision.nodes.listen)
     if table.carrier == "directory" and table.directory is None:
         message = 'carrier = "directory", and publication.directory is not set'
         yield Problem(CARRIER, message, "name a folder that all nodes see")
@@ -73,9 +77,14 @@ def check_publication(config: RLConfig) -> Iterator[Problem]:
     yield from _cuda_ipc(config)
 
 
-def _wire(config: RLConfig) -> Iterator[Problem]:
+def _wire(config: RunConfig) -> Iterator[Problem]:
     """Nothing is gained by sending as many bits as there are, or by rounding what is not sent."""
-    wire, carrier, path = config.publication.wire_dtype, config.publication.carrier, ("publication", "wire_dtype")
+    publication = config.table(PublicationTable)
+    wire, carrier, path = (
+        publication.wire_dtype,
+        publication.carrier,
+        ("publication", "wire_dtype"),
+    )
     table = config.roles.get("rollout")
     if wire is None:
         return
@@ -94,9 +103,9 @@ def _wire(config: RLConfig) -> Iterator[Problem]:
         yield Problem(path, message, 'leave it out, or set carrier = "auto"', at="key")
 
 
-def wire_note(config: RLConfig) -> str:
+def wire_note(config: RunConfig) -> str:
     """What wire_dtype does where nothing is sent; it may be meant, for the numerics of a run on several nodes."""
-    table = config.publication
+    table = config.table(PublicationTable)
     if table.wire_dtype is None or config.supervision.nodes.listen or table.carrier == "collective":
         return ""
     return (
@@ -105,9 +114,10 @@ def wire_note(config: RLConfig) -> str:
     )
 
 
-def _adapters(config: RLConfig) -> Iterator[Problem]:
+def _adapters(config: RunConfig) -> Iterator[Problem]:
     """Adapters need a trainer that has them, and somebody to send them to."""
-    table, path = config.publication, ("publication", "adapters")
+    algorithm = config.table(AlgorithmTable)
+    table, path = config.table(PublicationTable), ("publication", "adapters")
     if not table.adapters:
         return
     trainer = config.roles.get("trainer")
@@ -123,15 +133,15 @@ def _adapters(config: RLConfig) -> Iterator[Problem]:
     if table.wire_dtype is not None:
         message = "adapters = true and wire_dtype: what receivers make of adapters is not rounded"
         yield Problem(path, message, "leave wire_dtype out: adapters are fewer bytes")
-    if config.algorithm.mode in SHARING:
-        message = f'adapters = true has no effect with algorithm.mode = "{config.algorithm.mode}"'
+    if algorithm.mode in SHARING:
+        message = f'adapters = true has no effect with algorithm.mode = "{algorithm.mode}"'
         hint = "leave it out: engines let go of their weights for each step, and take the next ones in full"
         yield Problem(path, message, hint)
 
 
-def _delta(config: RLConfig) -> Iterator[Problem]:
+def _delta(config: RunConfig) -> Iterator[Problem]:
     """What changed lies beside a version on the trainer's node: engines there read it, a stream brings it elsewhere."""
-    table, mode, path = config.publication, config.algorithm.mode, ("publication", "delta")
+    table, mode, path = config.table(PublicationTable), config.table(AlgorithmTable).mode, ("publication", "delta")
     if table.delta and table.carrier in ("directory", "collective", "cuda_ipc"):
         message = f'delta = true has no effect with carrier = "{table.carrier}", which moves each version in full'
         yield Problem(path, message, 'leave it out, or set carrier = "auto"')
@@ -141,16 +151,16 @@ def _delta(config: RLConfig) -> Iterator[Problem]:
         yield Problem(path, message, hint)
 
 
-def _evaluates_elsewhere(config: RLConfig) -> bool:
+def _evaluates_elsewhere(config: RunConfig) -> bool:
     """Whether an evaluator may be on another node. It keeps its weights while the trainer has its turn."""
     table = config.roles.get("evaluator")
     several = bool(config.supervision.nodes.listen)
     return several and isinstance(table, EvaluatorSettings) and table.count > 0 and table.node != HEAD
 
 
-def _broadcasts(config: RLConfig) -> Iterator[Problem]:
+def _broadcasts(config: RunConfig) -> Iterator[Problem]:
     """A broadcast needs engines on the trainer's node, time to fall back, and GPUs for NCCL."""
-    table = config.publication
+    table = config.table(PublicationTable)
     if table.carrier != "collective":
         for key in ("communicator", "broadcast_timeout_s"):
             if key in table.model_fields_set:
@@ -172,9 +182,9 @@ def _broadcasts(config: RLConfig) -> Iterator[Problem]:
         yield Problem(("publication", "communicator"), message, 'give each a GPU, or set communicator = "gloo"')
 
 
-def _cuda_ipc(config: RLConfig) -> Iterator[Problem]:
+def _cuda_ipc(config: RunConfig) -> Iterator[Problem]:
     """Memory of a device is shown to whoever shares that device: trainer and rollouts must fit on one together."""
-    if config.publication.carrier != "cuda_ipc":
+    if config.table(PublicationTable).carrier != "cuda_ipc":
         return
     tables = [table for table in config.roles.values() if isinstance(table, TrainerSettings | RolloutSettings)]
     shares = [(table.gpus, table.count) for table in tables]
@@ -194,9 +204,9 @@ def _not_writable(folder: Path) -> str:
         return f"{there}: {error.strerror or error}"
 
 
-def preflight_publication(config: RLConfig, config_dir: Path) -> Iterator[Problem]:
+def preflight_publication(config: RunConfig, config_dir: Path) -> Iterator[Problem]:
     """Whether this machine has what the carrier needs."""
-    table = config.publication
+    table = config.table(PublicationTable)
     if table.directory is not None and (why := _not_writable(config_dir / Path(table.directory).expanduser())):
         message = f"publication.directory cannot be written: {why}"
         yield Problem(("publication", "directory"), message, "name a folder that this user may write in")

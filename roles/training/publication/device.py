@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.job.sections import PublicationTable
-from relax_rt.roles.training.publication.place import stage_folder
+from relax_rt.roles.base.locations import stage_folder
+from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.weights import device
 from relax_rt.transport.weights.cuda_ipc import CudaStage

@@ -14,10 +14,9 @@ from pathlib import Path
 
 from relax_rt.config.problems import BadInput
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.base.locations import model_folder
-from relax_rt.roles.job.sections import RLConfig
+from relax_rt.roles.base.locations import model_folder, stage_folder
 from relax_rt.roles.training.publication.carriers import files_folder
-from relax_rt.roles.training.publication.place import stage_folder
+from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError
 from relax_rt.transport.weights.directory import WeightDirectory
@@ -64,8 +63,7 @@ class WeightFiles:
     @classmethod
     def of(cls, ctx: RoleContext) -> WeightFiles | None:
         """As the config says; None: no files. Blocks."""
-        assert isinstance(ctx.config, RLConfig)
-        table, folder = ctx.config.publication, files_folder(ctx)
+        table, folder = ctx.config.table(PublicationTable), files_folder(ctx)
         if folder is None or table.carrier not in ("auto", "directory"):
             return None
         return cls(ctx, folder, only_way=table.carrier == "directory", timeout_s=table.directory_timeout_s)

@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable
 
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.job.sections import RLConfig
 from relax_rt.roles.rollout.engines.base import Engine, KvPolicy
 from relax_rt.roles.rollout.engines.base import Swap as Swapped
 from relax_rt.roles.training.publication.carriers import MakeSource, source_for
@@ -22,6 +21,7 @@ from relax_rt.roles.training.publication.machine import (
     Receiver,
     Swap,
 )
+from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError, Unreachable
 from relax_rt.transport.weights.source import WeightSource
@@ -67,10 +67,9 @@ class WeightFollower:
     def __init__(
         self, ctx: RoleContext, engine: Engine, kv: KvPolicy = "keep", source: MakeSource | None = None
     ) -> None:
-        assert isinstance(ctx.config, RLConfig)
         self._ctx, self._engine, self._kv = ctx, engine, kv
         self._source = source or source_for(ctx)
-        self._machine = Receiver(ctx.config.publication.ack_timeout_s)
+        self._machine = Receiver(ctx.config.table(PublicationTable).ack_timeout_s)
         self._swap, self._fetch_s = Swapped(0, 0.0, 0), 0.0
         self._fetched: WeightSource | None = None
         self._empty = False

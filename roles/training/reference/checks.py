@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from relax_rt.config.problems import KeyPath, Problem
-from relax_rt.roles.job.checks import settings
-from relax_rt.roles.job.sections import ReferenceSettings, RLConfig
+from relax_rt.config.schema import RunConfig
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import ChatTokenizer
+from relax_rt.roles.training.reference.settings import ReferenceSettings
 from relax_rt.transport.rpc.errors import RelaxError
 
 PLACE: KeyPath = ("roles", "reference", "model")
 
 
-def check_reference(config: RLConfig, config_dir: Path, tokenizer: ChatTokenizer, longest: int) -> Iterator[Problem]:
+def check_reference(config: RunConfig, config_dir: Path, tokenizer: ChatTokenizer, longest: int) -> Iterator[Problem]:
     """Whether the model of [roles.reference] is there and can judge the policy's tokens; a package is converted here.
 
     Args:
         tokenizer: the policy's.
         longest: tokens of the longest sequence that the policy may make.
     """
-    table = settings(config, "reference", ReferenceSettings)
+    table = config.role("reference", ReferenceSettings)
     if "reference" not in config.roles or table.target is not None or table.model is None:
         # None at all, or one's own, or the policy before its first step.
         return

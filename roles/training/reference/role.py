@@ -11,7 +11,10 @@ from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.role import RLRole
-from relax_rt.roles.job.sections import ReferenceSettings, RLConfig
+from relax_rt.roles.models.settings import ModelTable
+from relax_rt.roles.rollout.engines.settings import SamplingTable
+from relax_rt.roles.training.reference.settings import ReferenceSettings
+from relax_rt.roles.training.sft.settings import ColdStartTable
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
@@ -51,8 +54,6 @@ class ReferenceRole(RLRole[ReferenceSettings]):
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.config, RLConfig)
-        self.config = ctx.config
         self.model: FrozenModel
         self._failures_in_a_row = 0
         self._worked = False
@@ -66,11 +67,11 @@ class ReferenceRole(RLRole[ReferenceSettings]):
     def _folder(self) -> Path | None:
         """The model's; None while it is to come: the policy after a cold start."""
         from relax_rt.roles.models.resolve import resolve_model
-        from relax_rt.roles.training.sft.kept import finished
+        from relax_rt.roles.training.checkpoints.cold_start import finished
 
-        if self.settings.model is None and self.config.cold_start.wanted:
+        if self.settings.model is None and self.table(ColdStartTable).wanted:
             return finished(self.ctx.run_dir)
-        return resolve_model(self.settings.model or self.config.model.path, self.config_dir)
+        return resolve_model(self.settings.model or self.table(ModelTable).path, self.config_dir)
 
     async def _open(self, folder: Path) -> None:
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
@@ -79,7 +80,7 @@ class ReferenceRole(RLRole[ReferenceSettings]):
     def _load(self, folder: Path) -> None:
         from relax_rt.roles.models.device import open_device
         from relax_rt.roles.models.opening import refused_for_good
-        from relax_rt.roles.training.budget import Budget
+        from relax_rt.roles.training.batch.budget import Budget
         from relax_rt.roles.training.reference.model import FrozenModel
 
         device, budget = open_device(self.ctx, self.settings), Budget.of(self.ctx, self.settings.tokens_per_micro_batch)
@@ -89,12 +90,12 @@ class ReferenceRole(RLRole[ReferenceSettings]):
                 dtype=self.settings.dtype,
                 threads=self.settings.threads,
                 budget=budget,
-                temperature=self.config.sampling.temperature,
+                temperature=self.table(SamplingTable).temperature,
                 device=device,
             )
 
     async def run(self) -> None:
-        from relax_rt.roles.training.sft.waiting import weights_after
+        from relax_rt.roles.training.checkpoints.cold_start import weights_after
 
         if not hasattr(self, "model"):
             # It comes after the time for a start.

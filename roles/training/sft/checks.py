@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 from relax_rt.cluster.nodes.api import HEAD
 from relax_rt.config.problems import KeyPath, Problem
-from relax_rt.roles.job.sections import ReferenceSettings, RLConfig, TrainerSettings
-from relax_rt.roles.training.rates import check_rates
-from relax_rt.roles.training.sft.table import ColdStartTable
+from relax_rt.config.schema import RunConfig
+from relax_rt.roles.training.algorithms.learning_rate import check_rates
+from relax_rt.roles.training.backend.settings import TrainerSettings
+from relax_rt.roles.training.reference.settings import ReferenceSettings
+from relax_rt.roles.training.sft.settings import ColdStartTable
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
@@ -20,9 +22,9 @@ if TYPE_CHECKING:
 PLACE: KeyPath = ("cold_start",)
 
 
-def check_cold_start(config: RLConfig) -> Iterator[Problem]:
+def check_cold_start(config: RunConfig) -> Iterator[Problem]:
     """What is wrong with [cold_start] as far as it shows without model or data."""
-    table = config.cold_start
+    table = config.table(ColdStartTable)
     if not table.wanted:
         if table != ColdStartTable():
             message = "neither path nor answers is set, so that there is nothing to learn from"
@@ -73,7 +75,7 @@ def _length(table: ColdStartTable) -> Iterator[Problem]:
 
 
 def preflight_cold_start(
-    config: RLConfig, config_dir: Path, source: PromptSource, tokenizer: ChatTokenizer, context: int | None
+    config: RunConfig, config_dir: Path, source: PromptSource, tokenizer: ChatTokenizer, context: int | None
 ) -> Iterator[Problem]:
     """Read and render the data, tell what becomes of it, and see that it fits the model.
 
@@ -83,7 +85,7 @@ def preflight_cold_start(
     from relax_rt.roles.models.cache import say
     from relax_rt.roles.training.sft.data import Faults, load
 
-    table = config.cold_start
+    table = config.table(ColdStartTable)
     if not table.wanted:
         return
     try:

@@ -8,26 +8,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relax_rt.config.problems import Problem
-from relax_rt.roles.job.sections import RLConfig, TrainerSettings
+from relax_rt.config.schema import RunConfig
+from relax_rt.roles.training.backend.settings import TrainerSettings
 
 PATH = ("roles", "trainer", "lora", "targets")
 CANNOT_PACK = "the model's attention cannot have several sequences in a row"
 PACKS = 'use a model whose layers hand arguments on to their attention (Qwen3, Llama), or packing = "auto"'
 
 
-def check_packing(config: RLConfig, folder: Path) -> Iterator[Problem]:
+def check_packing(config: RunConfig, folder: Path) -> Iterator[Problem]:
     """packing = "required" where the attention of the model in this folder cannot have several sequences in a row."""
     table = config.roles.get("trainer")
     if not isinstance(table, TrainerSettings) or table.packing != "required" or table.backend != "torch":
         return
-    from relax_rt.roles.training.torch.probe import kind_packs
+    from relax_rt.roles.training.batch.attention import kind_packs
 
     # Where no small model can be made of it, it shows when the trainer loads the model.
     if kind_packs(folder) is False:
         yield Problem(("roles", "trainer", "packing"), f'packing = "required": {CANNOT_PACK}', PACKS)
 
 
-def check_adapters(config: RLConfig, folder: Path) -> Iterator[Problem]:
+def check_adapters(config: RunConfig, folder: Path) -> Iterator[Problem]:
     """Targets that no weight of the model in this folder is called by.
 
     Args:

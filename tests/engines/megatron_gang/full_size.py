@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from relax_rt.roles.job.sections import TrainerSettings
+from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.megatron.model import build, read_architecture, sizes_of, transformer_config
 from relax_rt.roles.training.megatron.shims import prepare
 

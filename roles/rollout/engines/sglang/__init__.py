@@ -17,10 +17,11 @@ from relax_rt.roles.rollout.engines.sglang.options import (
     server_environment,
     server_options,
 )
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 
 if TYPE_CHECKING:
     from relax_rt.interfaces.role import RoleContext
-    from relax_rt.roles.job.sections import EngineSettings
+    from relax_rt.roles.rollout.engines.settings import EngineSettings
     from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
 
 MIN_KV_TOKENS = 4096
@@ -28,15 +29,15 @@ MIN_KV_TOKENS = 4096
 
 def make(ctx: RoleContext, model: Path, settings: EngineSettings) -> SglangEngine:
     """The engine of a role, not started yet."""
+    from relax_rt.config.schema import RunConfig
     from relax_rt.roles.base.locations import config_dir
-    from relax_rt.roles.job.sections import RLConfig
     from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
     from relax_rt.roles.rollout.engines.sglang.server import Place
-    from relax_rt.roles.rollout.engines.tables import SHARING
+    from relax_rt.roles.training.algorithms.settings import SHARING
     from relax_rt.supervision.rundir import slot_file
 
     config = ctx.config
-    assert isinstance(config, RLConfig)
+    assert isinstance(config, RunConfig)
     device = device_of(settings.sglang.device)
     name = slot_file(ctx.who.slot, ".sglang")
     for left in ctx.shm_dir.glob(f"{name}.*"):
@@ -51,7 +52,7 @@ def make(ctx: RoleContext, model: Path, settings: EngineSettings) -> SglangEngin
     )
     longest = longest_tokens(config)
     kv_tokens = max(MIN_KV_TOKENS, settings.max_sequences * (longest + KEPT_BACK))
-    shares = config.algorithm.mode in SHARING
+    shares = config.table(AlgorithmTable).mode in SHARING
     options = functools.partial(server_options, settings, device, kv_tokens=kv_tokens, shares=shares)
 
     def not_shown(version: int, why: str) -> None:

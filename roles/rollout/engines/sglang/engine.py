@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_rt.roles.data.media.sight import Sight
-from relax_rt.roles.job.sections import EngineSettings, RolloutSettings
 from relax_rt.roles.rollout.engines.base import (
     Chunk,
     EngineEnded,
@@ -34,6 +33,7 @@ from relax_rt.roles.rollout.engines.base import (
     Swap,
     check_request,
 )
+from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
 from relax_rt.roles.rollout.engines.sglang import update
 from relax_rt.roles.rollout.engines.sglang.asking import RowReader, body_of
 from relax_rt.roles.rollout.engines.sglang.client import Event, Limits

@@ -13,8 +13,9 @@ from pathlib import Path
 import msgspec
 
 from relax_rt.config.problems import KeyPath, Problem, did_you_mean
-from relax_rt.roles.job.sections import EngineSettings, RLConfig
+from relax_rt.config.schema import RunConfig
 from relax_rt.roles.models.cache import say
+from relax_rt.roles.rollout.engines.settings import EngineSettings
 from relax_rt.roles.rollout.engines.sglang.options import (
     SUPPORTED,
     Device,
@@ -25,7 +26,7 @@ from relax_rt.roles.rollout.engines.sglang.options import (
     server_environment,
     user_options,
 )
-from relax_rt.roles.rollout.engines.tables import SHARING
+from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
 from relax_rt.transport.rpc.errors import Refused
 
 ASK = (
@@ -48,7 +49,7 @@ OPTIONS_TIMEOUT_S = 90.0
 INSTALL = "`make sglang-cpu-env` makes one for the CPU; with a GPU: pip install sglang=="
 
 
-def check_sglang(config: RLConfig, config_dir: Path) -> Iterator[Problem]:
+def check_sglang(config: RunConfig, config_dir: Path) -> Iterator[Problem]:
     """What keeps roles with engine = "sglang" from starting, as far as it shows without a start."""
     asked: dict[str, tuple[str, str, bool]] = {}
     known: dict[tuple[str, Device], frozenset[str] | None] = {}
@@ -92,7 +93,7 @@ def check_sglang(config: RLConfig, config_dir: Path) -> Iterator[Problem]:
             if (python, device) not in known:
                 known[python, device] = option_names(python, device)
             yield from _unknown((*path, "arguments"), table.sglang.arguments, version, known[python, device])
-        mode = config.algorithm.mode
+        mode = config.table(AlgorithmTable).mode
         if not why and device == "cuda" and mode in SHARING and not saves:
             message = f'mode = "{mode}": without torch_memory_saver in {python} its server would keep the memory'
             yield Problem(key, message, "pip install torch-memory-saver there")

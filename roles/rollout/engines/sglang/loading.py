@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from relax_rt.roles.job.sections import SglangTable
+from relax_rt.roles.rollout.engines.settings import SglangTable
 from relax_rt.roles.rollout.engines.sglang import update
 from relax_rt.roles.rollout.engines.sglang.client import Client, ServerRefused
 from relax_rt.roles.rollout.engines.sglang.handles import Shown

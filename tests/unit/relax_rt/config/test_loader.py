@@ -21,7 +21,10 @@ from relax_rt.config.job import Job, load_job
 from relax_rt.config.loader import config_digest, load_config, read_resolved, role_settings, write_resolved
 from relax_rt.config.problems import BadInput, ConfigErrors, Problem
 from relax_rt.config.schema import RoleSettings, RunConfig
-from relax_rt.roles.job.sections import RewardSettings, RLConfig, RolloutSettings, TrainerSettings
+from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.rewards.settings import RewardSettings
+from relax_rt.roles.rollout.engines.settings import RolloutSettings
+from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.transport.rpc.errors import RelaxError
 
 MINIMAL = """\
@@ -383,7 +386,7 @@ class Echo:
 """
 
 OWN_ROLLOUT = """
-from relax_rt.roles.job.sections import RolloutSettings
+from relax_rt.roles.rollout.engines.settings import RolloutSettings
 
 class Settings(RolloutSettings):
     limit: int = 41

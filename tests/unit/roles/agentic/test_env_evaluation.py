@@ -14,7 +14,7 @@ from relax_rt.roles.agentic.player import Player
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.agentic.tokens import Branch, Counts, Episode
 from relax_rt.roles.evaluation.scoring import wilson
-from relax_rt.roles.job.sections import SamplingTable
+from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 

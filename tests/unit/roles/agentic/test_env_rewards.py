@@ -24,10 +24,11 @@ from relax_rt.roles.agentic.samples import make_sample
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.agentic.tally import Tally
 from relax_rt.roles.agentic.tokens import ChatTemplate
-from relax_rt.roles.job.sections import RLConfig, SamplingTable
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.scoring import Score
-from relax_rt.roles.rewards.tables import RewardTable
+from relax_rt.roles.rewards.settings import RewardTable
+from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.training.algorithms.inputs import trajectory
 from relax_rt.transport.queue.ledger.messages import Ticket
 

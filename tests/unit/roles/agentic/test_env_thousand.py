@@ -16,7 +16,7 @@ from relax_rt.roles.agentic.loading import Factory, load_factory
 from relax_rt.roles.agentic.player import Player
 from relax_rt.roles.agentic.pool import Lost, Pool, Stuck
 from relax_rt.roles.agentic.settings import EnvSettings
-from relax_rt.roles.job.sections import SamplingTable
+from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.rollout.router.requests import Outcome, Wanted
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]

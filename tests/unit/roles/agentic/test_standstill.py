@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from agentic_parts import TASK, Count, Engine, factory, numbers, template, tokenizer
 
+from relax_rt.config.schema import RunTable
 from relax_rt.observe.metrics import MetricsLog
 from relax_rt.roles.agentic import Chat, Reply, Step, Task
 from relax_rt.roles.agentic.episode import Generate
@@ -30,8 +31,10 @@ from relax_rt.roles.agentic.standstill import (
     ending,
 )
 from relax_rt.roles.agentic.tally import Tally
-from relax_rt.roles.job.sections import SamplingTable
+from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.rollout.router.requests import Outcome, Wanted
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import Ticket
 from relax_rt.transport.rpc.errors import GivenUp
@@ -72,10 +75,12 @@ class Slot:
         self.put = 0
         table = EnvSettings(environment="slow.py:Slow", max_tokens=400, **{"episode_timeout_s": 2.0, **settings})
         made = factory((lambda: environment) if plays else environment, plays=plays)
+        run = RunTable(name="slot", seed=1)
+        config = cast(Any, RLConfig).model_construct(run=run, algorithm=AlgorithmTable(group_size=2), roles={})
         self.role = role = EnvRole.__new__(EnvRole)
         vars(role).update(
             settings=table,
-            config=SimpleNamespace(algorithm=SimpleNamespace(group_size=2), roles={}, run=SimpleNamespace(seed=1)),
+            config=config,
             ctx=SimpleNamespace(
                 event=lambda kind, **fields: self.events.append((kind, fields)),
                 log=SimpleNamespace(warning=lambda *_, **__: None),

@@ -20,8 +20,8 @@ from relax_rt.roles.data import source as source_module
 from relax_rt.roles.data.canonical import in_held_out
 from relax_rt.roles.data.index import RowIndex
 from relax_rt.roles.data.order import BLOCK, Mixture
+from relax_rt.roles.data.settings import DataSource, DataTable
 from relax_rt.roles.data.source import RECORD, ItemIds, Places, PromptSource
-from relax_rt.roles.job.sections import DataSource, DataTable
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.transport.rpc.errors import RelaxError
 
@@ -359,7 +359,7 @@ from pathlib import Path
 from relax_rt.roles.data.index import RowIndex
 from relax_rt.roles.data.order import epoch_order
 from relax_rt.roles.data.source import ItemIds
-from relax_rt.roles.job.sections import DataTable
+from relax_rt.roles.data.settings import DataTable
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 index = RowIndex.open(DataTable(path=sys.argv[1]), Path())
 epoch_order(0, 0, ItemIds(index.rows["item"]))

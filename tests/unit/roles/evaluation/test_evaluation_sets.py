@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from relax_rt.config.loader import load_config
 from relax_rt.config.problems import ConfigErrors, Problem
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.evaluation import branch as evaluation_branch
 from relax_rt.roles.evaluation.branch import Branch
 from relax_rt.roles.evaluation.judge import MOST_STUCK, Judge, Text
 from relax_rt.roles.evaluation.sets import MAIN, Course, courses, load_set, recipes
-from relax_rt.roles.job.sections import EvaluationSet, RLConfig
+from relax_rt.roles.evaluation.settings import EvaluationSet
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import RelaxError, Unreachable

@@ -14,8 +14,8 @@ from test_gateway_streams import after, part_by_httpx, script
 from relax_rt.roles.agentic.tokens import Branch
 from relax_rt.roles.gateway.api import Closed, SessionLimits
 from relax_rt.roles.gateway.role import GatewayRole
-from relax_rt.roles.job.sections import RolloutSettings
 from relax_rt.roles.rollout.engines.routing import PART_TOKENS
+from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.transport.rpc.errors import Refused
 
 

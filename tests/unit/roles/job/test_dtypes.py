@@ -13,17 +13,15 @@ from relax_rt.cli.brief import choices
 from relax_rt.cluster import launch
 from relax_rt.config.loader import config_digest, load_config, read_resolved, write_resolved
 from relax_rt.config.problems import ConfigErrors
+from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.evaluation.settings import EvaluatorSettings
 from relax_rt.roles.job.job import RLJob
-from relax_rt.roles.job.sections import (
-    EvaluatorSettings,
-    GenrmSettings,
-    ReferenceSettings,
-    RLConfig,
-    RolloutSettings,
-    TrainerSettings,
-)
 from relax_rt.roles.models.dtypes import choose_dtypes, model_width
 from relax_rt.roles.models.precision import Choice
+from relax_rt.roles.rewards.genrm.settings import GenrmSettings
+from relax_rt.roles.rollout.engines.settings import RolloutSettings
+from relax_rt.roles.training.backend.settings import TrainerSettings
+from relax_rt.roles.training.reference.settings import ReferenceSettings
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, update_run
 from relax_rt.transport.rpc.errors import RelaxError
 

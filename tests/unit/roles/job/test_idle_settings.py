@@ -8,8 +8,8 @@ import pytest
 from job_config import problems
 
 from relax_rt.config.loader import load_config
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.job.preflight import warnings
-from relax_rt.roles.job.sections import RLConfig
 
 TOML = """
 [run]

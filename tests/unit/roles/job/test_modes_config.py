@@ -12,7 +12,7 @@ from job_config import ROLES_TOML, problems
 pytest.importorskip("torch")
 
 from relax_rt.config.loader import load_config
-from relax_rt.roles.job.sections import RLConfig
+from relax_rt.roles.config.sections import RLConfig
 
 BFLOAT16 = ('roles.rollout.dtype="bfloat16"', 'roles.evaluator.dtype="bfloat16"')
 JUDGE = ('reward.judge.prompt="{completion} or {answer}?"', "roles.genrm.count=1", 'reward.function="genrm"')

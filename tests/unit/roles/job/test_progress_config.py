@@ -10,8 +10,9 @@ from job_config import ROLES_TOML, problems
 from relax_rt.config.job import advice, stall_after_s
 from relax_rt.config.loader import load_config
 from relax_rt.roles.base.progress import LEAST_S, ending
+from relax_rt.roles.base.settings import ProgressTable
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.job.job import RLJob
-from relax_rt.roles.job.sections import ProgressTable, RLConfig
 from relax_rt.transport.queue.ledger.messages import Loss, ProgressReport, failure_summary
 
 LOSS = Loss(

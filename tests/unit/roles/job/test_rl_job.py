@@ -17,17 +17,17 @@ from job_config import ROLES_TOML, problems
 
 from relax_rt.config.loader import load_config
 from relax_rt.config.problems import ConfigErrors
+from relax_rt.roles.config.checks import needed_bytes, retained_batches
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.source import PromptSource
-from relax_rt.roles.job.checks import needed_bytes, retained_batches
 from relax_rt.roles.job.job import RLJob
 from relax_rt.roles.job.preflight import as_problem, warnings
-from relax_rt.roles.job.sections import RLConfig
 from relax_rt.roles.job.try_out import newest_checkpoint
 from relax_rt.roles.models.precision import Timing
 from relax_rt.roles.models.tiny import character_tokenizer, tiny_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.planning.estimate import DELTA_PART, SERVED_BESIDE, STAGE_BUFFERS, model_size
-from relax_rt.roles.training.checkpoint import CheckpointState, CheckpointStore
+from relax_rt.roles.training.checkpoints.store import CheckpointState, CheckpointStore
 from relax_rt.transport.rpc.errors import Corrupt, RelaxError
 from relax_rt.transport.weights.manifest import MAX_DELTA
 from relax_rt.transport.weights.served import MAX_BESIDE_VERSIONS

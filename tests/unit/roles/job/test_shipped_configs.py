@@ -9,13 +9,14 @@ import pytest
 
 from relax_rt.config.job import load_job
 from relax_rt.config.loader import load_config
+from relax_rt.roles.config import startable
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.gym import GymTask
 from relax_rt.roles.data.source import fill
-from relax_rt.roles.job import startable
 from relax_rt.roles.job.job import RLJob
-from relax_rt.roles.job.sections import RLConfig, RolloutSettings
 from relax_rt.roles.rewards.loader import load_reward
 from relax_rt.roles.rewards.scoring import read_score
+from relax_rt.roles.rollout.engines.settings import RolloutSettings
 
 ROOT = Path(__file__).resolve().parents[4]
 QUICKSTART, SGLANG_CPU = ROOT / "examples/quickstart/roles.toml", ROOT / "examples/sglang_cpu/roles.toml"

@@ -10,11 +10,14 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from relax_rt.roles.job.sections import AlgorithmTable, RLConfig, RolloutSettings, TrainerSettings  # noqa: E402
+from relax_rt.roles.config.sections import RLConfig  # noqa: E402
 from relax_rt.roles.models.forward import check_plain  # noqa: E402
 from relax_rt.roles.models.forward_checks import check_computed  # noqa: E402
 from relax_rt.roles.rollout.engines.decoder import Decoder  # noqa: E402
-from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
+from relax_rt.roles.rollout.engines.settings import RolloutSettings  # noqa: E402
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
+from relax_rt.roles.training.backend.settings import TrainerSettings  # noqa: E402
+from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.transport.rpc.errors import Refused  # noqa: E402
 
 SHAPE = {

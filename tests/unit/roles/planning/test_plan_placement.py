@@ -11,15 +11,13 @@ from hypothesis import strategies as st
 
 from relax_rt.config.inventory import Inventory
 from relax_rt.config.schema import RoleSettings
-from relax_rt.roles.job.sections import (
-    CriticSettings,
-    ReferenceSettings,
-    RewardSettings,
-    RLConfig,
-    RolloutSettings,
-    TrainerSettings,
-)
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.planning.placement import AGENT_CORES, Placed, check_gpus, place
+from relax_rt.roles.rewards.settings import RewardSettings
+from relax_rt.roles.rollout.engines.settings import RolloutSettings
+from relax_rt.roles.training.backend.settings import TrainerSettings
+from relax_rt.roles.training.critic.settings import CriticSettings
+from relax_rt.roles.training.reference.settings import ReferenceSettings
 
 
 def nodes(*gpus: int, cores: int = 64, linked: int = 8) -> Inventory:

@@ -11,7 +11,7 @@ from relax_rt.cli.main import main
 from relax_rt.config.inventory import Inventory, load_inventory
 from relax_rt.config.loader import load_config
 from relax_rt.config.problems import ConfigErrors
-from relax_rt.roles.job.sections import RLConfig
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.planning.plan import HardwarePlan, plan_on
 
 EXAMPLES = Path(__file__).resolve().parents[4] / "examples"

@@ -13,15 +13,13 @@ from hypothesis import strategies as st
 from relax_rt.config.inventory import Inventory, load_inventory
 from relax_rt.config.loader import load_config
 from relax_rt.config.problems import Problem
-from relax_rt.roles.job.sections import (
-    CriticSettings,
-    EvaluatorSettings,
-    ReferenceSettings,
-    RLConfig,
-    RolloutSettings,
-    TrainerSettings,
-)
+from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.evaluation.settings import EvaluatorSettings
 from relax_rt.roles.planning.plan import HardwarePlan, plan_on
+from relax_rt.roles.rollout.engines.settings import RolloutSettings
+from relax_rt.roles.training.backend.settings import TrainerSettings
+from relax_rt.roles.training.critic.settings import CriticSettings
+from relax_rt.roles.training.reference.settings import ReferenceSettings
 
 EXAMPLES = Path(__file__).resolve().parents[4] / "examples"
 

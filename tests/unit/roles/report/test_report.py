@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from synthetic_run import START, Writer, evaluation, make, step_record
 
-from relax_rt.roles.job.sections import RLConfig
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.report import finish, render_summary, report
 
 PLOTS = ["learning_by_step.png", "learning_by_time.png", "staleness.png", "timeline.png"]

@@ -11,13 +11,13 @@ import pytest
 from pydantic import ValidationError
 
 from relax_rt.config.problems import Problem
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.items import PromptItem
-from relax_rt.roles.job.sections import RLConfig
 from relax_rt.roles.rewards.checks import check_reward
 from relax_rt.roles.rewards.compose import Component, Rewards, combine, read_components, wanted
 from relax_rt.roles.rewards.dry_run import dry_run
 from relax_rt.roles.rewards.scoring import Failed, Request, Score
-from relax_rt.roles.rewards.tables import RewardTable
+from relax_rt.roles.rewards.settings import RewardTable
 from relax_rt.roles.rewards.workers.messages import Part
 
 

@@ -14,10 +14,10 @@ from relax_rt.cli.main import main
 from relax_rt.config.job import GoldReport
 from relax_rt.observe.story import Story
 from relax_rt.roles.data.index import RowIndex
-from relax_rt.roles.job.sections import DataTable
+from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.rewards import golds
 from relax_rt.roles.rewards.golds import SHOWN, check_golds
-from relax_rt.roles.rewards.tables import RewardTable
+from relax_rt.roles.rewards.settings import RewardTable
 
 pytestmark = pytest.mark.skipif(find_spec("math_verify") is None, reason="math-verify is not installed")
 

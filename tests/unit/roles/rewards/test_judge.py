@@ -14,7 +14,7 @@ from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rewards.builtin import judged
 from relax_rt.roles.rewards.judge import Judge, Judging, Late, Verdict, fields_of, with_verdict
 from relax_rt.roles.rewards.scoring import Failed, Request
-from relax_rt.roles.rewards.tables import JudgeTable
+from relax_rt.roles.rewards.settings import JudgeTable
 from relax_rt.roles.rollout.router import NotGenerated, Outcome, Wanted
 
 TOKENIZER = ChatTokenizer(character_tokenizer(), Path())

@@ -15,7 +15,7 @@ from relax_rt.cluster.registry.core import RegistryCore, Stored
 from relax_rt.interfaces.registry import Changes
 from relax_rt.roles.rewards.judge import Judge, Judging, Late, Verdict
 from relax_rt.roles.rewards.scoring import Request
-from relax_rt.roles.rewards.tables import JudgeTable
+from relax_rt.roles.rewards.settings import JudgeTable
 from relax_rt.roles.rollout.engines.base import Chunk, EngineLoad, GroupRequest
 from relax_rt.roles.rollout.generation import Generation, GenerationService
 from relax_rt.roles.rollout.router import Router

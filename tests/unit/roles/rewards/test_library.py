@@ -21,7 +21,7 @@ from relax_rt.roles.rewards.library.forms import unfenced
 from relax_rt.roles.rewards.loader import UnreadGold
 from relax_rt.roles.rewards.registry import made, rewards
 from relax_rt.roles.rewards.scoring import Caller, Failed, Request, Score
-from relax_rt.roles.rewards.tables import RewardTable
+from relax_rt.roles.rewards.settings import RewardTable
 
 DOCS = Path(__file__).parents[4] / "docs" / "rewards.md"
 

@@ -14,7 +14,7 @@ from relax_rt.roles.rewards.library.final_answer import boxed, candidates
 from relax_rt.roles.rewards.loader import UnreadGold
 from relax_rt.roles.rewards.registry import made
 from relax_rt.roles.rewards.scoring import Request, Score
-from relax_rt.roles.rewards.tables import RewardTable
+from relax_rt.roles.rewards.settings import RewardTable
 
 pytestmark = pytest.mark.skipif(find_spec("math_verify") is None, reason="math-verify is not installed")
 

@@ -15,9 +15,9 @@ import pytest
 from msgspec.structs import replace
 
 from relax_rt.roles.base.sample import SampleMeta, TurnSpan
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.gym import GymTask
 from relax_rt.roles.data.items import PromptItem
-from relax_rt.roles.job.sections import RewardSettings, RewardTable, RLConfig
 from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rewards import builtin
@@ -26,6 +26,7 @@ from relax_rt.roles.rewards.dry_run import dry_run, offered
 from relax_rt.roles.rewards.loader import RewardFunction, UnreadGold, load_reward
 from relax_rt.roles.rewards.role import FAILURES_IN_A_ROW, RewardRole
 from relax_rt.roles.rewards.scoring import Caller, Failed, Request, Score, Scorer, Stuck, Worker, read_score
+from relax_rt.roles.rewards.settings import RewardSettings, RewardTable
 from relax_rt.roles.rewards.workers.messages import TaskSpec
 from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.rpc.errors import ProtocolError, RelaxError

@@ -9,8 +9,10 @@ from typing import Any, cast
 
 import pytest
 
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rollout.engines.base import Chunk
 from relax_rt.roles.rollout.role import RolloutRole
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 
 
 def role_with(
@@ -140,7 +142,7 @@ def test_groups_are_asked_for_by_the_members_in_hand(
 ) -> None:
     role = RolloutRole.__new__(RolloutRole)
     vars(role).update(
-        config=SimpleNamespace(algorithm=SimpleNamespace(group_size=4)),
+        config=cast(Any, RLConfig).model_construct(algorithm=AlgorithmTable(group_size=4)),
         settings=SimpleNamespace(groups_in_flight=3),
         work=SimpleNamespace(members=members, sequences=sequences),
         intake=None if intake is None else SimpleNamespace(room=lambda _: intake),

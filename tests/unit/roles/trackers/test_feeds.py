@@ -16,11 +16,12 @@ import pytest
 from relax_rt.config.loader import load_config
 from relax_rt.config.problems import ConfigErrors
 from relax_rt.observe.metrics import METRICS, MetricsLog
-from relax_rt.roles.job.sections import RLConfig, WriterSettings
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.trackers import checks
 from relax_rt.roles.trackers.feed import MARK, Feed, Mark, read_mark
 from relax_rt.roles.trackers.role import WriterRole
 from relax_rt.roles.trackers.scalars import Point
+from relax_rt.roles.trackers.settings import WriterSettings
 from relax_rt.roles.trackers.sinks import TensorBoardSink
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypeVar
 
-from relax_rt.roles.job.sections import AlgorithmTable
 from relax_rt.roles.training.algorithms.objective import Objective
-from relax_rt.roles.training.torch_backend import TorchBackend
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.roles.training.torch.backend import TorchBackend
 
 B = TypeVar("B", bound=TorchBackend)
 

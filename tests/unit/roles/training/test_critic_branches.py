@@ -18,11 +18,14 @@ transformers = pytest.importorskip("transformers")
 from packing_samples import SAMPLES, make_sample  # noqa: E402
 
 from relax_rt.roles.base.sample import Sample  # noqa: E402
-from relax_rt.roles.job.sections import CriticSettings  # noqa: E402
-from relax_rt.roles.training.critic.api import Piece, Place  # noqa: E402
-from relax_rt.roles.training.critic.link import CriticLink  # noqa: E402
+from relax_rt.roles.training.critic.client import (  # noqa: E402
+    CriticLink,
+    Piece,
+    Place,
+)
 from relax_rt.roles.training.critic.model import CriticModel  # noqa: E402
-from relax_rt.roles.training.critic.service import CriticService  # noqa: E402
+from relax_rt.roles.training.critic.role import CriticService  # noqa: E402
+from relax_rt.roles.training.critic.settings import CriticSettings  # noqa: E402
 from relax_rt.transport.rpc.errors import Refused  # noqa: E402
 
 PARTS = [make_sample(5, 0, [1, 2, 3], [4, 5, 6, 7], [1, 0, 0, 1]), make_sample(5, 1, [1, 2, 8], [12, 13])]

@@ -17,12 +17,20 @@ import xxhash
 from msgspec.structs import replace
 
 from relax_rt.config.problems import BadInput
-from relax_rt.roles.training import digests, keeping
-from relax_rt.roles.training.checkpoint import CheckpointState, CheckpointStore, read_state
-from relax_rt.roles.training.digests import BESIDE, CHUNK_BYTES, FileDigest, compare, digest_of, digests_of
-from relax_rt.roles.training.digests import leave_digest as leave
-from relax_rt.roles.training.identity import ModelIdentity
-from relax_rt.roles.training.keeping import COMPARE_ALLOWANCE_S, take_newest
+from relax_rt.roles.training.checkpoints import digests
+from relax_rt.roles.training.checkpoints import resume as keeping
+from relax_rt.roles.training.checkpoints.digests import (
+    BESIDE,
+    CHUNK_BYTES,
+    FileDigest,
+    ModelIdentity,
+    compare,
+    digest_of,
+    digests_of,
+)
+from relax_rt.roles.training.checkpoints.digests import leave_digest as leave
+from relax_rt.roles.training.checkpoints.resume import COMPARE_ALLOWANCE_S, take_newest
+from relax_rt.roles.training.checkpoints.store import CheckpointState, CheckpointStore, read_state
 from relax_rt.transport.rpc.errors import Corrupt, RelaxError
 
 MIB = 1 << 20

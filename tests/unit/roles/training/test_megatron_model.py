@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from relax_rt.roles.job.sections import TrainerSettings
+from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.megatron.model import (
     LayerChoice,
     check_settings,

@@ -17,13 +17,16 @@ pytest.importorskip("transformers")
 from packing_samples import SAMPLES  # noqa: E402
 
 from relax_rt.roles.base.sample import Sample  # noqa: E402
-from relax_rt.roles.job.sections import AlgorithmTable  # noqa: E402
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.algorithms.tensors import Metrics  # noqa: E402
-from relax_rt.roles.training.base import StepResult  # noqa: E402
+from relax_rt.roles.training.backend.interface import StepResult  # noqa: E402
 from relax_rt.roles.training.mismatch import beside_gradients, completed  # noqa: E402
-from relax_rt.roles.training.record import step_record  # noqa: E402
-from relax_rt.roles.training.step import Batch, accumulate  # noqa: E402
-from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
+from relax_rt.roles.training.step import (  # noqa: E402
+    Batch,
+    accumulate,
+    step_record,
+)
+from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.transport.base.versions import VersionRecord  # noqa: E402
 
 WEIGHTS = VersionRecord(3, 2, 1)

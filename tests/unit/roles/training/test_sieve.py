@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from queue_parts import V2, World, world
 
-from relax_rt.roles.job.sections import AlgorithmTable
-from relax_rt.roles.training import step
-from relax_rt.roles.training.algorithms.filters.options import RefillOptions
+from relax_rt.roles.training import collector as collecting
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.registry import bound
-from relax_rt.roles.training.sieve import Sieve
-from relax_rt.roles.training.step import Collector
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable, RefillOptions
+from relax_rt.roles.training.collector import Collector
+from relax_rt.roles.training.dynamic_sampling import Sieve
 from relax_rt.transport.rpc.errors import Refused
 
 
@@ -26,7 +25,7 @@ class Silent:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "TAKE_WAIT_S", 0.0)
+    monkeypatch.setattr(collecting, "TAKE_WAIT_S", 0.0)
 
 
 def collector(made: World, events: list[dict[str, Any]], *, ahead: float = 0, **options: float) -> Collector:

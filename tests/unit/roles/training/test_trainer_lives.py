@@ -22,10 +22,10 @@ from trainer_parts import EVERY, GROUPS, SOON_S, Lives, lives_of, model_with_tok
 
 from relax_rt.config.problems import BadInput  # noqa: E402
 from relax_rt.roles.base.progress import NoProgress  # noqa: E402
-from relax_rt.roles.training import checkpoint  # noqa: E402
-from relax_rt.roles.training.checkpoint import read_state  # noqa: E402
+from relax_rt.roles.training.checkpoints import store as checkpoint  # noqa: E402
+from relax_rt.roles.training.checkpoints.store import read_state  # noqa: E402
 from relax_rt.roles.training.publication.publisher import Publisher  # noqa: E402
-from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
+from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.roles.training.trainer import SKIPPED_IN_A_ROW, TrainerRole  # noqa: E402
 from relax_rt.transport.base.versions import VersionRecord  # noqa: E402
 from relax_rt.transport.rpc.errors import DeadlineExceeded, GivenUp, Refused, RelaxError  # noqa: E402

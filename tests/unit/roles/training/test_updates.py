@@ -20,12 +20,12 @@ from small_backend import small_backend  # noqa: E402
 from trainer_parts import GROUPS, Lives, lives_of, model_with_tokenizer  # noqa: E402
 
 from relax_rt.roles.base.sample import Sample  # noqa: E402
-from relax_rt.roles.training.base import StepResult, step_result, thrown_away  # noqa: E402
+from relax_rt.roles.training.backend.interface import StepResult, step_result, thrown_away  # noqa: E402
+from relax_rt.roles.training.batch.rows import mini_batches  # noqa: E402
 from relax_rt.roles.training.mismatch import completed  # noqa: E402
-from relax_rt.roles.training.step import Batch, accumulate  # noqa: E402
-from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
+from relax_rt.roles.training.step import Batch, accumulate, take_updates, together  # noqa: E402  # noqa: E402
+from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.roles.training.trainer import SKIPPED_IN_A_ROW, TrainerRole  # noqa: E402
-from relax_rt.roles.training.updates import mini_batches, take_updates, together  # noqa: E402
 from relax_rt.transport.rpc.errors import RelaxError  # noqa: E402
 
 RATE = 0.02

@@ -15,7 +15,9 @@ from queue_parts import World, calls_of, world
 
 from relax_rt.cluster.registry.service import RegistryService
 from relax_rt.cluster.registry.store import Store
-from relax_rt.roles.job.sections import RLConfig, RolloutSettings, TrainerSettings
+from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.rollout.engines.settings import RolloutSettings
+from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.trainer import TrainerRole
 from relax_rt.transport.rpc.identity import Incarnation
 

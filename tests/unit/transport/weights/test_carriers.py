@@ -20,15 +20,17 @@ from relax_rt.cluster.nodes.links import Links
 from relax_rt.config.problems import BadInput
 from relax_rt.config.schema import SupervisionTable
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.job.checks import check
-from relax_rt.roles.job.sections import PublicationTable, RLConfig, RolloutSettings, TrainerSettings
+from relax_rt.roles.base.locations import offers_folder, stage_folder
+from relax_rt.roles.config.checks import check
+from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.rollout.engines.settings import RolloutSettings
+from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.publication import files as weight_files
-from relax_rt.roles.training.publication import stage_folder
 from relax_rt.roles.training.publication.carriers import FallbackSource, files_folder, source_for
 from relax_rt.roles.training.publication.checks import check_publication, preflight_publication
 from relax_rt.roles.training.publication.device import DeviceWeights
 from relax_rt.roles.training.publication.files import WeightFiles
-from relax_rt.roles.training.publication.place import offers_folder
+from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.process_stat import start_time
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone, OutOfSpace, Refused, RelaxError, Unreachable

@@ -14,9 +14,11 @@ import structlog
 
 from relax_rt.interfaces.registry import Changes
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.job.sections import PublicationTable, RLConfig
+from relax_rt.roles.base.locations import stage_folder
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rollout.engines.base import Engine, EngineLoad, KvPolicy, Swap
-from relax_rt.roles.training.publication import EngineOut, WeightFollower, stage_folder
+from relax_rt.roles.training.publication.follower import EngineOut, WeightFollower
+from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Refused, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation

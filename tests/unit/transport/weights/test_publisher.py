@@ -16,10 +16,10 @@ import structlog
 
 from relax_rt.interfaces.registry import Changes, Member
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.job.sections import PublicationTable
-from relax_rt.roles.training.base import TrainerBackend
+from relax_rt.roles.training.backend.interface import TrainerBackend
 from relax_rt.roles.training.publication import publisher as module
 from relax_rt.roles.training.publication.publisher import Publisher
+from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Gone, OutOfSpace, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation

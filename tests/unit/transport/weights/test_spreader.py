@@ -15,10 +15,10 @@ import structlog
 from weight_versions import LAYOUT, fill
 
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.job.sections import PublicationTable, RLConfig
-from relax_rt.roles.training.publication import stage_folder
-from relax_rt.roles.training.publication.place import offers_folder
-from relax_rt.roles.training.publication.spread import Spreader
+from relax_rt.roles.base.locations import offers_folder, stage_folder
+from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.training.publication.broadcast import Spreader
+from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation

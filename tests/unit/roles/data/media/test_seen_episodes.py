@@ -27,12 +27,12 @@ from relax_rt.roles.base.columns import generated_columns, read_sample
 from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.data.media.pictures import Shown, digest_of
 from relax_rt.roles.data.media.sight import load_sight
-from relax_rt.roles.job.sections import AlgorithmTable
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 from relax_rt.roles.rollout.generation import GenerationService, Order
 from relax_rt.roles.rollout.router.requests import Life, Outcome, Wanted
-from relax_rt.roles.training.torch_backend import TorchBackend
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.roles.training.torch.backend import TorchBackend
 from relax_rt.transport.queue.ledger.messages import Ticket
 
 pytest.importorskip("torch")

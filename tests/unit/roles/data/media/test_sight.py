@@ -14,11 +14,13 @@ pytest.importorskip("torch")
 pytest.importorskip("PIL")
 
 from relax_rt.config.loader import load_config
-from relax_rt.roles.data.media.checks import check_pictures
+from relax_rt.roles.config.picture_checks import check_pictures
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.media.pictures import Shown
 from relax_rt.roles.data.media.sight import Sight, load_sight, sees
-from relax_rt.roles.job.sections import CriticSettings, ReferenceSettings, RLConfig
-from relax_rt.roles.training.torch.settings import LoraTable
+from relax_rt.roles.training.backend.settings import LoraTable
+from relax_rt.roles.training.critic.settings import CriticSettings
+from relax_rt.roles.training.reference.settings import ReferenceSettings
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 

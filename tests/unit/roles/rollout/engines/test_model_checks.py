@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from relax_rt.roles.agentic.settings import EnvSettings
-from relax_rt.roles.job.sections import DataTable, EvaluatorSettings, RLConfig, RolloutSettings, SamplingTable
+from relax_rt.roles.config.model_checks import check_engine_model, engine_warnings
+from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.evaluation.settings import EvaluatorSettings
 from relax_rt.roles.rollout.engines.checks import check_engines
-from relax_rt.roles.rollout.engines.model_checks import check_engine_model, engine_warnings
+from relax_rt.roles.rollout.engines.settings import RolloutSettings, SamplingTable
 
 MOE = {
     "model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 128,

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from relax_rt.roles.job.sections import AlgorithmTable, RLConfig
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.training.algorithms.checks import check_algorithm
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 
 
 def problems(tmp_path: Path, *roles: str, **keys: object) -> list[tuple[str, str, str]]:
@@ -147,7 +148,7 @@ def test_the_defaults_are_those_of_asynchronous_training() -> None:
 
 
 USERS_CRITIC = """
-from relax_rt.roles.training.algorithms.advantages.gae import GaeOptions, gae, gae_returns
+from relax_rt.roles.training.algorithms.advantages import GaeOptions, gae, gae_returns
 from relax_rt.roles.training.algorithms.registry import part
 
 @part("advantage", options=GaeOptions, needs={"values"}{returns})

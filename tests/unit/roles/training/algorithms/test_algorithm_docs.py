@@ -11,10 +11,9 @@ import pytest
 import torch
 from algorithm_samples import sample, tokens
 
-from relax_rt.roles.job.sections import AlgorithmTable
 from relax_rt.roles.training.algorithms.objective import Objective
-from relax_rt.roles.training.algorithms.presets import PRESETS
 from relax_rt.roles.training.algorithms.registry import NEEDS, Kind, parts
+from relax_rt.roles.training.algorithms.settings import PRESETS, AlgorithmTable
 
 TEXT = (Path(__file__).parents[5] / "docs/algorithms.md").read_text()
 ROWS = [line for line in TEXT.splitlines() if line.startswith("| ")]

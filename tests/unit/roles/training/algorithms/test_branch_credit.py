@@ -10,11 +10,11 @@ import pytest
 from algorithm_samples import sample
 
 from relax_rt.roles.base.sample import Sample, TurnSpan
-from relax_rt.roles.job.sections import AlgorithmTable
-from relax_rt.roles.training.algorithms.advantages.gae import GaeOptions, estimates
+from relax_rt.roles.training.algorithms.advantages import GaeOptions, estimates
 from relax_rt.roles.training.algorithms.inputs import AdvantageInputs, Trajectory, trajectory
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.registry import bound
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.rpc.errors import Refused
 
 ORDER = [0, 2, 1]

@@ -15,8 +15,8 @@ import pytest
 import torch
 from algorithm_samples import sample
 
-from relax_rt.roles.job.sections import AlgorithmTable
 from relax_rt.roles.training.algorithms.objective import Objective
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.algorithms.tensors import TokenTensors
 
 LOGITS = torch.tensor([0.3, -0.5, 1.1, 0.0, -1.2], dtype=torch.float64)

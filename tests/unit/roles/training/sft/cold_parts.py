@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from relax_rt.config.loader import load_config
-from relax_rt.roles.job.sections import RLConfig
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.transport.rpc.identity import Incarnation
 
 ROLES_TOML = """

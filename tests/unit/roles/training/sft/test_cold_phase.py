@@ -15,14 +15,20 @@ from cold_parts import FakeContext, config_of, write_rows
 torch = pytest.importorskip("torch")
 
 from relax_rt.config.problems import BadInput  # noqa: E402
-from relax_rt.roles.job.sections import RLConfig  # noqa: E402
-from relax_rt.roles.training import checkpoint  # noqa: E402
+from relax_rt.roles.config.sections import RLConfig  # noqa: E402
 from relax_rt.roles.training.algorithms.objective import Objective  # noqa: E402
-from relax_rt.roles.training.identity import ModelIdentity  # noqa: E402
+from relax_rt.roles.training.checkpoints import store as checkpoint  # noqa: E402
+from relax_rt.roles.training.checkpoints.cold_start import (  # noqa: E402
+    finished,
+    folder_of,
+    read_mark,
+    read_reference,
+    write_reference,
+)
+from relax_rt.roles.training.checkpoints.digests import ModelIdentity  # noqa: E402
 from relax_rt.roles.training.sft import phase  # noqa: E402
-from relax_rt.roles.training.sft.kept import finished, folder_of, read_mark, read_reference, write_reference  # noqa: E402
 from relax_rt.roles.training.sft.phase import SKIPPED_IN_A_ROW, ColdStart, preference_loss  # noqa: E402
-from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
+from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.transport.rpc.errors import GivenUp, RelaxError  # noqa: E402
 
 SFT = (

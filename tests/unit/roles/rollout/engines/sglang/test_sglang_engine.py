@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from relax_rt.roles.job.sections import EngineSettings
 from relax_rt.roles.rollout.engines.base import Chunk, EngineEnded, GroupRequest
+from relax_rt.roles.rollout.engines.settings import EngineSettings
 from relax_rt.roles.rollout.engines.sglang import engine as engines
 from relax_rt.roles.rollout.engines.sglang.asking import server_seed
 from relax_rt.roles.rollout.engines.sglang.client import Client, Event, Finish, Limits, Meta, ServerRefused

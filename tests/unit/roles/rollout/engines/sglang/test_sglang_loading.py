@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 torch = pytest.importorskip("torch")
 
-from relax_rt.roles.job.sections import SglangTable  # noqa: E402
+from relax_rt.roles.rollout.engines.settings import SglangTable  # noqa: E402
 from relax_rt.roles.rollout.engines.sglang import loading  # noqa: E402
 from relax_rt.roles.rollout.engines.sglang.client import Client, ServerRefused  # noqa: E402
 from relax_rt.roles.rollout.engines.sglang.hashing import content_hash  # noqa: E402

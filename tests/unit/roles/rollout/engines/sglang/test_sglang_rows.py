@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from relax_rt.roles.job.sections import EngineSettings, RolloutSettings
 from relax_rt.roles.rollout.engines.base import GroupRequest, Partial
+from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
 from relax_rt.roles.rollout.engines.sglang import asking
 from relax_rt.roles.rollout.engines.sglang.asking import RowReader, body_of
 from relax_rt.roles.rollout.engines.sglang.client import Meta

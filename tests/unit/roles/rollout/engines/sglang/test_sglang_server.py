@@ -18,8 +18,9 @@ import pytest
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import SupervisionTable
 from relax_rt.process import procfs
-from relax_rt.roles.job.sections import AlgorithmTable, EngineSettings, RLConfig
+from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rollout.engines.checks import check_engines
+from relax_rt.roles.rollout.engines.settings import EngineSettings
 from relax_rt.roles.rollout.engines.sglang.guard import RotatingLog
 from relax_rt.roles.rollout.engines.sglang.interpreter import ask, check_sglang
 from relax_rt.roles.rollout.engines.sglang.options import (
@@ -34,6 +35,7 @@ from relax_rt.roles.rollout.engines.sglang.options import (
     user_options,
 )
 from relax_rt.roles.rollout.engines.sglang.server import Place, Server, ServerDied, mark_of, read_tail
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.supervision.role_process import kill_orphans
 from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, Refused, RelaxError
 

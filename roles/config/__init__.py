@@ -1,0 +1,1 @@
+"""The config of an RL run: its tables together, and the checks across them."""

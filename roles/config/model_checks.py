@@ -1,0 +1,127 @@
+"""Whether the engines can do with the run's model what they are asked for; nothing of it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from relax_rt.config.problems import Problem
+from relax_rt.config.schema import MIB
+from relax_rt.roles.agentic.settings import env_settings, longest_tokens
+from relax_rt.roles.config.checks import batch_samples, needed_bytes, retained_batches
+from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.rollout.engines.routing import RoutingShape, sparse_layers
+from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
+from relax_rt.roles.rollout.engines.sglang.options import unlike_the_model
+from relax_rt.roles.rollout.generation import MOST_ROW_BYTES
+from relax_rt.transport.queue.ledger.policy import QueueLimits
+from relax_rt.transport.rpc.errors import Refused
+from relax_rt.transport.rpc.wire import DEFAULT_MAX_MESSAGE_BYTES
+
+ROUTING = ("roles", "rollout", "routing")
+TOKEN_BYTES = 8
+"""Of a token and its log-probability in the journal."""
+EPISODE_TOKEN_BYTES = 64
+"""Of a token in the message by which a gateway hands over an episode, besides its routing row, at most."""
+MUCH_MEMORY = 2 << 30
+"""Bytes of routing rows in one process that are worth a word."""
+
+
+def check_engine_model(config: RLConfig, folder: Path) -> Iterator[Problem]:
+    """What of the engines of roles.rollout and roles.evaluator does not go with the model in this folder."""
+    for kind in ("rollout", "evaluator"):
+        engine = config.roles.get(kind)
+        if isinstance(engine, EngineSettings) and engine.engine == "sglang" and (why := unlike_the_model(folder)):
+            hint = 'set engine = "embedded", or train another model'
+            yield Problem(("roles", kind, "engine"), f"SGLang's Qwen3-MoE {why}", hint)
+    if config.role("rollout", RolloutSettings).routing:
+        try:
+            shape, _ = sparse_layers(folder)
+        except Refused as error:
+            yield Problem(ROUTING, f"{error.what}: {error.why}", error.hint)
+        else:
+            yield from _capacity(config, shape)
+            yield from _messages(config, shape)
+
+
+def _capacity(config: RLConfig, shape: RoutingShape) -> Iterator[Problem]:
+    """Rows are the larger part of a sample: the queue must hold them, too."""
+    rows = longest_tokens(config) * shape.row_bytes
+    need = needed_bytes(config) + int(retained_batches(config) * batch_samples(config) * rows)
+    have = (config.queue.capacity_mib + config.queue.spill_mib) * MIB
+    if need > have:
+        mib = -(-need // MIB)
+        message = (
+            f"routing rows take {shape.row_bytes} bytes a token, up to {rows} a sample: with them "
+            f"{retained_batches(config):g} batches of {batch_samples(config)} samples need {mib} MiB, and "
+            f"queue.capacity_mib + spill_mib = {have // MIB}"
+        )
+        yield Problem(ROUTING, message, f"queue.capacity_mib = {mib}, or a smaller checkpoint.every_steps or group")
+
+
+def _messages(config: RLConfig, shape: RoutingShape) -> Iterator[Problem]:
+    """Rows of replies and episodes must fit into the messages that they come by."""
+    env = env_settings(config)
+    if env is None:
+        return
+    if config.sampling.max_new_tokens * shape.row_bytes > MOST_ROW_BYTES:
+        most = MOST_ROW_BYTES // shape.row_bytes
+        message = (
+            f"routing rows take {shape.row_bytes} bytes a token, and a reply that another engine goes on with brings "
+            f"{MOST_ROW_BYTES >> 20} MiB at most: sampling.max_new_tokens = {config.sampling.max_new_tokens} is above "
+            f"{most}"
+        )
+        yield Problem(ROUTING, message, f"set sampling.max_new_tokens to {most} at most, or leave it out")
+    most = DEFAULT_MAX_MESSAGE_BYTES // (shape.row_bytes + EPISODE_TOKEN_BYTES)
+    if env.max_tokens > most:
+        message = (
+            f"routing rows take {shape.row_bytes} bytes a token, and an episode comes in one message of "
+            f"{DEFAULT_MAX_MESSAGE_BYTES >> 20} MiB: roles.env.max_tokens = {env.max_tokens} is above {most}"
+        )
+        yield Problem(ROUTING, message, f"set roles.env.max_tokens to {most} at most, or leave it out")
+
+
+def _memory_of_episodes(config: RLConfig, shape: RoutingShape) -> Iterator[str]:
+    env = env_settings(config)
+    assert env is not None
+    need = env.episodes_in_flight * env.max_tokens * shape.row_bytes
+    if need > MUCH_MEMORY:
+        yield (
+            f"with routing rows of {shape.row_bytes} bytes a token the {env.episodes_in_flight} episodes that a slot "
+            f"of roles.env plays at a time may have {-(-need // MIB)} MiB of them in memory, and as much in episodes/ "
+            "of the run directory"
+        )
+
+
+def engine_warnings(config: RLConfig, folder: Path) -> Iterator[str]:
+    """What may work but is probably not meant."""
+    table = config.role("rollout", RolloutSettings)
+    if not table.routing:
+        return
+    try:
+        shape, _ = sparse_layers(folder)
+    except Refused:
+        return
+    if env_settings(config) is not None:
+        # Unfinished replies are kept by the router, not in the journal.
+        yield from _memory_of_episodes(config, shape)
+    elif table.journal_every_tokens:
+        yield from _journal(config, table, shape)
+
+
+def _journal(config: RLConfig, table: RolloutSettings, shape: RoutingShape) -> Iterator[str]:
+    token_bytes = TOKEN_BYTES + shape.row_bytes
+    kept = QueueLimits().mark_bytes // token_bytes
+    members = table.count * table.groups_in_flight * config.algorithm.group_size
+    need = members * min(kept, config.sampling.max_new_tokens) * token_bytes
+    if need > config.queue.marks_mib * MIB:
+        yield (
+            f"with routing rows of {shape.row_bytes} bytes a token the {members} sequences in flight may have "
+            f"{-(-need // MIB)} MiB to journal, and queue.marks_mib = {config.queue.marks_mib}: what an engine that "
+            "dies has sampled beyond that is made again"
+        )
+    if kept < config.sampling.max_new_tokens:
+        yield (
+            f"with routing rows of {shape.row_bytes} bytes a token the journal keeps the first {kept} tokens of an "
+            f"unfinished sequence; what an engine that dies has sampled behind them is made again"
+        )

@@ -1,0 +1,87 @@
+"""The tables [evaluation], [[evaluation.sets]] and [roles.evaluator] of roles.toml."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from relax_rt.config.schema import Filled, Table
+from relax_rt.roles.data.columns import Form
+from relax_rt.roles.rollout.engines.settings import EngineSettings
+
+
+class SampledTable(Table):
+    """How held-out items are sampled, and when during the run."""
+
+    at_steps: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
+    """Steps to evaluate at during the run; the first version at or after each."""
+    samples: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Completions of each item."""
+    pass_at: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
+    """The k of pass@k: how likely one of k completions is right. Empty: 1 and `samples`."""
+    greedy: bool = False
+    """Besides, complete each item once at temperature 0."""
+
+
+class EvaluationSet(SampledTable):
+    """A further held-out set. Exactly one of `task` and `path` is given; items that are trained on are left out."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,40}$")]
+    """Stands in records and summary."""
+    task: Filled | None = None
+    """A reasoning-gym task."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the reasoning-gym task."""
+    size: Annotated[int, Field(ge=1, le=10_000_000)] = 1000
+    """Items drawn from the task; equal ones are dropped."""
+    path: Filled | None = None
+    """Rows as for `data.path`, relative to the config file."""
+    columns: dict[str, str] | None = None
+    """As `data.columns`; unset: those of [data]."""
+    form: Form = "auto"
+    """As `data.form`."""
+    split: Filled | None = None
+    """As `data.split`; it must be named where a folder has several."""
+    system: str | None = None
+    """System message; unset: data.system."""
+    template: str | None = None
+    """The user message; unset: data.template."""
+    max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Longer prompts are dropped; unset: data.max_prompt_tokens."""
+    reward: Filled | None = None
+    """A function as `reward.function`, called within reward.timeout_s, that judges the completions; unset: those are
+    right that are the answer and nothing else."""
+    success: float = 0.5
+    """With `reward`: a completion whose reward is above this is right."""
+    items: Annotated[int, Field(ge=1)] = 256
+    """Items used before and after."""
+    during_items: Annotated[int, Field(ge=1)] | None = None
+    """Items used during the run; unset: items."""
+    every_steps: Annotated[int, Field(ge=0)] | None = None
+    """Evaluate during the run every so many steps; unset: evaluation.every_steps."""
+    temperature: Annotated[float, Field(ge=0, le=10)] | None = None
+    """0 is greedy; unset: evaluation.temperature."""
+    max_new_tokens: Annotated[int, Field(ge=1, le=131_072)] | None = None
+    """Unset: sampling.max_new_tokens."""
+
+
+class EvaluationTable(SampledTable):
+    """Held-out evaluation: before the first step, during, and after the last."""
+
+    items: Annotated[int, Field(ge=1)] = 512
+    """Held-out items used before and after."""
+    every_steps: Annotated[int, Field(ge=0)] = 0
+    """Evaluate during the run every so many steps (0: only before and after)."""
+    during_items: Annotated[int, Field(ge=1)] = 256
+    """Held-out items used during the run."""
+    temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
+    """0 is greedy."""
+    sets: list[EvaluationSet] = Field(default_factory=list)
+    """Further held-out sets, each an [[evaluation.sets]] of its own."""
+
+
+class EvaluatorSettings(EngineSettings):
+    """The evaluator."""
+
+    count: Annotated[int, Field(ge=0, le=1)] = 1

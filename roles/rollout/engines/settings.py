@@ -1,0 +1,102 @@
+"""The tables of engines: [sampling], [colocation], and what every role with an engine has."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from relax_rt.config.schema import Filled, RoleSettings, Seconds, Table
+from relax_rt.roles.models.settings import ChosenDtype, Parallel
+
+
+class SamplingTable(Table):
+    """How completions are sampled. Truncating samplers are refused: their tokens have no behaviour log-probability."""
+
+    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """What logits are divided by; greedy sampling would leave nothing to compare. Evaluations have their own."""
+    max_new_tokens: Annotated[int, Field(ge=1, le=131_072)] = 256
+    """Tokens of a completion at most; what is cut there is treated as algorithm.truncated says."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Only 1.0, all tokens, can be trained on."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Only 0, all tokens, can be trained on."""
+
+
+class ColocationTable(Table):
+    """How long engines may take over turns, with mode = "colocate" or "hybrid"."""
+
+    give_way_s: Seconds = 150.0
+    """To end what is in flight, tokens kept, and to give memory back. An engine that takes longer ends and is started
+    again."""
+    take_back_s: Seconds = 180.0
+    """To take memory again and to have the newest weights; the same holds."""
+
+
+class SglangTable(Table):
+    """The SGLang server of a slot, where its role has engine = "sglang"."""
+
+    python: Filled | None = None
+    """Interpreter that has sglang; relative to the config file. Unset: what RELAX_SGLANG_PYTHON names, else that of the
+    nearest `.venv-sglang` in the config's folder or above, else the role's own."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """cpu: for tests and for trying a config out, no faster than embedded. auto: cuda where the machine has a GPU."""
+    arguments: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Further options of `sglang.launch_server`, without the dashes: { "attention-backend" = "fa3" }. They win over
+    ours, save those that the engine rests on."""
+    deterministic: bool = False
+    """Sample each sequence by its own seed, whatever runs beside it: runs can be repeated, at some cost in speed.
+    Otherwise seeds have no effect."""
+    weights: Literal["file", "tensor", "handles"] = "file"
+    """How new weights reach the server: a safetensors file in shared memory; in the requests themselves; or handles of
+    where they lie, which the server opens: on a GPU a copy in its memory beside the server's own (CUDA IPC)."""
+    boot_timeout_s: Seconds = 500.0
+    """From the server's start to its first token. The role's start_timeout_s, unless it is set, is a minute more, or
+    that of [supervision] where it is longer."""
+    update_timeout_s: Seconds = 120.0
+    """For each step of a weight update; a server that takes longer is given up."""
+    stall_timeout_s: Seconds = 90.0
+    """A server that has sequences and yields no token for this long is given up."""
+
+
+class EngineSettings(RoleSettings):
+    """What every role with an inference engine has. `gpus` of a slot, unless given: tensor_parallel x data_parallel
+    for sglang, none for embedded."""
+
+    engine: Literal["embedded", "sglang"] = "embedded"
+    """embedded: in the role's own process; sglang: a server under the role's supervision."""
+    dtype: ChosenDtype = "auto"
+    """Dtype of weights and KV cache, and of published weights. auto: bfloat16 where the rollouts' device
+    computes it fast, else float32 (docs/dtype.md)."""
+    max_sequences: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Sequences decoded at the same time."""
+    tensor_parallel: Parallel = 1
+    """GPUs over which each layer of one replica is cut (sglang)."""
+    data_parallel: Parallel = 1
+    """Replicas within one engine (sglang)."""
+    expert_parallel: Parallel = 1
+    """GPUs of a replica over which experts are dealt out; divides tensor_parallel (sglang)."""
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
+    """Part of a GPU's memory for weights and KV cache together; the rest is for all else (sglang)."""
+    prefill_tokens: Annotated[int, Field(ge=64, le=1 << 20)] = 8192
+    """Prompt tokens that one forward pass takes at most (sglang)."""
+    sglang: SglangTable = SglangTable()
+    """The server, with engine = "sglang"."""
+
+
+class RolloutSettings(EngineSettings):
+    """A rollout worker and its engine."""
+
+    count: Annotated[int, Field(ge=1, le=4096)] = 1
+    groups_in_flight: Annotated[int, Field(ge=1, le=4096)] = 8
+    """Groups that one engine works on at the same time. Sequences that have ended make room for others before their
+    group is complete, so that the longest ones keep no other waiting."""
+    journal_every_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 256
+    """Tokens of an unfinished sequence after which they are kept in the queue: when the rollout dies, another goes on
+    behind them. 0: only when it stops in order."""
+    routing: bool = False
+    """Record the experts that each token was routed to (Qwen3-MoE) in the `routing` column of samples, episodes' too:
+    2 bytes for each token, layer and chosen expert, in the queue and, of unfinished sequences, in its journal."""
+    kv_on_update: Literal["keep", "recompute"] = "keep"
+    """The KV cache of sequences in flight at a weight update: keep it (later tokens are marked with the older version
+    of the cache), or compute it again under the new weights."""

@@ -1,0 +1,193 @@
+"""The table [algorithm], with its presets.
+
+A preset is a set of defaults of the other keys of [algorithm], each of which can be overridden. `grpo` is the table's
+own defaults: group advantages by mean and standard deviation, decoupled clipping (samples may be older than the weights
+that are trained), every token of the step counting alike. Bounds of a ratio to the proximal policy, which most of these
+have, act where a step has several updates. A preset that sets one bound sets both: with another loss written beside it,
+one would be the preset's and one that loss's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from relax_rt.config.schema import Seconds, Table
+
+Name = Literal[
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "ppo",
+    "decoupled_ppo",
+    "m2po",
+    "turn_grpo",
+    "process_grpo",
+    "gigpo",
+    "distillation",
+    "dpo",
+    "sft",
+]
+
+PRESETS: Mapping[Name, Mapping[str, Any]] = {
+    "grpo": {},
+    "dr_grpo": {"normalise_std": False, "aggregation": "fixed_length", "clip_low": 0.2, "clip_high": 0.2},
+    "dapo": {"loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28, "aggregation": "token_mean"},
+    # Bounds so narrow are for what the trainer's own updates do: an engine's rounding alone is beyond them. The paper's
+    # experiments take four mini-batches from a batch (arXiv 2507.18071, section 5.1; from memory).
+    "gspo": {
+        "loss": {"name": "gspo", "ratio_to": "proximal"},
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "aggregation": "sequence_mean",
+        "corrections": ["tis"],
+        "updates_per_step": 4,
+    },
+    "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+    "sapo": {"loss": "sapo", "aggregation": "sequence_mean"},
+    "rloo": {
+        "advantage": "rloo",
+        "loss": "policy_gradient",
+        "aggregation": "fixed_length",
+        "corrections": ["tis"],
+    },
+    "reinforce_pp": {"advantage": "reinforce_pp", "clip_low": 0.2, "clip_high": 0.2},
+    "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline", "clip_low": 0.2, "clip_high": 0.2},
+    "ppo": {"advantage": "gae", "clip_low": 0.2, "clip_high": 0.2},
+    "decoupled_ppo": {"loss": "decoupled_ppo", "clip_low": 0.2, "clip_high": 0.2},
+    "m2po": {"loss": "m2po"},
+    "turn_grpo": {"advantage": "turn_grpo"},
+    "process_grpo": {"advantage": "process_grpo"},
+    "gigpo": {"advantage": "gigpo", "normalise_std": False},
+    "distillation": {"advantage": "distillation", "loss": "policy_gradient", "corrections": ["tis"]},
+    "dpo": {"advantage": "preference", "loss": "dpo", "aggregation": "pair_mean"},
+    "sft": {"advantage": "none", "loss": "sft"},
+}
+
+
+class RefillOptions(Table):
+    """How many groups a step may cost, with `filters`."""
+
+    over_sample: Annotated[float, Field(ge=1, le=16)] = 1.0
+    """Groups under way at once, by those still lacking; beside what the share of groups left out so far calls for."""
+    most: Annotated[float, Field(ge=1, le=64)] = 10.0
+    """A step is taken with what there is after this many times its groups were scored."""
+    memory: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Weight of the past in the running share of groups that are kept."""
+
+
+Mode = Literal["asynchronous", "colocate", "hybrid"]
+SHARING: frozenset[Mode] = frozenset({"colocate", "hybrid"})
+"""Modes in which engines and trainer have their device in turns."""
+Schedule = Literal["constant", "linear", "cosine"]
+"""Of the learning rate, after the warm-up."""
+Part = str | dict[str, Any]
+"""A part of the objective: its name, `file.py:function` or `package.module:function`; or a table of `name` and options.
+"""
+
+
+class AlgorithmTable(Table):
+    """What is optimised: a preset, each part of which can be replaced (docs/algorithms.md)."""
+
+    meant: ClassVar[Mapping[str, str]] = {
+        "lr": "did you mean 'learning_rate'?",
+        "kl_coef": 'write kl = { name = "k3", coefficient = 0.001 }',
+        "beta": 'loss = { name = "dpo", beta = 0.1 }, or kl = { name = "k3", coefficient = 0.001 }',
+    }
+    name: Name = "grpo"
+    """Decides the defaults of advantage, loss, aggregation, corrections, clip_low, clip_high, normalise_std and
+    updates_per_step."""
+    advantage: Part = "grpo"
+    """What makes a token better than expected."""
+    loss: Part = "decoupled_ppo"
+    """What is minimised at each token. The default weighs what older weights or other numerics sampled by how likely it
+    is under the trainer's own."""
+    aggregation: Part = "token_mean"
+    """How tokens add up: token_mean, sequence_mean, fixed_length, pair_mean."""
+    corrections: list[Part] = Field(default_factory=list)
+    """Weights and masks for samples that another numerics or older weights made: tis, mis, icepop, rejection."""
+    kl: Part | None = None
+    """Distance to the reference policy, in the loss or the reward: k1, k2, k3, unbiased."""
+    entropy: Part | None = None
+    """A term for the policy's entropy: bonus, adaptive."""
+    filters: list[Part] = Field(default_factory=list)
+    """Which scored groups are left out, others being made for them: zero_variance, pass_rate, truncated."""
+    refill: RefillOptions = RefillOptions()
+    """How many groups a step may cost with `filters`."""
+    sampler: Part | None = None
+    """Which prompts come next, by their history: curriculum, replay. Unset: the run's order."""
+    group_size: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Samples of one prompt; 1 where advantages compare no group (gae, reinforce_pp, distillation, sft)."""
+    prompts_per_step: Annotated[int, Field(ge=1, le=65_536)] = 12
+    """Groups of one step; each step is published."""
+    updates_per_step: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Optimizer updates of one step (the field's term: mini-batches): its groups are dealt out into so many parts, each
+    an update of its own, and the step is published after the last. 1: all groups in one update."""
+    streaming: bool = False
+    """Compute the gradients of groups while the rest of the step is still being generated, where the algorithm needs no
+    whole batch and the trainer has devices of its own."""
+    steps: Annotated[int, Field(ge=1)] = 100
+    """The run ends after this many steps."""
+    mode: Mode = "asynchronous"
+    """Who has the devices. asynchronous: engines and trainer have their own. colocate: they share, in turns; a batch is
+    finished first (max_staleness = 0). hybrid: the same, but what is in flight when a batch is there waits for the
+    trainer and goes on afterwards (max_staleness of 1 or more)."""
+    max_staleness: Annotated[float, Field(ge=0)] = 1
+    """0 on-policy, 1 near-on-policy, n asynchronous, inf unbounded. Holds at consumption, checked by the queue."""
+    on_straggler: Literal["wait", "requeue", "mask"] = "wait"
+    """Unfinished samples that the next update would make over-stale: wait for them (straggler_wait_s), make them again
+    at once, or let them finish and train only on their tokens within the bound."""
+    straggler_wait_s: Seconds = 120.0
+    """How long an update waits for unfinished samples that it would make over-stale; then they are made again."""
+    over_provision: Annotated[int, Field(ge=0, le=65_536)] = 0
+    """Groups that may be under way beyond the bound, so that a step need not wait for its longest sequences. It costs a
+    bias: short answers are trained on more often than they are generated (docs/modes.md)."""
+    on_surplus: Literal["drop", "recycle"] = "drop"
+    """Those of them that an update makes over-stale: begin their prompts anew, or let unfinished sequences go on with
+    their tokens, of which those over the bound are context only."""
+    on_failed_member: Literal["regenerate", "shrink", "drop"] = "regenerate"
+    """A sample that cannot be scored: make it again, train its group without it (min_group), or drop the group."""
+    min_group: Annotated[int, Field(ge=2, le=1024)] = 2
+    """With on_failed_member = "shrink": smaller groups are dropped."""
+    learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-6
+    """Of AdamW, after the warm-up."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the rate rises from 0."""
+    learning_rate_schedule: Schedule = "constant"
+    """After the warm-up: stay, or go down to learning_rate_floor by the end of `steps`."""
+    learning_rate_floor: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of linear and cosine: the rate that they go down to."""
+    weight_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of AdamW."""
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    """Of AdamW: decay of the first and of the second moment."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Longer gradients are shortened to this norm."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Ratios count down to 1 - clip_low; unset: the loss's own (0.2 of the default loss). Of a ratio to the proximal
+    policy, as the default loss has it, this bounds the updates of a step after the first (updates_per_step)."""
+    clip_high: Annotated[float, Field(gt=0)] | None = None
+    """Ratios count up to 1 + clip_high, as clip_low; unset: the loss's own (0.28 of the default loss)."""
+    truncated: Literal["mask", "zero_reward", "soft_penalty", "none"] = "none"
+    """A completion cut at max_new_tokens: mask its tokens, give it reward 0, subtract soft_penalty, or train on it."""
+    soft_penalty: Annotated[float, Field(ge=0)] = 0.5
+    """With truncated = "soft_penalty": what is subtracted from the reward."""
+    normalise_std: bool | None = None
+    """Divide a group's advantages by their standard deviation (GRPO); False: only the mean is subtracted. Unset: the
+    advantage's own (true of the default advantage)."""
+
+    @model_validator(mode="after")
+    def _preset(self) -> AlgorithmTable:
+        for key, value in PRESETS[self.name].items():
+            if key not in self.model_fields_set:
+                # The table is frozen for everyone else.
+                object.__setattr__(self, key, value)
+        return self

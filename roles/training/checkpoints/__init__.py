@@ -1,0 +1,1 @@
+"""Checkpoint folders: writing, digests, resuming, optimizer state, and those of the cold start."""
