@@ -22,6 +22,7 @@ from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.rollout.engines.settings import RolloutSettings, SamplingTable
 from relax_rt.roles.rollout.engines.turns import Gate
+from relax_rt.roles.rollout.router.admission import CapLimits, EngineCap
 from relax_rt.roles.rollout.sharing import SharedDevice
 from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
 from relax_rt.transport.base.versions import VersionRecord
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from relax_rt.roles.rollout.engines.base import Chunk, Engine, GroupRequest
     from relax_rt.roles.rollout.engines.routing import RoutingShape
     from relax_rt.roles.rollout.generation import GenerationService
-    from relax_rt.roles.rollout.intake import Intake
     from relax_rt.roles.rollout.samples import SampleMaker
     from relax_rt.roles.rollout.work import Due, Job, Work
     from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
@@ -90,7 +90,7 @@ class RolloutRole(RLRole[RolloutSettings]):
         self.device = SharedDevice(self) if self.table(AlgorithmTable).mode in SHARING else None
         self.engine: Engine
         self.routing: RoutingShape | None = None
-        self.intake: Intake | None = None
+        self.cap: EngineCap | None = None
         self.work: Work
         self.maker: SampleMaker
         self.tokenizer: ChatTokenizer
@@ -100,7 +100,7 @@ class RolloutRole(RLRole[RolloutSettings]):
         self.generation: GenerationService
 
     async def setup(self) -> None:
-        from relax_rt.roles.rollout.generation import MOST_REQUESTS, serve_generation
+        from relax_rt.roles.rollout.generation import MAX_REQUESTS, serve_generation
         from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
 
         if self.device is not None:
@@ -111,7 +111,7 @@ class RolloutRole(RLRole[RolloutSettings]):
         await self.queue.warm()
         self.failure = EngineFailure()
         self.follower = WeightFollower(self.ctx, self.engine, self.settings.kv_on_update)
-        most = self.settings.max_sequences if self.only_serves else MOST_REQUESTS
+        most = self.settings.max_sequences if self.only_serves else MAX_REQUESTS
         self.generation = serve_generation(self.ctx, self.engine, most)
         await self.engine.start(self._arrive, self._engine_failed)
 
@@ -142,9 +142,7 @@ class RolloutRole(RLRole[RolloutSettings]):
             )
         if self.engine.name != "embedded":
             # The embedded engine has room for every slot; where the cache is shared, its use bounds what is begun.
-            from relax_rt.roles.rollout.intake import Intake, Marks
-
-            self.intake = Intake(Marks(most=self.settings.groups_in_flight * size, least=size))
+            self.cap = EngineCap(CapLimits(most=self.settings.groups_in_flight * size, least=size))
 
     @property
     def _row_bytes(self) -> int:
@@ -277,8 +275,8 @@ class RolloutRole(RLRole[RolloutSettings]):
         """
         size = self.table(AlgorithmTable).group_size
         room = self.settings.groups_in_flight * size - self.work.members
-        if self.intake is not None:
-            room = min(room, self.intake.room(self.work.sequences))
+        if self.cap is not None:
+            room = min(room, self.cap.room(self.work.sequences))
         return -(-room // size)
 
     async def _wait_for_room(self) -> None:
@@ -324,7 +322,7 @@ class RolloutRole(RLRole[RolloutSettings]):
     def _arrive(self, chunks: list[Chunk]) -> None:
         if self._doubtful:
             return
-        self.work.arrive(self.generation.sift(chunks))
+        self.work.arrive(self.generation.take_chunks(chunks))
         for job in self.work.interrupted():
             self.give_up([job], STOPPED)
         self._news.set()
@@ -412,8 +410,8 @@ class RolloutRole(RLRole[RolloutSettings]):
         """One metrics record, of the time since the last one."""
         load, now = self.engine.load(), time.monotonic()
         tokens, then = self._measured
-        if self.intake is not None:
-            self.intake.observe(now, load.kv_used, self.work.sequences)
+        if self.cap is not None:
+            self.cap.observe(now, load.kv_used, self.work.sequences)
             self._room.set()
         if self.only_serves and self.follower.record.version:
             self.ctx.progress.waiting("" if load.running or load.waiting else "replies that environments ask for")

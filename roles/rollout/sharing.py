@@ -35,7 +35,7 @@ class SharedDevice:
     async def _leave(self) -> None:
         role, engine = self._role, self._role.engine
         await role.gate.close()
-        role.generation.hold(WHY)
+        role.generation.pause(WHY)
         role.give_up(list(role.work.jobs.values()), WHY)
         # What has ended is put on the queue, and what has not is marked and given back, by the role's own tasks.
         while role.work.jobs or (load := engine.load()).running or load.waiting:  # noqa: ASYNC110 - nothing tells of both
@@ -51,7 +51,7 @@ class SharedDevice:
         await role.engine.resume_memory()
         if role.follower.record.version:
             await self._follow_newest()
-        role.generation.hold("")
+        role.generation.resume()
         role.gate.open()
 
     async def _follow_newest(self) -> None:

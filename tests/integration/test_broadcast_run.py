@@ -71,7 +71,7 @@ def reaches_both(run: TinyRun, more: int = 2) -> None:
 def rank_of(run: TinyRun) -> int:
     """The process of a receiver: the youngest that the trainer's launcher has forked."""
     trainer = psutil.Process(run.slot("trainer/0")["pid"])
-    (launcher,) = (p for p in trainer.children() if "relax_rt.transport.weights.collective.launcher" in p.cmdline())
+    (launcher,) = (p for p in trainer.children() if "relax_rt.transport.weights.broadcast.rank" in p.cmdline())
     return max(launcher.children(), key=lambda p: (p.create_time(), p.pid)).pid
 
 

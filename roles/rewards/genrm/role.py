@@ -100,7 +100,7 @@ class GenrmRole(RLRole[GenrmSettings]):
             await asyncio.gather(stop, *jobs, return_exceptions=True)
 
     def _arrive(self, chunks: list[Chunk]) -> None:
-        self.generation.sift(chunks)
+        self.generation.take_chunks(chunks)
 
     async def _follow(self) -> None:
         if self.settings.follow:

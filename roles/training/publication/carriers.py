@@ -15,10 +15,9 @@ from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError, Unreachable
-from relax_rt.transport.weights.api import StageApi
-from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.directory import DirectorySource
-from relax_rt.transport.weights.manifest import Manifest
+from relax_rt.transport.weights.manifest import Manifest, check_manifest
+from relax_rt.transport.weights.served import StageApi
 from relax_rt.transport.weights.source import WeightSource, stage_source
 from relax_rt.transport.weights.stage import read_manifest
 
@@ -62,7 +61,7 @@ def _from_stage(stage: Path) -> MakeSource:
 def _from_broadcast(ctx: RoleContext, first: MakeSource) -> MakeSource:
     """A version as it was broadcast, or by `first`; memory to receive into is offered once the size is known."""
     from relax_rt.roles.training.publication.broadcast import receiver_of
-    from relax_rt.transport.weights.collective.carrier import BroadcastSource
+    from relax_rt.transport.weights.broadcast.source import BroadcastSource
 
     receiver, stage, offers = receiver_of(ctx), stage_folder(ctx), True
 
@@ -82,7 +81,7 @@ def _from_broadcast(ctx: RoleContext, first: MakeSource) -> MakeSource:
         found = first(record, holds)
         if offers:
             try:
-                receiver.offer(found.manifest.sent_bytes)
+                receiver.register(found.manifest.sent_bytes)
             except (RelaxError, OSError) as error:
                 offers = False
                 ctx.event("broadcasts_off", communicator="", why=str(error))

@@ -33,7 +33,7 @@ from relax_rt.roles.agentic.standstill import (
 from relax_rt.roles.agentic.tally import Tally
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rollout.engines.settings import SamplingTable
-from relax_rt.roles.rollout.router.requests import Outcome, Wanted
+from relax_rt.roles.rollout.router.core import GenerationRequest, Outcome
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import Ticket
@@ -58,7 +58,7 @@ async def dawdles(task: Task, chat: Chat) -> float:
     return 1.0
 
 
-async def silent(wanted: Wanted) -> Outcome:
+async def silent(wanted: GenerationRequest) -> Outcome:
     """An engine that never answers."""
     await asyncio.sleep(60)
     raise AssertionError

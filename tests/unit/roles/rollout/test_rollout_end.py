@@ -145,6 +145,6 @@ def test_groups_are_asked_for_by_the_members_in_hand(
         config=cast(Any, RLConfig).model_construct(algorithm=AlgorithmTable(group_size=4)),
         settings=SimpleNamespace(groups_in_flight=3),
         work=SimpleNamespace(members=members, sequences=sequences),
-        intake=None if intake is None else SimpleNamespace(room=lambda _: intake),
+        cap=None if intake is None else SimpleNamespace(room=lambda _: intake),
     )
     assert role._free() == free

@@ -35,10 +35,10 @@ from relax_rt.transport.base.process_stat import start_time
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone, OutOfSpace, Refused, RelaxError, Unreachable
 from relax_rt.transport.rpc.identity import CurveKeys, Incarnation
-from relax_rt.transport.weights.collective.communicator import DeviceMemory, HostMemory
-from relax_rt.transport.weights.collective.offers import Offers
+from relax_rt.transport.weights.broadcast.receivers import Receivers
 from relax_rt.transport.weights.cuda_ipc import Export
 from relax_rt.transport.weights.directory import DirectorySource, WeightDirectory
+from relax_rt.transport.weights.memory import DeviceMemory, HostMemory
 from relax_rt.transport.weights.source import StageSource, WeightSource
 from relax_rt.transport.weights.stage import WeightStage
 
@@ -401,14 +401,14 @@ class Engine(Context):
 
 def broadcast(ctx: Engine, record: VersionRecord, data: bytes | bytearray) -> list[str]:
     """As the trainer does, with nothing between; whom it served."""
-    taken = Offers(offers_folder(cast(RoleContext, ctx))).take(record.version, record.digest, LAYOUT.nbytes, 5.0)
+    taken = Receivers(offers_folder(cast(RoleContext, ctx))).reserve(record.version, record.digest, LAYOUT.nbytes, 5.0)
     if taken is None:
         return []
-    for offer in taken.offers.values():
+    for offer in taken.receivers.values():
         assert isinstance(offer.memory, HostMemory)
         Path(offer.memory.path).write_bytes(data)
-    taken.over({})
-    return list(taken.offers)
+    taken.finish({})
+    return list(taken.receivers)
 
 
 async def test_an_engine_has_the_first_version_from_the_stage_and_then_those_that_are_broadcast(tmp_path: Path) -> None:
@@ -443,7 +443,7 @@ async def test_an_engine_without_room_to_receive_does_without(tmp_path: Path, mo
     def full(*_: object) -> None:
         raise OutOfSpace("memory", why="no space left on device")
 
-    monkeypatch.setattr("relax_rt.transport.weights.collective.carrier.host.allocate", full)
+    monkeypatch.setattr("relax_rt.transport.weights.broadcast.source.host.allocate", full)
     ctx = Engine(tmp_path)
     make = source_for(cast(RoleContext, ctx))
     data = fill(LAYOUT)

@@ -1,4 +1,4 @@
-"""The processes of a group's ranks, as their owner has them: started by a launcher, told by packets, surely killed."""
+"""The owner's side of the rank processes: start them through the launcher, send commands, kill them for sure."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from contextlib import suppress
 
 import msgspec
 
-from relax_rt.transport.weights.collective.messages import (
+from relax_rt.transport.weights.broadcast.messages import (
     MAX_PACKET_BYTES,
-    ExitedSaid,
-    ForkOrder,
-    Order,
-    Said,
-    decode_launcher_said,
-    decode_said,
+    Command,
+    Exited,
+    ForkRequest,
+    Report,
+    decode_launcher_report,
+    decode_report,
     encode,
 )
 
 PACKETS_A_TURN = 64
-GONE_WITHIN_S = 5.0
-LAUNCHER_ENDED = "the process that starts ranks has ended"
+EXIT_TIMEOUT_S = 5.0
+LAUNCHER_ENDED = "the launcher of the ranks has ended"
 Key = tuple[str, int]
 """A member and its incarnation."""
 
 
-class Ranks:
+class RankProcesses:
     """Processes by member and incarnation. Call it on the loop.
 
     Args:
         communicator: class of the communicator, ``module:Class``.
         devices: what CUDA_VISIBLE_DEVICES of a member's process is to be; empty: as it is here.
-        on_said: takes what a rank says. on_exit: takes the end of its process, with what is known of it; once.
+        on_report: takes what a rank reports. on_exit: takes the end of its process with a diagnosis, once.
         environment: further variables of the processes.
     """
 
@@ -47,24 +47,24 @@ class Ranks:
         self,
         communicator: str,
         devices: Mapping[str, str],
-        on_said: Callable[[Key, Said], None],
+        on_report: Callable[[Key, Report], None],
         on_exit: Callable[[Key, str], None],
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._communicator, self._devices = communicator, devices
         self._environment = dict(environment or {})
-        self._on_said, self._on_exit = on_said, on_exit
+        self._on_report, self._on_exit = on_report, on_exit
         # The kernel kills a child when the thread that started it ends: this one lives as long as the group.
         self._thread = ThreadPoolExecutor(1, "relax-launch")
         self._child: subprocess.Popen[bytes] | None = None
         self._launcher: socket.socket | None = None
         self._starting: asyncio.Task[None] | None = None
-        self._spoken = False
-        self._orders: list[tuple[Key, socket.socket]] = []
+        self._launcher_answered = False
+        self._unsent: list[tuple[Key, socket.socket]] = []
         self._channels: dict[Key, socket.socket] = {}
         self._pidfds: dict[Key, int] = {}
         self._doomed: set[Key] = set()
-        self._heard: set[Key] = set()
+        self._reported_early: set[Key] = set()
         self._pids: dict[int, Key] = {}
 
     @property
@@ -78,19 +78,19 @@ class Ranks:
         return bool(self._pids) or (self._child is not None and self._child.poll() is None)
 
     def spawn(self, key: Key) -> None:
-        """Start a rank's process; it says hello, or its exit is told."""
+        """Start a rank's process; it reports Hello, or its exit is reported."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         self._channels[key] = ours
         asyncio.get_running_loop().add_reader(ours.fileno(), self._readable, key)
-        self._orders.append((key, theirs))
+        self._unsent.append((key, theirs))
         self._flush()
 
-    def tell(self, key: Key, order: Order) -> None:
-        """Send an order; one that is gone, or reads nothing any more, shows in its silence."""
+    def send(self, key: Key, command: Command) -> None:
+        """Send a command. A rank that is gone or reads nothing is found by its silence: the machine has deadlines."""
         if (channel := self._channels.get(key)) is not None:
             with suppress(OSError):
-                channel.send(encode(order))
+                channel.send(encode(command))
 
     def kill(self, key: Key) -> None:
         """End its process, also a stopped one, or one that is just being started."""
@@ -99,13 +99,13 @@ class Ranks:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         else:
             self._doomed.add(key)
-            waits = key in self._heard or key in (waiting for waiting, _ in self._orders)
-            if self._spoken and not waits:
-                self._end_launcher()  # it has forked others, and not this one: it hangs
-        self._hang_up(key)
+            waits = key in self._reported_early or key in (waiting for waiting, _ in self._unsent)
+            if self._launcher_answered and not waits:
+                self._end_launcher()  # it has forked others and not this one: it hangs
+        self._close_channel(key)
 
     async def close(self) -> None:
-        """End everything, and see it gone."""
+        """Kill everything and wait until it is gone."""
         try:
             if (starting := self._starting) is not None:
                 await asyncio.wait([starting])
@@ -115,10 +115,10 @@ class Ranks:
             await self._end_all()
 
     async def _end_all(self) -> None:
-        self._spoken = False
+        self._launcher_answered = False
         for key in list(self._channels):
             self.kill(key)
-        for _, theirs in self._orders:
+        for _, theirs in self._unsent:
             theirs.close()
         self._drop_launcher()
         if (child := self._child) is not None:
@@ -132,21 +132,21 @@ class Ranks:
         self._thread.shutdown(wait=False)
 
     def _flush(self) -> None:
-        """Have the launcher fork what waits; start it if there is none."""
+        """Send the fork requests that wait; start the launcher if there is none."""
         if self._launcher is None:
             if self._starting is None or self._starting.done():
                 self._starting = asyncio.get_running_loop().create_task(self._start_launcher())
             return
-        orders, self._orders = self._orders, []
-        for key, theirs in orders:
-            order = encode(ForkOrder(key[0], key[1], self._devices.get(key[0], "")))
-            with theirs, suppress(OSError):  # a launcher that takes nothing shows in the rank's silence
-                socket.send_fds(self._launcher, [order], [theirs.fileno()])
+        unsent, self._unsent = self._unsent, []
+        for key, theirs in unsent:
+            request = encode(ForkRequest(key[0], key[1], self._devices.get(key[0], "")))
+            with theirs, suppress(OSError):  # a launcher that reads nothing is found by the rank's silence
+                socket.send_fds(self._launcher, [request], [theirs.fileno()])
 
     async def _start_launcher(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        module = "relax_rt.transport.weights.collective.launcher"
+        module = "relax_rt.transport.weights.broadcast.rank"
         argv = [sys.executable, "-m", module, self._communicator, str(theirs.fileno()), str(os.getpid())]
         loop, before = asyncio.get_running_loop(), self._child
 
@@ -174,15 +174,15 @@ class Ranks:
             if not packet:
                 self._launcher_gone()
                 return
-            said = decode_launcher_said(packet)
-            if isinstance(said, ExitedSaid):
-                self._exited(said.pid, ending(said.status))
+            report = decode_launcher_report(packet)
+            if isinstance(report, Exited):
+                self._exited(report.pid, describe_exit(report.status))
             else:
-                self._forked((said.member, said.incarnation), said.pid, fds[0])
+                self._forked((report.member, report.incarnation), report.pid, fds[0])
 
     def _forked(self, key: Key, pid: int, pidfd: int) -> None:
-        self._spoken = True
-        self._heard.discard(key)
+        self._launcher_answered = True
+        self._reported_early.discard(key)
         self._pids[pid] = key
         self._pidfds[key] = pidfd
         if key in self._doomed:
@@ -197,24 +197,24 @@ class Ranks:
             asyncio.get_running_loop().remove_reader(pidfd)
             os.close(pidfd)
         if key in self._channels:
-            self._readable(key)  # its last words
-        self._hang_up(key)
+            self._readable(key)  # reports sent before its exit
+        self._close_channel(key)
         self._on_exit(key, how)
 
     def _launcher_gone(self) -> None:
         """Its ranks end with it; the next spawn starts another."""
         self._drop_launcher()
-        orders, self._orders = self._orders, []
-        for _, theirs in orders:
+        unsent, self._unsent = self._unsent, []
+        for _, theirs in unsent:
             theirs.close()
         self._doomed.clear()
-        self._heard.clear()
-        unborn = self._channels.keys() - set(self._pids.values())
+        self._reported_early.clear()
+        unforked = self._channels.keys() - set(self._pids.values())
         for pid, key in self._pids.items():
-            # The kernel is about to end them: each is told of once it can write nothing any more.
+            # The kernel is about to end them. Each exit is reported once the process can write nothing any more.
             asyncio.get_running_loop().add_reader(self._pidfds[key], self._exited, pid, LAUNCHER_ENDED)
-        for key in unborn:
-            self._hang_up(key)
+        for key in unforked:
+            self._close_channel(key)
             self._on_exit(key, LAUNCHER_ENDED)
 
     def _end_launcher(self) -> None:
@@ -223,7 +223,7 @@ class Ranks:
                 self._child.kill()
 
     def _drop_launcher(self) -> None:
-        self._spoken = False
+        self._launcher_answered = False
         if self._launcher is not None:
             asyncio.get_running_loop().remove_reader(self._launcher.fileno())
             self._launcher.close()
@@ -239,43 +239,43 @@ class Ranks:
             except OSError:
                 packet = b""
             if not packet:
-                self._hang_up(key)  # its exit is told by the launcher
+                self._close_channel(key)  # the launcher reports its exit
                 return
             try:
-                said = decode_said(packet)
+                report = decode_report(packet)
             except msgspec.DecodeError:
                 self.kill(key)
                 return
             if key not in self._pidfds:
-                self._heard.add(key)  # a rank may speak before the launcher has told of it
-            self._on_said(key, said)
+                self._reported_early.add(key)  # a rank may report before the launcher has reported the fork
+            self._on_report(key, report)
             if key not in self._channels:
-                return  # what it said has been its end
+                return  # handling the report has ended the rank
 
-    def _hang_up(self, key: Key) -> None:
+    def _close_channel(self, key: Key) -> None:
         if (channel := self._channels.pop(key, None)) is not None:
             asyncio.get_running_loop().remove_reader(channel.fileno())
             channel.close()
 
 
-def ending(status: int) -> str:
-    """How a process ended, in words."""
+def describe_exit(status: int) -> str:
+    """Describe how a process ended."""
     if status >= 0:
         return f"its process ended with exit code {status}"
     return f"its process was ended by {signal.Signals(-status).name}"
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """The launcher ends when its owner hangs up; one that does not is killed."""
+    """Wait for the launcher, which ends when its owner closes the channel; kill it if it does not."""
     try:
-        child.wait(GONE_WITHIN_S / 5)
+        child.wait(EXIT_TIMEOUT_S / 5)
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
 
 
 def _wait_gone(pidfd: int) -> None:
-    """Wait until the process is no more: the kernel kills ranks with their launcher."""
+    """Wait until the process has ended: the kernel kills ranks with their launcher."""
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
-    poller.poll(GONE_WITHIN_S * 1000)
+    poller.poll(EXIT_TIMEOUT_S * 1000)

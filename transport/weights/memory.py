@@ -1,4 +1,4 @@
-"""Shared memory of the CPU as a collective takes it."""
+"""Memory that a version lies in: a file of shared memory, or memory of a device; and views of the former."""
 
 from __future__ import annotations
 
@@ -7,37 +7,71 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
+
+import msgspec
 
 from relax_rt.transport.rpc.errors import OutOfSpace, Refused
-from relax_rt.transport.weights.collective.communicator import HostMemory, Memory
 from relax_rt.transport.weights.manifest import bucket_digest
 
 
+class HostMemory(msgspec.Struct, frozen=True, tag="host"):
+    """A file in shared memory: `nbytes` from its start."""
+
+    path: str
+    nbytes: int
+
+
+class DeviceMemory(msgspec.Struct, frozen=True, tag="device"):
+    """Device memory of another process: `nbytes` from `offset` in the allocation that the IPC handle names.
+
+    `device` is the UUID of the device that it lies on.
+    """
+
+    handle: bytes
+    device: str
+    offset: int
+    nbytes: int
+
+
+Memory = HostMemory | DeviceMemory
+
+
+class View(Protocol):
+    """Opened memory, in the form that its communicator takes."""
+
+    nbytes: int
+
+    def part(self, start: int, stop: int) -> View:
+        """Return the bytes from start to stop, not copied."""
+
+    def digest(self) -> str:
+        """Digest the bytes: xxh3-128 on the host, a digest of its own on a device."""
+
+
 class HostView:
-    """Mapped bytes."""
+    """Mapped bytes. Implements View."""
 
     def __init__(self, data: memoryview) -> None:
         self.data = data
         self.nbytes = data.nbytes
 
     def part(self, start: int, stop: int) -> HostView:
-        """See View."""
         return HostView(self.data[start:stop])
 
     def digest(self) -> str:
-        """See View."""
         return bucket_digest(self.data)
 
 
 @contextmanager
 def opened(memory: Memory, *, writable: bool) -> Iterator[HostView]:
-    """Map a file of shared memory.
+    """Map a file of shared memory for the length of a block.
 
     Raises:
         Refused: it is not there, is shorter than said, or is not memory of the CPU.
     """
     if not isinstance(memory, HostMemory):
-        raise Refused(f"memory of device {memory.device}", why="this communicator takes shared memory of the CPU")
+        raise Refused(f"memory of device {memory.device}", why="shared memory of the CPU is wanted")
     try:
         descriptor = os.open(memory.path, os.O_RDWR if writable else os.O_RDONLY)
     except OSError as error:
@@ -60,7 +94,7 @@ def opened(memory: Memory, *, writable: bool) -> Iterator[HostView]:
 
 
 def allocate(path: Path, nbytes: int) -> HostMemory:
-    """A file of shared memory with all its pages, which `path` must lie in.
+    """Create the file `path`, which lies in shared memory, with all its pages.
 
     Raises:
         OutOfSpace: there is no room.

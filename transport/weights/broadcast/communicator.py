@@ -1,6 +1,6 @@
-"""What a collective needs of a library: a communicator, memory that it can broadcast, and where its ranks meet.
+"""What a broadcast needs of a library, and the errors that end one.
 
-A communicator lives in a process of its own (see `worker`), so that whoever owns the weights never waits inside it.
+A communicator lives in a process of its own (see `rank`), so that whoever owns the weights never waits inside it.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-import msgspec
-
 from relax_rt.transport.rpc.errors import Refused, RelaxError, Unreachable
-from relax_rt.transport.weights.collective.events import Outcome
+from relax_rt.transport.weights.broadcast.machine import Outcome
+from relax_rt.transport.weights.broadcast.messages import Rendezvous
+from relax_rt.transport.weights.memory import Memory, View
 
 
 class PeerLost(Unreachable):
@@ -22,7 +22,7 @@ class DuplicateDevice(Refused):
     """Two ranks of one group work on the same device, which the library does not allow."""
 
 
-class CollectiveFailed(RelaxError):
+class BroadcastFailed(RelaxError):
     """A broadcast was given up: its root is lost, or no group came about before its deadline.
 
     Attributes:
@@ -32,61 +32,19 @@ class CollectiveFailed(RelaxError):
     outcome: Outcome | None = None
 
 
-class Rendezvous(msgspec.Struct, frozen=True):
-    """Where the ranks of one generation of a group meet: a key-value store, and their part of its keys."""
-
-    host: str
-    port: int
-    prefix: str
-
-
-class HostMemory(msgspec.Struct, frozen=True, tag="host"):
-    """A file in shared memory: `nbytes` from its start."""
-
-    path: str
-    nbytes: int
-
-
-class DeviceMemory(msgspec.Struct, frozen=True, tag="device"):
-    """Device memory of another process: `nbytes` from `offset` in the allocation that the IPC handle names.
-
-    `device` is the UUID of the device that it lies on.
-    """
-
-    handle: bytes
-    device: str
-    offset: int
-    nbytes: int
-
-
-Memory = HostMemory | DeviceMemory
-
-
-class View(Protocol):
-    """Opened memory, in the form that its communicator takes."""
-
-    nbytes: int
-
-    def part(self, start: int, stop: int) -> View:
-        """The bytes from start to stop, not copied."""
-
-    def digest(self) -> str:
-        """A digest of the bytes, the same for equal bytes in either kind of memory's own digest."""
-
-
 class Communicator(Protocol):
-    """The ranks of one group, as one of them has them. Its calls block; `abort` may come from another thread.
+    """One rank of a group. Its calls block; `abort` may come from another thread.
 
     Attributes:
         device: UUID of the device it works on; empty: the CPU.
-        software: what carries it, for people.
+        software: name and version of the library, for people.
     """
 
     device: str
     software: str
 
     def open(self, memory: Memory, *, writable: bool) -> AbstractContextManager[View]:
-        """Memory to broadcast from, or into.
+        """Open memory to broadcast from, or into.
 
         Raises:
             Refused: it is not memory of this communicator's kind, or not there.
@@ -110,9 +68,9 @@ class Communicator(Protocol):
         """Have a blocked call return soon, where the library can; after it only `close` and `init` make sense."""
 
     def close(self) -> None:
-        """Let go of the group; `init` may follow."""
+        """Leave the group; `init` may follow."""
 
 
 def bucket_bounds(nbytes: int, bucket_bytes: int) -> list[tuple[int, int]]:
-    """Byte ranges that are broadcast one by one."""
+    """Return the byte ranges that are broadcast one by one."""
     return [(at, min(at + bucket_bytes, nbytes)) for at in range(0, nbytes, bucket_bytes)]

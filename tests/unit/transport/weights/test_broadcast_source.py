@@ -14,13 +14,12 @@ import pytest
 from relax_rt.transport.base.process_stat import start_time
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone, Refused
-from relax_rt.transport.weights.collective.carrier import HostPlace, on_host, spread
-from relax_rt.transport.weights.collective.communicator import DeviceMemory, HostMemory
-from relax_rt.transport.weights.collective.events import Limits
-from relax_rt.transport.weights.collective.group import GLOO, Collective, RankSpec, _serve_store
-from relax_rt.transport.weights.collective.memory import allocate, opened
+from relax_rt.transport.weights.broadcast.group import GLOO, BroadcastGroup, RankSpec, _serve_store
+from relax_rt.transport.weights.broadcast.machine import Limits
+from relax_rt.transport.weights.broadcast.source import HostReceiveBuffer, broadcast_version, host_send_buffer
 from relax_rt.transport.weights.cuda_ipc import CudaIpcSource, Export, read_export
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Manifest, layout_of, total_digest
+from relax_rt.transport.weights.memory import DeviceMemory, HostMemory, allocate, opened
 from relax_rt.transport.weights.stage import WeightStage, read_manifest, wire_file
 
 DIGEST = total_digest(["x"])
@@ -34,11 +33,11 @@ async def test_a_staged_version_is_whole_at_every_receiver(tmp_path: Path) -> No
     with stage.writing(layout, 0) as (file, view):
         view[:] = os.urandom(layout.nbytes)
         manifest = stage.seal(1, layout, file, view)
-    places = {name: HostPlace(tmp_path / name, layout.nbytes) for name in ("a", "b")}
+    places = {name: HostReceiveBuffer(tmp_path / name, layout.nbytes) for name in ("a", "b")}
     receivers = {name: place.memory for name, place in places.items()}
-    group = Collective([RankSpec(n) for n in ("trainer", "a", "b")], GLOO, Limits(hello_s=60.0))
+    group = BroadcastGroup([RankSpec(n) for n in ("trainer", "a", "b")], GLOO, Limits(hello_s=60.0))
     async with group:
-        outcome = await spread(group, "trainer", stage.folder, manifest, receivers, 90.0)
+        outcome = await broadcast_version(group, "trainer", stage.folder, manifest, receivers, 90.0)
     assert sorted(outcome.delivered) == ["a", "b"] and not outcome.lost
     sent = (stage.folder / manifest.file).read_bytes()[:SIZE]
     into = bytearray(layout.nbytes)
@@ -51,7 +50,7 @@ async def test_a_staged_version_is_whole_at_every_receiver(tmp_path: Path) -> No
         place.copy_into(staged, memoryview(into))
     stage.retire(2)
     with pytest.raises(Gone):
-        await spread(group, "trainer", stage.folder, manifest, receivers, 1.0)
+        await broadcast_version(group, "trainer", stage.folder, manifest, receivers, 1.0)
     stage.close()
 
 
@@ -64,14 +63,14 @@ def test_a_version_in_fewer_bits_stays_by_its_name_while_it_is_broadcast(tmp_pat
             view[:] = os.urandom(layout.nbytes)
             stage.seal(version, layout, file, view, os.urandom(1000))
     first = read_manifest(stage.folder, 1)
-    with on_host(stage.folder, first) as (memory, _):
+    with host_send_buffer(stage.folder, first) as (memory, _):
         stage.retire(2)
         with opened(memory, writable=False) as narrow:
             assert len(narrow.data) == 1000
     assert isinstance(memory, HostMemory) and memory.path.endswith(wire_file(1))
     stage.retire(2)
     assert [path.name for path in stage.folder.glob("x*.bin")] == [wire_file(2)], "nobody wants it any more"
-    with pytest.raises(Gone), on_host(stage.folder, first):
+    with pytest.raises(Gone), host_send_buffer(stage.folder, first):
         pass
     stage.close()
 
@@ -89,7 +88,7 @@ def test_memory_that_is_not_there_too_short_or_of_another_kind_is_refused(tmp_pa
     for wrong, why in (
         (HostMemory(memory.path, 101), "it has 100 bytes"),
         (HostMemory(str(tmp_path / "n"), 1), "No such file"),
-        (DeviceMemory(b"", "GPU-1", 0, 1), "takes shared memory"),
+        (DeviceMemory(b"", "GPU-1", 0, 1), "shared memory of the CPU is wanted"),
     ):
         with pytest.raises(Refused, match=why), opened(wrong, writable=True):
             pass

@@ -1,27 +1,30 @@
-"""How the ranks of a group find each other, before a library is asked to connect them. Takes torch's store alone.
+"""How the ranks of a group find each other before a library is asked to connect them, through torch's TCPStore.
 
-Whoever does not come is noticed here, where a wait can be given up at once; libraries wait in native code.
+A rank that does not come is noticed here, where the wait can be ended at once; libraries wait in native code.
 """
 
 from __future__ import annotations
 
 import datetime
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed
 
-from relax_rt.transport.weights.collective.communicator import DuplicateDevice, PeerLost, Rendezvous
+from relax_rt.transport.rpc.errors import Refused
+from relax_rt.transport.weights.broadcast.communicator import DuplicateDevice, PeerLost
+from relax_rt.transport.weights.broadcast.messages import Rendezvous
 
-LOOK_EVERY_S = 0.02
+POLL_EVERY_S = 0.02
 
 dist: Any = torch.distributed
-"""Its stubs do not export what has been there since long before them."""
+"""Typed as Any because its stubs do not export ProcessGroupGloo and the stores."""
 
 
 def open_store(rendezvous: Rendezvous, timeout_s: float) -> Any:
-    """The keys of this generation."""
+    """Connect to the store and open the keys of this generation."""
     timeout = datetime.timedelta(seconds=timeout_s)
     store = dist.TCPStore(rendezvous.host, rendezvous.port, None, False, timeout)
     return dist.PrefixStore(rendezvous.prefix, store)
@@ -37,10 +40,10 @@ def meet(
     *,
     shared_devices: bool = False,
 ) -> float:
-    """Wait until every rank is at the door; what is left of the time in seconds.
+    """Wait until every rank has registered; return the seconds left.
 
     Raises:
-        PeerLost: somebody has not come in time, or `aborted` says so.
+        PeerLost: a rank has not come in time, or `aborted` returns True.
         DuplicateDevice: an earlier rank works on this rank's device.
     """
     deadline = time.monotonic() + timeout_s
@@ -52,7 +55,7 @@ def meet(
         if time.monotonic() >= deadline:
             ranks = ", ".join(key.removeprefix("here/") for key in missing)
             raise PeerLost(f"rank {rank} of {world} meets the others", why=f"not there: rank {ranks}")
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_EVERY_S)
     if device and not shared_devices:
         for other in range(rank):
             if store.get(f"here/{other}").decode() == device:
@@ -61,6 +64,24 @@ def meet(
 
 
 def first_line(error: BaseException) -> str:
-    """What a library says, without its stack."""
+    """Return the first line of a library's error, without its stack."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def serve_store(address: str) -> Any:
+    """Serve the store in which ranks find each other, in this process: it outlives every rank.
+
+    torch would listen on every address of this host, without authentication, so it gets a socket that is bound to one.
+
+    Raises:
+        Refused: the address is none of this host's.
+    """
+    try:
+        family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.create_server((address, 0), family=family)
+    except OSError as error:
+        what, hint = f"a store for ranks at {address}", "give an address of this host that all ranks reach"
+        raise Refused(what, why=str(error), hint=hint) from None
+    port = listening.getsockname()[1]
+    return dist.TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from relax_rt.transport.weights.collective import meeting
-from relax_rt.transport.weights.collective import memory as host
-from relax_rt.transport.weights.collective.communicator import Memory, PeerLost, Rendezvous, View
-from relax_rt.transport.weights.collective.meeting import dist
-from relax_rt.transport.weights.collective.memory import HostView
+from relax_rt.transport.weights import memory as host
+from relax_rt.transport.weights.broadcast.communicator import PeerLost
+from relax_rt.transport.weights.broadcast.messages import Rendezvous
+from relax_rt.transport.weights.broadcast.rendezvous import dist, first_line, meet, open_store
+from relax_rt.transport.weights.memory import HostView, Memory, View
 
 
 class GlooCommunicator:
-    """See Communicator."""
+    """A rank over gloo. Implements Communicator."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -27,27 +27,24 @@ class GlooCommunicator:
         self._aborted = False
 
     def open(self, memory: Memory, *, writable: bool) -> AbstractContextManager[View]:
-        """See Communicator."""
         return host.opened(memory, writable=writable)
 
     def init(self, rank: int, world: int, rendezvous: Rendezvous, timeout_s: float) -> None:
-        """See Communicator."""
         self._aborted = False
         what = f"rank {rank} of {world} meets the others"
         try:
-            store = meeting.open_store(rendezvous, timeout_s)
-            left_s = meeting.meet(store, rank, world, timeout_s, lambda: self._aborted)
+            store = open_store(rendezvous, timeout_s)
+            left_s = meet(store, rank, world, timeout_s, lambda: self._aborted)
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address())]
             options._timeout = datetime.timedelta(seconds=left_s)
             self._group = dist.ProcessGroupGloo(store, rank, world, options)
         except RuntimeError as error:
-            raise PeerLost(what, why=meeting.first_line(error)) from error
+            raise PeerLost(what, why=first_line(error)) from error
         if self._aborted:
             raise PeerLost(what, why="aborted")
 
     def broadcast(self, view: View, root: int, timeout_s: float) -> None:
-        """See Communicator."""
         assert isinstance(view, HostView) and self._group is not None
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
@@ -55,21 +52,20 @@ class GlooCommunicator:
         try:
             self._group.broadcast([torch.frombuffer(view.data, dtype=torch.uint8)], options).wait()
         except RuntimeError as error:
-            raise PeerLost(f"broadcast of {view.nbytes} bytes", why=meeting.first_line(error)) from error
+            raise PeerLost(f"broadcast of {view.nbytes} bytes", why=first_line(error)) from error
         if self._aborted:
             raise PeerLost(f"broadcast of {view.nbytes} bytes", why="aborted")
 
     def abort(self) -> None:
-        """See Communicator. While connections are made there is nothing to abort: `init` ends by its own deadline."""
+        # While connections are made there is nothing to abort: `init` ends by its own deadline.
         self._aborted = True
         if (group := self._group) is not None:
             group.abort()
 
     def close(self) -> None:
-        """See Communicator."""
         self._group = None
 
 
 def _address() -> str:
-    """Where other ranks reach this one: loopback, unless the environment says otherwise."""
+    """Return the address where other ranks reach this one: loopback, unless the environment names another."""
     return os.environ.get("RELAX_COLLECTIVE_ADDRESS", "127.0.0.1")

@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_rt.transport.weights.collective import events as ev
-from relax_rt.transport.weights.collective.machine import GroupMachine
+from relax_rt.transport.weights.broadcast import machine as ev
+from relax_rt.transport.weights.broadcast import messages as msg
+from relax_rt.transport.weights.broadcast.machine import BroadcastMachine, RankReport
 
 LIMITS = ev.Limits(hello_s=3.0, start_s=3.0, join_s=4.0, stall_s=5.0, abort_s=2.0)
 NAMES = ("root", "a", "b", "c")
 DIGEST, BUCKETS, TIMEOUT_S = "good", 8, 200.0
+DIGESTS = st.sampled_from([DIGEST, "bad"])
 Key = tuple[str, int]
 
 
@@ -32,7 +34,7 @@ class World:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.machine = GroupMachine(LIMITS)
+        self.machine = BroadcastMachine(LIMITS)
         self.random = random.Random(self.seed)
         self.now = 0.0
         self.living: set[Key] = set()
@@ -49,10 +51,10 @@ class World:
         self.sending: dict[tuple[int, int], dict[Key, str]] = {}
 
     def ask(self, number: int, members: tuple[str, ...] = NAMES, timeout_s: float = TIMEOUT_S) -> None:
-        self.feed(ev.Asked(number, members, BUCKETS, DIGEST, timeout_s))
+        self.feed(ev.Request(number, members, BUCKETS, DIGEST, timeout_s))
 
     def feed(self, event: ev.Event) -> None:
-        if isinstance(event, ev.Died):
+        if isinstance(event, ev.RankExited):
             self.living.discard((event.member, event.incarnation))
             self.ended.add((event.member, event.incarnation))
         for action in self.machine.step(event, self.now):
@@ -76,7 +78,7 @@ class World:
         raise AssertionError("no end of it")
 
     def do(self, action: ev.Action) -> None:
-        if isinstance(action, ev.Report):
+        if isinstance(action, ev.Finish):
             self.outcomes.append(action.outcome)
             return
         key = (action.member, action.incarnation)
@@ -87,7 +89,7 @@ class World:
             self.ended.add(key)
             self.living.discard(key)
             self.events = [e for e in self.events if getattr(e, "member", "") != action.member]
-            self.events.append(ev.Died(*key, "killed"))
+            self.events.append(ev.RankExited(*key, "killed"))
             return
         assert key in self.living, "nothing is asked of the dead"
         self.obey(key, action)
@@ -100,21 +102,21 @@ class World:
             self.inits.append((action.generation, key))
             self.worlds[action.generation] = action.world
         if how == "die":
-            self.events.append(ev.Died(*key, "SIGKILL"))
+            self.events.append(ev.RankExited(*key, "SIGKILL"))
             return
         if how == "stop" or key in self.stopped:
             self.stopped.add(key)
             return
         if isinstance(action, ev.Spawn):
-            self.events.append(ev.Hello(*key, self.devices.get(key[0], "")))
+            self.events.append(RankReport(*key, msg.Hello(self.devices.get(key[0], ""))))
         elif isinstance(action, ev.Abort):
-            self.events.append(ev.Heard(*key, action.generation))
+            self.events.append(RankReport(*key, msg.AbortReceived(action.generation)))
             if key not in self.hung:
-                self.events.append(ev.Aborted(*key, action.generation))
+                self.events.append(RankReport(*key, msg.Aborted(action.generation)))
         elif how == "hang":
             self.hung.add(key)
         elif how == "fail":
-            self.events.append(ev.Failed(*key, action.generation, True, "no memory"))
+            self.events.append(RankReport(*key, msg.Failed(action.generation, True, "no memory")))
         elif isinstance(action, ev.Init):
             self.join(key, action.generation)
         else:
@@ -125,7 +127,7 @@ class World:
         there = self.joining.setdefault(generation, set())
         there.add(key)
         if len(there) == self.worlds[generation]:
-            self.events += [ev.Joined(*k, generation) for k in there]
+            self.events += [RankReport(*k, msg.Joined(generation)) for k in there]
 
     def send(self, key: Key, action: ev.Broadcast, digest: str) -> None:
         """Nobody gets through before all are there."""
@@ -134,8 +136,8 @@ class World:
         if len(there) == self.worlds[action.generation]:
             self.corrupted |= {(action.transfer, one[0]) for one, has in there.items() if has != DIGEST}
             for one, has in there.items():
-                self.events.append(ev.Progressed(*one, action.generation, BUCKETS // 2))
-                self.events.append(ev.Done(*one, action.generation, action.transfer, has))
+                self.events.append(RankReport(*one, msg.Progress(action.generation, BUCKETS // 2)))
+                self.events.append(RankReport(*one, msg.Done(action.generation, action.transfer, has)))
 
 
 HOW = st.sampled_from(["die", "stop", "hang", "fail", "corrupt"])
@@ -164,7 +166,7 @@ def test_each_transfer_has_one_outcome_and_no_dead_rank_is_in_a_later_group(
 def test_no_order_of_events_leaves_it_without_a_deadline(data: st.DataObject) -> None:
     """Events that no sane rank would send, in any order, with any incarnation and generation."""
     start_s = data.draw(st.sampled_from([3.0, 20.0]))
-    machine, now, asked, told = GroupMachine(msgspec.structs.replace(LIMITS, start_s=start_s)), 0.0, 0, 0
+    machine, now, asked, told = BroadcastMachine(msgspec.structs.replace(LIMITS, start_s=start_s)), 0.0, 0, 0
     dead: set[Key] = set()
     names, small = st.sampled_from(NAMES), st.integers(0, 3)
     for _ in range(data.draw(st.integers(1, 60))):
@@ -175,25 +177,27 @@ def test_no_order_of_events_leaves_it_without_a_deadline(data: st.DataObject) ->
         event: ev.Event
         if kind == 0:
             asked += 1
-            event = ev.Asked(asked, NAMES[: data.draw(st.integers(1, 4))], BUCKETS, DIGEST, 30.0)
+            event = ev.Request(asked, NAMES[: data.draw(st.integers(1, 4))], BUCKETS, DIGEST, 30.0)
         else:
             event = {
-                1: ev.Hello(*who, data.draw(st.sampled_from(["", "x", "y"]))),
-                2: ev.Joined(*who, generation),
-                3: ev.Progressed(*who, generation, data.draw(st.integers(0, 9))),
-                4: ev.Done(*who, generation, data.draw(small), data.draw(st.sampled_from([DIGEST, "bad"]))),
-                5: ev.Failed(*who, generation, data.draw(st.booleans()), "?"),
-                6: ev.Heard(*who, generation),
-                7: ev.Aborted(*who, generation),
-                8: ev.Died(*who, "?"),
+                1: RankReport(*who, msg.Hello(data.draw(st.sampled_from(["", "x", "y"])))),
+                2: RankReport(*who, msg.Joined(generation)),
+                3: RankReport(*who, msg.Progress(generation, data.draw(st.integers(0, 9)))),
+                4: RankReport(
+                    *who, msg.Done(generation, data.draw(small), data.draw(st.sampled_from([DIGEST, "bad"])))
+                ),
+                5: RankReport(*who, msg.Failed(generation, data.draw(st.booleans()), "?")),
+                6: RankReport(*who, msg.AbortReceived(generation)),
+                7: RankReport(*who, msg.Aborted(generation)),
+                8: ev.RankExited(*who, "?"),
                 9: ev.Tick(),
-                10: ev.Cancelled(data.draw(st.integers(0, asked))),
-                11: ev.Wanted(NAMES[: data.draw(st.integers(1, 4))]),
+                10: ev.Cancel(data.draw(st.integers(0, asked))),
+                11: ev.Prestart(NAMES[: data.draw(st.integers(1, 4))]),
             }[kind]
-        if isinstance(event, ev.Died):
+        if isinstance(event, ev.RankExited):
             dead.add(who)
         for action in machine.step(event, now):
-            if isinstance(action, ev.Report):
+            if isinstance(action, ev.Finish):
                 told += 1
                 continue
             key = (action.member, action.incarnation)
@@ -206,7 +210,7 @@ def test_no_order_of_events_leaves_it_without_a_deadline(data: st.DataObject) ->
         assert machine.deadline is None or machine.deadline > now
     while machine.deadline is not None:
         now = machine.deadline
-        told += sum(isinstance(action, ev.Report) for action in machine.step(ev.Tick(), now))
+        told += sum(isinstance(action, ev.Finish) for action in machine.step(ev.Tick(), now))
     assert told == asked
 
 
@@ -266,22 +270,22 @@ def test_the_second_rank_on_a_device_is_refused_before_they_meet() -> None:
 
 def test_a_group_in_which_nobody_is_to_blame_is_given_up() -> None:
     """A network between ranks that all answer: no rank is left out for it, and nobody waits for ever."""
-    machine = GroupMachine(LIMITS)
+    machine = BroadcastMachine(LIMITS)
     told: list[ev.Outcome] = []
     now = 0.0
-    pending: list[ev.Event] = [ev.Asked(1, NAMES, BUCKETS, DIGEST, TIMEOUT_S)]
+    pending: list[ev.Event] = [ev.Request(1, NAMES, BUCKETS, DIGEST, TIMEOUT_S)]
     for _ in range(1_000):
         if told:
             break
         event = pending.pop(0) if pending else ev.Tick()
         now = now if not isinstance(event, ev.Tick) else machine.deadline or now
         for action in machine.step(event, now):
-            if isinstance(action, ev.Report):
+            if isinstance(action, ev.Finish):
                 told.append(action.outcome)
             elif isinstance(action, ev.Spawn):
-                pending.append(ev.Hello(action.member, action.incarnation))
+                pending.append(RankReport(action.member, action.incarnation, msg.Hello()))
             elif isinstance(action, ev.Abort):
-                pending.append(ev.Aborted(action.member, action.incarnation, action.generation))
+                pending.append(RankReport(action.member, action.incarnation, msg.Aborted(action.generation)))
     assert "every rank answers" in told[0].error and "did not meet" in told[0].error
     assert machine.generation == LIMITS.blameless + 1
 
@@ -300,16 +304,16 @@ def test_a_cancelled_transfer_ends_at_once_with_whoever_is_in_the_middle_of_it()
         world.ask(number)
     while world.machine.phase != "broadcasting":
         world.feed(world.events.pop(0))
-    world.feed(ev.Cancelled(2))
+    world.feed(ev.Cancel(2))
     assert [(o.transfer, o.error) for o in world.outcomes] == [(2, "it was cancelled")]
     busy = {name for name, member in world.machine.members.items() if member.state == "broadcasting"}
     assert "b" in busy
     world.bent.clear()
     world.stopped.clear()
-    world.feed(ev.Cancelled(1))
+    world.feed(ev.Cancel(1))
     assert [o.transfer for o in world.outcomes] == [2, 1] and not world.outcomes[1].delivered
     assert {(name, 1) for name in busy} <= world.ended, "what writes into the memory is ended"
-    world.feed(ev.Cancelled(1))
+    world.feed(ev.Cancel(1))
     world.run(3)
     assert set(world.outcomes[2].delivered) == {"a", "b", "c"}, "the one behind it is served"
 
@@ -318,7 +322,7 @@ def test_closing_ends_everything() -> None:
     world = World()
     world.ask(1)
     world.ask(2)
-    world.feed(ev.Closed())
+    world.feed(ev.Close())
     assert [o.transfer for o in world.outcomes] == [1, 2] and all("closed" in o.error for o in world.outcomes)
     assert not world.living
     world.ask(3)
@@ -327,90 +331,94 @@ def test_closing_ends_everything() -> None:
 
 def test_a_process_that_is_slow_to_start_costs_transfers_and_is_there_for_a_later_one() -> None:
     """Begun anew for each transfer it would never be there, on a machine where a start takes longer than one has."""
-    machine = GroupMachine(msgspec.structs.replace(LIMITS, start_s=60.0))
-    machine.step(ev.Asked(1, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 0.0)
-    machine.step(ev.Hello("root", 1), 0.1)
+    machine = BroadcastMachine(msgspec.structs.replace(LIMITS, start_s=60.0))
+    machine.step(ev.Request(1, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 0.0)
+    machine.step(RankReport("root", 1, msg.Hello()), 0.1)
     (report,) = machine.step(ev.Tick(), LIMITS.hello_s)
-    assert isinstance(report, ev.Report)
+    assert isinstance(report, ev.Finish)
     assert [(lost.member, lost.fate) for lost in report.outcome.lost] == [("a", "absent")]
     assert machine.present == {"root"}
-    assert machine.step(ev.Hello("a", 1), 10.0) == [] and machine.present == {"root", "a"}
-    begun = machine.step(ev.Asked(2, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 11.0)
+    assert machine.step(RankReport("a", 1, msg.Hello()), 10.0) == [] and machine.present == {"root", "a"}
+    begun = machine.step(ev.Request(2, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 11.0)
     assert {type(action) for action in begun} == {ev.Init}, "nobody had to be started"
 
 
 def test_processes_are_started_ahead_and_given_up_once_they_never_come() -> None:
-    machine = GroupMachine(msgspec.structs.replace(LIMITS, start_s=60.0))
-    assert machine.step(ev.Wanted(("root", "a")), 0.0) == [ev.Spawn("root", 1), ev.Spawn("a", 1)]
+    machine = BroadcastMachine(msgspec.structs.replace(LIMITS, start_s=60.0))
+    assert machine.step(ev.Prestart(("root", "a")), 0.0) == [ev.Spawn("root", 1), ev.Spawn("a", 1)]
     assert machine.deadline is None and machine.present == frozenset()
-    machine.step(ev.Hello("root", 1), 1.0)
-    assert machine.step(ev.Wanted(("root", "a")), 59.0) == []
-    again = machine.step(ev.Wanted(("root", "a")), 60.0)
+    machine.step(RankReport("root", 1, msg.Hello()), 1.0)
+    assert machine.step(ev.Prestart(("root", "a")), 59.0) == []
+    again = machine.step(ev.Prestart(("root", "a")), 60.0)
     assert [type(action) for action in again] == [ev.Kill, ev.Spawn] and again[1] == ev.Spawn("a", 2)
-    machine.step(ev.Hello("a", 2), 61.0)
+    machine.step(RankReport("a", 2, msg.Hello()), 61.0)
     assert machine.present == {"root", "a"}
-    machine.step(ev.Died("a", 2, "struck"), 62.0)
+    machine.step(ev.RankExited("a", 2, "struck"), 62.0)
     assert machine.present == {"root"}
-    machine.step(ev.Closed(), 63.0)
-    assert machine.step(ev.Wanted(("a",)), 64.0) == []
+    machine.step(ev.Close(), 63.0)
+    assert machine.step(ev.Prestart(("a",)), 64.0) == []
 
 
 def test_a_start_outlives_the_transfer_that_it_was_late_for() -> None:
-    machine = GroupMachine(msgspec.structs.replace(LIMITS, start_s=60.0))
-    machine.step(ev.Asked(1, ("root", "a"), BUCKETS, DIGEST, 2.0), 0.0)
+    machine = BroadcastMachine(msgspec.structs.replace(LIMITS, start_s=60.0))
+    machine.step(ev.Request(1, ("root", "a"), BUCKETS, DIGEST, 2.0), 0.0)
     (report,) = machine.step(ev.Tick(), 2.0)
-    assert isinstance(report, ev.Report) and "not over within 2 s" in report.outcome.error
-    machine.step(ev.Hello("root", 1), 5.0), machine.step(ev.Hello("a", 1), 6.0)
+    assert isinstance(report, ev.Finish) and "not over within 2 s" in report.outcome.error
+    machine.step(RankReport("root", 1, msg.Hello()), 5.0), machine.step(RankReport("a", 1, msg.Hello()), 6.0)
     assert machine.present == {"root", "a"}
 
 
 def test_words_of_an_earlier_incarnation_mean_nothing() -> None:
-    machine = GroupMachine(LIMITS)
-    machine.step(ev.Asked(1, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 0.0)
-    machine.step(ev.Hello("root", 1), 0.1)
+    machine = BroadcastMachine(LIMITS)
+    machine.step(ev.Request(1, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 0.0)
+    machine.step(RankReport("root", 1, msg.Hello()), 0.1)
     machine.step(ev.Tick(), LIMITS.hello_s)
     assert machine.members["a"].state == "dead", "it never said hello"
-    spawned = machine.step(ev.Asked(2, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 5.0)
+    spawned = machine.step(ev.Request(2, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 5.0)
     assert spawned == [ev.Spawn("a", 2)]
-    for late in (ev.Died("a", 1, "killed"), ev.Hello("a", 1, "?"), ev.Failed("a", 1, 0, True, "?")):
+    for late in (
+        ev.RankExited("a", 1, "killed"),
+        RankReport("a", 1, msg.Hello("?")),
+        RankReport("a", 1, msg.Failed(0, True, "?")),
+    ):
         assert machine.step(late, 5.1) == []
         assert machine.members["a"].state == "starting"
-    assert {type(action) for action in machine.step(ev.Hello("a", 2), 5.2)} == {ev.Init}
+    assert {type(action) for action in machine.step(RankReport("a", 2, msg.Hello()), 5.2)} == {ev.Init}
 
 
 def test_a_member_whose_processes_end_before_their_first_word_is_given_up_and_the_others_go_on() -> None:
-    machine = GroupMachine(LIMITS)
+    machine = BroadcastMachine(LIMITS)
     for turn in range(1, LIMITS.starts + 1):
-        assert machine.step(ev.Wanted(("a",)), turn) == [ev.Spawn("a", turn)] and not machine.given_up
-        machine.step(ev.Failed("a", turn, 0, True, "no such library"), turn)
-        machine.step(ev.Died("a", turn, "exit code 1"), turn)
+        assert machine.step(ev.Prestart(("a",)), turn) == [ev.Spawn("a", turn)] and not machine.given_up
+        machine.step(RankReport("a", turn, msg.Failed(0, True, "no such library")), turn)
+        machine.step(ev.RankExited("a", turn, "exit code 1"), turn)
     assert machine.given_up == {"a": "no such library"}
-    assert machine.step(ev.Wanted(("a",)), 50) == []
-    assert machine.step(ev.Asked(1, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 51) == [ev.Spawn("root", 1)]
-    actions = machine.step(ev.Hello("root", 1), 51.5)
-    outcome = next(action.outcome for action in actions if isinstance(action, ev.Report))
+    assert machine.step(ev.Prestart(("a",)), 50) == []
+    assert machine.step(ev.Request(1, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 51) == [ev.Spawn("root", 1)]
+    actions = machine.step(RankReport("root", 1, msg.Hello()), 51.5)
+    outcome = next(action.outcome for action in actions if isinstance(action, ev.Finish))
     assert not outcome.error and [(one.member, one.fate) for one in outcome.lost] == [("a", "absent")]
     assert "no such library" in outcome.lost[0].why
 
 
 def test_one_that_has_come_up_once_is_started_as_often_as_it_ends() -> None:
-    machine = GroupMachine(LIMITS)
+    machine = BroadcastMachine(LIMITS)
     for turn in range(1, 3 * LIMITS.starts):
-        assert machine.step(ev.Wanted(("a",)), turn) == [ev.Spawn("a", turn)]
-        machine.step(ev.Hello("a", turn), turn)
-        machine.step(ev.Died("a", turn, "SIGKILL"), turn)
+        assert machine.step(ev.Prestart(("a",)), turn) == [ev.Spawn("a", turn)]
+        machine.step(RankReport("a", turn, msg.Hello()), turn)
+        machine.step(ev.RankExited("a", turn, "SIGKILL"), turn)
     assert not machine.given_up
 
 
 def test_a_rank_that_is_given_up_while_the_others_gather_is_not_waited_for() -> None:
     """Its last start was in vain as somebody else asked for it: the transfer goes on without it."""
-    machine, limits = GroupMachine(LIMITS), LIMITS
+    machine, limits = BroadcastMachine(LIMITS), LIMITS
     for turn in range(1, limits.starts):
-        machine.step(ev.Wanted(("a",)), float(turn))
-        machine.step(ev.Died("a", turn, "no memory"), float(turn))
-    machine.step(ev.Asked(1, ("root", "a"), BUCKETS, DIGEST, 30.0), 10.0)
-    machine.step(ev.Hello("root", 1, ""), 11.0)
-    kill, report = machine.step(ev.Wanted(("a",)), 10.0 + limits.start_s)
+        machine.step(ev.Prestart(("a",)), float(turn))
+        machine.step(ev.RankExited("a", turn, "no memory"), float(turn))
+    machine.step(ev.Request(1, ("root", "a"), BUCKETS, DIGEST, 30.0), 10.0)
+    machine.step(RankReport("root", 1, msg.Hello("")), 11.0)
+    kill, report = machine.step(ev.Prestart(("a",)), 10.0 + limits.start_s)
     assert isinstance(kill, ev.Kill) and (kill.member, kill.incarnation) == ("a", limits.starts)
-    assert isinstance(report, ev.Report) and [entry.fate for entry in report.outcome.lost] == ["absent"]
+    assert isinstance(report, ev.Finish) and [entry.fate for entry in report.outcome.lost] == ["absent"]
     assert machine.phase == "idle" and machine.members["root"].state == "idle"

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from relax_rt.transport.weights.collective.messages import FailedSaid, Said
-from relax_rt.transport.weights.collective.ranks import Key, Ranks
+from relax_rt.transport.weights.broadcast.messages import Failed, Report
+from relax_rt.transport.weights.broadcast.processes import Key, RankProcesses
 
-NOT_THERE = "relax_rt.transport.weights.collective.gloo:NotThere"
+NOT_THERE = "relax_rt.transport.weights.broadcast.gloo:NotThere"
 DEADLINE_S = 120.0
 
 
@@ -19,8 +19,8 @@ async def test_a_rank_that_fails_before_its_fork_was_told_costs_no_other(monkeyp
     failed: dict[Key, str] = {}
     news = asyncio.Event()
 
-    def said(key: Key, what: Said) -> None:
-        if isinstance(what, FailedSaid):
+    def said(key: Key, what: Report) -> None:
+        if isinstance(what, Failed):
             failed[key] = what.error
             ranks.kill(key)
         news.set()
@@ -29,7 +29,7 @@ async def test_a_rank_that_fails_before_its_fork_was_told_costs_no_other(monkeyp
         ends.append((key, how))
         news.set()
 
-    ranks = Ranks(NOT_THERE, {}, said, ended)
+    ranks = RankProcesses(NOT_THERE, {}, said, ended)
     told: list[tuple[Key, int, int]] = []
     forked = ranks._forked
     monkeypatch.setattr(ranks, "_forked", lambda *what: told.append(what))  # held back until the rank has spoken

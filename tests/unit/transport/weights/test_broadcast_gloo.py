@@ -15,17 +15,11 @@ import psutil
 import pytest
 
 from relax_rt.transport.rpc.errors import Corrupt, Refused
-from relax_rt.transport.weights.collective.communicator import (
-    CollectiveFailed,
-    DuplicateDevice,
-    HostMemory,
-    Memory,
-    PeerLost,
-)
-from relax_rt.transport.weights.collective.events import Limits, Lost, Outcome
-from relax_rt.transport.weights.collective.group import GLOO, Collective, RankSpec, error_of
-from relax_rt.transport.weights.collective.memory import allocate, opened
-from relax_rt.transport.weights.collective.worker import digest_of
+from relax_rt.transport.weights.broadcast.communicator import BroadcastFailed, DuplicateDevice, PeerLost
+from relax_rt.transport.weights.broadcast.group import GLOO, BroadcastGroup, RankSpec, error_of
+from relax_rt.transport.weights.broadcast.machine import Limits, Lost, Outcome
+from relax_rt.transport.weights.broadcast.rank import digest_of
+from relax_rt.transport.weights.memory import HostMemory, Memory, allocate, opened
 
 NAMES = ("root", "a", "b", "c")
 BUCKET, BUCKETS = 64 << 10, 16
@@ -48,7 +42,7 @@ class Ranks:
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
             "OMP_NUM_THREADS": "1",
         }
-        self.collective = Collective(
+        self.collective = BroadcastGroup(
             [RankSpec(name) for name in NAMES],
             "faulty_gloo:FaultyGloo",
             Limits(hello_s=START_S),
@@ -177,12 +171,12 @@ async def test_a_lost_root_a_hurried_owner_and_bytes_that_differ_have_their_name
     async with ranks.collective:
         await ranks.warm()
         ranks.order("middle", "kill", who="root")
-        with pytest.raises(CollectiveFailed, match=r"root root is lost \(died\).*SIGKILL") as caught:
+        with pytest.raises(BroadcastFailed, match=r"root root is lost \(died\).*SIGKILL") as caught:
             await ranks.send()
         assert caught.value.outcome is not None and not caught.value.outcome.delivered
         ranks.order("before", "stop")
         pids = list(ranks.collective.ranks.pids.values())
-        with pytest.raises(CollectiveFailed, match=r"not over within 0\.3 s"):
+        with pytest.raises(BroadcastFailed, match=r"not over within 0\.3 s"):
             await ranks.send(timeout_s=0.3)
         assert not ranks.mapped_by(pids), "its memory may be used again"
         (ranks.faults / "b").unlink(missing_ok=True)
@@ -199,7 +193,7 @@ async def test_a_lost_root_a_hurried_owner_and_bytes_that_differ_have_their_name
             await task
         assert not ranks.mapped_by(pids), "nor does a cancelled one write any more"
         ranks.fill()
-        with pytest.raises(CollectiveFailed, match="digest"):
+        with pytest.raises(BroadcastFailed, match="digest"):
             await ranks.collective.broadcast(ranks.memories, "of something else", 30.0)
         with pytest.raises(Refused, match="one size"):
             await ranks.collective.broadcast({**ranks.memories, "a": HostMemory("/dev/null", 1)}, "", 1.0)
@@ -212,8 +206,8 @@ async def test_a_lost_root_a_hurried_owner_and_bytes_that_differ_have_their_name
 
 async def test_a_library_that_is_not_there_is_told_by_each_rank(tmp_path: Path) -> None:
     memory = allocate(tmp_path / "m", NBYTES)
-    async with Collective([RankSpec("root"), RankSpec("a")], "relax_rt.nowhere:Nothing") as collective:
-        with pytest.raises(CollectiveFailed, match=r"root is lost \(failed\).*No module named 'relax_rt.nowhere'"):
+    async with BroadcastGroup([RankSpec("root"), RankSpec("a")], "relax_rt.nowhere:Nothing") as collective:
+        with pytest.raises(BroadcastFailed, match=r"root is lost \(failed\).*No module named 'relax_rt.nowhere'"):
             await collective.broadcast({"root": memory, "a": memory}, "", 60.0)
 
 
@@ -229,11 +223,11 @@ async def test_ranks_end_with_an_owner_that_is_killed(tmp_path: Path) -> None:
     program = (
         "import asyncio, os, signal, sys\n"
         "from pathlib import Path\n"
-        "from relax_rt.transport.weights.collective.group import GLOO, Collective, RankSpec\n"
-        "from relax_rt.transport.weights.collective.memory import allocate\n"
+        "from relax_rt.transport.weights.broadcast.group import GLOO, BroadcastGroup, RankSpec\n"
+        "from relax_rt.transport.weights.memory import allocate\n"
         "async def main():\n"
         "    memory = {n: allocate(Path(sys.argv[1]) / n, 1000) for n in 'xy'}\n"
-        "    async with Collective([RankSpec('x'), RankSpec('y')], GLOO) as group:\n"
+        "    async with BroadcastGroup([RankSpec('x'), RankSpec('y')], GLOO) as group:\n"
         "        try:\n"
         "            await group.broadcast(memory, 'wrong', 60.0)\n"
         "        except Exception:\n"

@@ -8,20 +8,20 @@ import statistics
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_rt.roles.rollout.router import choice
-from relax_rt.roles.rollout.router.choice import Candidate, Lengths, Need, choose, prefix_key, weight
+from relax_rt.roles.rollout.router import core
+from relax_rt.roles.rollout.router.core import Candidate, Demand, LengthAverage, choose, prefix_key, weight
 
 fleets = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 5)), min_size=1, max_size=8).map(
     lambda loads: [Candidate(f"rollout/{n}", out, longs) for n, (out, longs) in enumerate(loads)]
 )
 needs = st.builds(
-    Need, st.text(max_size=4), st.integers(1, 2000), st.sampled_from(["", "session a", "session b"]), st.booleans()
+    Demand, st.text(max_size=4), st.integers(1, 2000), st.sampled_from(["", "session a", "session b"]), st.booleans()
 )
 
 
 @given(needs, fleets, st.randoms())
 def test_the_same_facts_give_the_same_choice_in_any_order(
-    need: Need, fleet: list[Candidate], dice: random.Random
+    need: Demand, fleet: list[Candidate], dice: random.Random
 ) -> None:
     chosen = choose(need, fleet)
     mixed = list(fleet)
@@ -31,7 +31,7 @@ def test_the_same_facts_give_the_same_choice_in_any_order(
 
 
 @given(needs, fleets)
-def test_without_affinity_the_emptiest_by_what_counts(need: Need, fleet: list[Candidate]) -> None:
+def test_without_affinity_the_emptiest_by_what_counts(need: Demand, fleet: list[Candidate]) -> None:
     chosen = next(c for c in fleet if c.slot == choose(need, fleet))
     if need.long:
         assert all((chosen.longs, chosen.outstanding) <= (c.longs, c.outstanding) for c in fleet)
@@ -40,7 +40,7 @@ def test_without_affinity_the_emptiest_by_what_counts(need: Need, fleet: list[Ca
 
 
 @given(needs, fleets)
-def test_affinity_is_kept_up_to_the_load_limit(need: Need, fleet: list[Candidate]) -> None:
+def test_affinity_is_kept_up_to_the_load_limit(need: Demand, fleet: list[Candidate]) -> None:
     if not need.affinity or need.long:
         return
     mean = (sum(c.outstanding for c in fleet) + need.expected) / len(fleet)
@@ -50,13 +50,13 @@ def test_affinity_is_kept_up_to_the_load_limit(need: Need, fleet: list[Candidate
     if wanted is not None:
         assert choose(need, fleet) == wanted
     else:
-        assert choose(need, fleet) == choose(Need(need.name, need.expected), fleet)
+        assert choose(need, fleet) == choose(Demand(need.name, need.expected), fleet)
 
 
 def test_a_slot_that_goes_moves_only_what_was_its_own() -> None:
     keys = [f"session {n}" for n in range(300)]
-    before = {key: choose(Need("", 1, key), [Candidate(f"rollout/{n}", 0) for n in range(5)]) for key in keys}
-    after = {key: choose(Need("", 1, key), [Candidate(f"rollout/{n}", 0) for n in range(4)]) for key in keys}
+    before = {key: choose(Demand("", 1, key), [Candidate(f"rollout/{n}", 0) for n in range(5)]) for key in keys}
+    after = {key: choose(Demand("", 1, key), [Candidate(f"rollout/{n}", 0) for n in range(4)]) for key in keys}
     assert all(after[key] == before[key] for key in keys if before[key] != "rollout/4")
     counts = [list(before.values()).count(f"rollout/{n}") for n in range(5)]
     assert min(counts) > 30, counts
@@ -64,13 +64,13 @@ def test_a_slot_that_goes_moves_only_what_was_its_own() -> None:
 
 def longest_pile(*, aware: bool) -> int:
     """Long sequences on the engine that has the most of them, of a mixture that all wants one engine's prefix."""
-    lengths, dice = Lengths(), random.Random(1)
+    lengths, dice = LengthAverage(), random.Random(1)
     out, longs = dict.fromkeys("abcd", 0), dict.fromkeys("abcd", 0)
     for n in range(400):
         expected = 2000 if dice.random() < 0.1 else dice.randint(20, 100)
-        long = lengths.long(expected) and aware
+        long = lengths.is_long(expected) and aware
         fleet = [Candidate(s, out[s], longs[s]) for s in out]
-        slot = choose(Need(str(n), expected, "session one", long), fleet)
+        slot = choose(Demand(str(n), expected, "session one", long), fleet)
         out[slot] += expected
         longs[slot] += expected == 2000
     return max(longs.values()) - min(longs.values())
@@ -81,16 +81,16 @@ def test_long_sequences_are_spread_evenly_and_would_not_be_otherwise() -> None:
 
 
 def test_long_is_what_is_long_among_its_like() -> None:
-    lengths = Lengths()
-    assert not any(lengths.long(1000) for _ in range(50)), "all alike: none is long"
-    assert lengths.long(2500)
-    assert not lengths.long(1900)
-    dice, seen, short = Lengths(), [], 0
+    lengths = LengthAverage()
+    assert not any(lengths.is_long(1000) for _ in range(50)), "all alike: none is long"
+    assert lengths.is_long(2500)
+    assert not lengths.is_long(1900)
+    dice, seen, short = LengthAverage(), [], 0
     for n in range(1000):
         seen.append(2000 if n % 20 == 0 else 50)
-        short += dice.long(seen[-1]) and seen[-1] == 50
+        short += dice.is_long(seen[-1]) and seen[-1] == 50
     assert short == 0
-    assert statistics.fmean(seen) * choice.LONG_FACTOR < 2000
+    assert statistics.fmean(seen) * core.LONG_FACTOR < 2000
 
 
 def test_prefixes_are_alike_by_their_first_tokens() -> None:
