@@ -175,7 +175,7 @@ class LocalExecutor:
         self._spawner.close()
         if left:
             self._log.error("processes of the run could not be killed", pids=left)
-            self._emit("unkillable", pids=left, node=self.node)
+            self._emit("processes_unkillable", pids=left, node=self.node)
         return left
 
     async def helper(self, argv: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:

@@ -129,7 +129,7 @@ class NodeAgent:
         self._local.prepare()
         self._core.say(Began(os.getpid(), str(self.paths.run_dir)))
         self._said.set()
-        self._events.emit("node_began", node=self.seat.node, node_epoch=self.seat.epoch, pid=os.getpid())
+        self._events.emit("node_agent_started", node=self.seat.node, node_epoch=self.seat.epoch, pid=os.getpid())
         follower = EventFollower(self.paths.run_dir)
         # What an earlier seat wrote was reported by it.
         follower.poll()

@@ -256,7 +256,7 @@ def test_the_run_ends_when_slots_end_again_and_again_without_an_episode_in_betwe
     error = Fruitless("192 times", why="no engine", hint="look")
     first = context(tmp_path, "one")
     assert [ending(first, error) for _ in range(ENDS - 1)] == [error] * (ENDS - 1)
-    first.metrics({"kind": "made", "samples": []})
+    first.metrics({"kind": "produced", "samples": []})
     assert ending(first, error) is error, "an episode came to its end in between"
     # Begun again it has its tries again.
     ctx = context(tmp_path, "two")
