@@ -39,10 +39,10 @@ from relax_rt.observe.events import EventFollower, EventLog
 from relax_rt.process import procfs
 from relax_rt.supervision.api import WhereApi
 from relax_rt.supervision.local import KeeperWatch, LocalExecutor
-from relax_rt.supervision.notices import AGENT_SLOT
 from relax_rt.supervision.plan import RolePlan
 from relax_rt.supervision.protocol import Event, SlotExited, SlotSpawned
 from relax_rt.supervision.rundir import RunPaths, owner_of, slot_file, update_run
+from relax_rt.supervision.system_roles import AGENT_SLOT
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Client, CurveKeys, Server, make_hello
