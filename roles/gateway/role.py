@@ -16,9 +16,10 @@ from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import MIB, RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.process.limits import raise_open_files
-from relax_rt.roles.agentic.speech import Speech, load_chat
+from relax_rt.roles.agentic.tokens.chat_format import ChatFormat, load_chat_template
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
+from relax_rt.roles.base.locations import config_dir
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.gateway.access import FILE, Keys, run_token
 from relax_rt.roles.gateway.api import Access, Closed, GatewayApi, Name, Nonce, SessionLimits
@@ -137,8 +138,9 @@ class GatewayRole(RLRole[GatewaySettings]):
         table, folder = self.settings, model_folder(self.ctx)
         self.tokenizer = load_tokenizer(folder)
         self.context = context_of(folder)
-        speech = Speech(table.chat_template, table.tool_parser, table.reasoning_parser)
-        self.template = load_chat(self.config, self.tokenizer, speech, self.ctx.log.warning)
+        chat_format = ChatFormat(table.chat_template, table.tool_parser, table.reasoning_parser)
+        folder = config_dir(self.ctx)
+        self.template = load_chat_template(folder, self.tokenizer, chat_format, self.ctx.log.warning)
 
     def _ledger(self, session: str, tokens: int) -> TokenLedger:
         table = self.settings

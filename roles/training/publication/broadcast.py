@@ -18,13 +18,13 @@ from relax_rt.roles.base.locations import offers_folder, stage_folder
 from relax_rt.roles.training.publication.checks import communicator_of
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.rpc.errors import RelaxError
-from relax_rt.transport.weights.collective.events import Limits
-from relax_rt.transport.weights.collective.offers import Offers, Receiver, Taken
+from relax_rt.transport.weights.broadcast.machine import Limits
+from relax_rt.transport.weights.broadcast.receivers import Receiver, Receivers, Reserved
 from relax_rt.transport.weights.manifest import Manifest
 
 if TYPE_CHECKING:
-    from relax_rt.transport.weights.collective.carrier import LayOut
-    from relax_rt.transport.weights.collective.group import Collective
+    from relax_rt.transport.weights.broadcast.group import BroadcastGroup
+    from relax_rt.transport.weights.broadcast.source import SendBuffer
 
 ROOT = "trainer"
 START_S = 120.0
@@ -32,15 +32,15 @@ START_S = 120.0
 
 
 def receiver_of(ctx: RoleContext) -> Receiver:
-    """What an engine receives broadcasts with; its memory is made with the first offer."""
-    from relax_rt.transport.weights.collective.carrier import DevicePlace, HostPlace
+    """What an engine receives broadcasts with; its memory is made with the first receiver."""
+    from relax_rt.transport.weights.broadcast.source import DeviceReceiveBuffer, HostReceiveBuffer
 
     nccl = communicator_of(ctx.config) == "nccl"
     return Receiver(
         offers_folder(ctx),
         ctx.who.slot,
         ctx.who.epoch,
-        DevicePlace if nccl else HostPlace,
+        DeviceReceiveBuffer if nccl else HostReceiveBuffer,
         _own_device() if nccl else "",
     )
 
@@ -62,12 +62,12 @@ class Spreader:
     def __init__(self, ctx: RoleContext, stage: Path, timeout_s: float) -> None:
         self._ctx, self._stage, self._timeout_s = ctx, stage, timeout_s
         self._kind = communicator_of(ctx.config)
-        self._offers = Offers(offers_folder(ctx))
-        self._taken: Taken | None = None
+        self._receivers = Receivers(offers_folder(ctx))
+        self._reserved: Reserved | None = None
         self._manifest: Manifest | None = None
-        self._group: Collective | None = None
+        self._group: BroadcastGroup | None = None
         self._given_up: set[str] = set()
-        self._lay_out: LayOut
+        self._send_buffer: SendBuffer
         self._opening = asyncio.create_task(self._open())
         self.current: asyncio.Task[None] | None = None
 
@@ -87,31 +87,31 @@ class Spreader:
             there = await self._ready()
             if ROOT not in there:
                 return
-            self._taken = await asyncio.to_thread(
-                self._offers.take, manifest.version, manifest.digest, manifest.sent_bytes, self._timeout_s, there
+            self._reserved = await asyncio.to_thread(
+                self._receivers.reserve, manifest.version, manifest.digest, manifest.sent_bytes, self._timeout_s, there
             )
             self._manifest = manifest
 
     async def _ready(self) -> frozenset[str]:
         """The ranks that can be broadcast to; those of other engines are started for the next version."""
-        from relax_rt.transport.weights.collective.group import RankSpec
+        from relax_rt.transport.weights.broadcast.group import RankSpec
 
         assert self._group is not None
-        standing = await asyncio.to_thread(self._offers.standing)
-        for offer in standing:
-            self._group.admit(RankSpec(offer.slot, offer.device))
-        self._group.want(ROOT, *(offer.slot for offer in standing))
+        registered = await asyncio.to_thread(self._receivers.registered)
+        for receiver in registered:
+            self._group.admit(RankSpec(receiver.slot, receiver.device))
+        self._group.prestart(ROOT, *(receiver.slot for receiver in registered))
         there, given_up = self._group.present, self._group.given_up
         for slot in given_up.keys() - self._given_up - {ROOT}:
             self._given_up.add(slot)
-            self._ctx.event("broadcast_rank_off", communicator=self._kind, engine=slot, why=given_up[slot])
+            self._ctx.event("broadcast_rank_removed", communicator=self._kind, engine=slot, why=given_up[slot])
         if ROOT in given_up:
             await self._off(given_up[ROOT])
         return there
 
     async def _off(self, why: str) -> None:
         """There are no broadcasts any more."""
-        self._ctx.event("broadcasts_off", communicator=self._kind, why=why)
+        self._ctx.event("broadcast_disabled", communicator=self._kind, why=why)
         self._ctx.log.warning("weights are not broadcast", why=why)
         group, self._group = self._group, None
         if group is not None:
@@ -119,13 +119,13 @@ class Spreader:
 
     def begin(self) -> None:
         """The version is committed: broadcast it, behind whatever comes next."""
-        taken, manifest, self._taken = self._taken, self._manifest, None
-        if taken is not None and manifest is not None:
-            self.current = asyncio.create_task(self._send(manifest, taken))
+        reserved, manifest, self._reserved = self._reserved, self._manifest, None
+        if reserved is not None and manifest is not None:
+            self.current = asyncio.create_task(self._send(manifest, reserved))
 
     async def retire(self, committed: int) -> None:
         """Forget the broadcasts of versions before the committed one."""
-        await asyncio.to_thread(self._offers.retire, committed)
+        await asyncio.to_thread(self._receivers.retire, committed)
 
     async def close(self) -> None:
         """Give up what is under way, and end the processes."""
@@ -139,57 +139,57 @@ class Spreader:
             self._group = None
 
     def _drop(self, why: str) -> None:
-        if (taken := self._taken) is not None:
-            self._taken = None
-            taken.over(dict.fromkeys(taken.offers, why))
+        if (reserved := self._reserved) is not None:
+            self._reserved = None
+            reserved.finish(dict.fromkeys(reserved.receivers, why))
 
     async def _open(self) -> None:
         """Behind the start of the trainer: until it is done, nothing is broadcast."""
-        from relax_rt.transport.weights.collective.carrier import OnDevice, on_host
-        from relax_rt.transport.weights.collective.group import GLOO, NCCL, Collective, RankSpec
+        from relax_rt.transport.weights.broadcast.group import GLOO, NCCL, BroadcastGroup, RankSpec
+        from relax_rt.transport.weights.broadcast.source import DeviceSendBuffer, host_send_buffer
 
         nccl = self._kind == "nccl"
         root = RankSpec(ROOT, _own_device() if nccl else "")
-        group = Collective([root], NCCL if nccl else GLOO, limits_of(self._timeout_s))
-        self._lay_out = OnDevice() if nccl else on_host
+        group = BroadcastGroup([root], NCCL if nccl else GLOO, limits_of(self._timeout_s))
+        self._send_buffer = DeviceSendBuffer() if nccl else host_send_buffer
         try:
             await group.__aenter__()
-            group.want(ROOT)
+            group.prestart(ROOT)
         except (RelaxError, ImportError, OSError) as error:
             await self._off(str(error))
             return
         self._group = group
 
-    async def _send(self, manifest: Manifest, taken: Taken) -> None:
-        from relax_rt.transport.weights.collective.carrier import spread
-        from relax_rt.transport.weights.collective.communicator import CollectiveFailed
+    async def _send(self, manifest: Manifest, reserved: Reserved) -> None:
+        from relax_rt.transport.weights.broadcast.communicator import BroadcastFailed
+        from relax_rt.transport.weights.broadcast.source import broadcast_version
 
         assert self._group is not None
-        began, error, barred = time.monotonic(), "", False
-        lost = dict.fromkeys(taken.offers, "the trainer ends")
+        began, error, unusable = time.monotonic(), "", False
+        lost = dict.fromkeys(reserved.receivers, "the trainer ends")
         try:
-            memories = {slot: offer.memory for slot, offer in taken.offers.items()}
-            outcome = await spread(
-                self._group, ROOT, self._stage, manifest, memories, self._timeout_s, lay_out=self._lay_out
+            memories = {slot: receiver.memory for slot, receiver in reserved.receivers.items()}
+            outcome = await broadcast_version(
+                self._group, ROOT, self._stage, manifest, memories, self._timeout_s, send_buffer=self._send_buffer
             )
             lost = {one.member: f"{one.fate}: {one.why}" for one in outcome.lost}
-        except CollectiveFailed as failed:
+        except BroadcastFailed as failed:
             error = str(failed)
             if failed.outcome is not None:
                 lost = {one.member: f"{one.fate}: {one.why}" for one in failed.outcome.lost}
             else:
-                lost, barred = dict.fromkeys(taken.offers, error), True
+                lost, unusable = dict.fromkeys(reserved.receivers, error), True
         except (RelaxError, OSError) as failed:
             error = str(failed)
-            lost = dict.fromkeys(taken.offers, error)
+            lost = dict.fromkeys(reserved.receivers, error)
         finally:
-            taken.over(lost, barred)
+            reserved.finish(lost, unusable)
         self._ctx.event(
             "weights_broadcast",
             version=manifest.version,
             communicator=self._kind,
             bytes=manifest.sent_bytes,
-            engines=sorted(set(taken.offers) - set(lost)),
+            engines=sorted(set(reserved.receivers) - set(lost)),
             lost=lost,
             why=error,
             seconds=round(time.monotonic() - began, 4),
