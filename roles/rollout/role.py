@@ -208,7 +208,7 @@ class RolloutRole(RLRole[RolloutSettings]):
                     await self._keep(self.work.take_all())
                 if self.queue.groups:
                     lost = self.work.tokens_unmarked
-                    self.ctx.event("groups_left", groups=len(self.queue.groups), tokens_lost=lost)
+                    self.ctx.event("groups_released", groups=len(self.queue.groups), tokens_lost=lost)
                     # What an engine fails on may be in one of them.
                     await self.queue.give_back(list(self.queue.groups), LEFT, losses=int(self._doubtful))
 
@@ -299,7 +299,7 @@ class RolloutRole(RLRole[RolloutSettings]):
             requests.append(request)
             if request.partials:
                 had = [len(one.tokens) if one else 0 for one in request.partials]
-                self.ctx.event("group_gone_on_with", group=ticket.group, members=ticket.wanted(), tokens=had)
+                self.ctx.event("group_resumed", group=ticket.group, members=ticket.wanted(), tokens=had)
         self.engine.submit(requests)
 
     def _request(self, number: int, ticket: Ticket, origin: bytes, found: dict[Any, Begun]) -> GroupRequest:
@@ -426,9 +426,9 @@ class RolloutRole(RLRole[RolloutSettings]):
                 "tokens_per_s": (load.tokens_generated - tokens) / (now - then),
                 "running": load.running,
                 "waiting": load.waiting,
-                "marked_tokens": self.work.tokens_marked,
-                "marks_not_kept": self.work.marks_not_kept,
-                "gone_on_with_tokens": self.work.tokens_gone_on_with,
+                "journaled_tokens": self.work.journaled_tokens,
+                "partials_dropped": self.work.partials_dropped,
+                "resumed_tokens": self.work.resumed_tokens,
             }
         )
         self._measured = (load.tokens_generated, now)

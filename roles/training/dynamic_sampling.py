@@ -115,7 +115,7 @@ class Sieve:
             # The next group that passes makes a step; until then each doubling is reported.
             self._told = batch.scored
             rate = self.refill.share
-            self._event("groups_left_out", step=step, **facts, pass_rate=rate, passing=f"{rate:.1%}")
+            self._event("groups_filtered", step=step, **facts, pass_rate=rate, passing=f"{rate:.1%}")
 
     async def _ask(self) -> None:
         """Have admission let more groups be under way, where the staleness bound lets too few."""

@@ -438,7 +438,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         from relax_rt.roles.training.step import take_updates
 
         def before_update() -> None:
-            batch.held_s += self.publisher.weights_may_change()
+            batch.stage_wait_s += self.publisher.weights_may_change()
 
         number, over, updates = self.step + 1, self.settings.mismatch, self.table(AlgorithmTable).updates_per_step
         if updates > 1:
@@ -526,7 +526,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         elapsed_s = self._trained_before_s + time.monotonic() - self._started
         record = step_record(batch, result, step=self.step, weights=self.weights, epoch=epoch, elapsed_s=elapsed_s)
         reported = self._empty >= self.table(ProgressTable).empty_steps
-        record |= {"empty_steps": self._empty, "empty_why": self._empty_why if reported else ""}
+        record |= {"empty_steps": self._empty, "empty_reason": self._empty_why if reported else ""}
         self.ctx.metrics(record)
         if not self._worked:
             self._worked = True

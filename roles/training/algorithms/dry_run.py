@@ -21,7 +21,7 @@ import numpy as np
 
 from relax_rt.config.problems import KeyPath
 from relax_rt.roles.base.sample import Sample, TurnSpan, bare_meta
-from relax_rt.roles.rewards.loader import user_line
+from relax_rt.roles.base.user_code import user_line
 from relax_rt.roles.training.algorithms.objective import Objective, read_parts
 from relax_rt.roles.training.algorithms.registry import OwnPartFailed
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable

@@ -89,14 +89,14 @@ class WeightBroadcaster:
         there, given_up = self._group.present, self._group.given_up
         for slot in given_up.keys() - self._given_up - {ROOT}:
             self._given_up.add(slot)
-            self._ctx.event("broadcast_rank_off", communicator=self._kind, engine=slot, why=given_up[slot])
+            self._ctx.event("broadcast_rank_removed", communicator=self._kind, engine=slot, why=given_up[slot])
         if ROOT in given_up:
             await self._off(given_up[ROOT])
         return there
 
     async def _off(self, why: str) -> None:
         """There are no broadcasts any more."""
-        self._ctx.event("broadcasts_off", communicator=self._kind, why=why)
+        self._ctx.event("broadcast_disabled", communicator=self._kind, why=why)
         self._ctx.log.warning("weights are not broadcast", why=why)
         group, self._group = self._group, None
         if group is not None:

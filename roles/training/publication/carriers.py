@@ -73,7 +73,7 @@ def _from_broadcast(ctx: RoleContext, first: MakeSource) -> MakeSource:
     receiver, stage, offers = receiver_of(ctx), stage_folder(ctx), True
 
     def told(record: VersionRecord, error: RelaxError) -> None:
-        ctx.event("broadcast_unused", version=record.version, why=str(error))
+        ctx.event("broadcast_fallback", version=record.version, why=str(error))
         ctx.log.warning("a version that was broadcast is taken from the stage", version=record.version, why=str(error))
 
     def broadcast(record: VersionRecord) -> BroadcastSource:
@@ -91,7 +91,7 @@ def _from_broadcast(ctx: RoleContext, first: MakeSource) -> MakeSource:
                 receiver.register(found.manifest.sent_bytes)
             except (RelaxError, OSError) as error:
                 offers = False
-                ctx.event("broadcasts_off", communicator="", why=str(error))
+                ctx.event("broadcast_disabled", communicator="", why=str(error))
                 ctx.log.warning("this engine receives no broadcasts", why=str(error))
         return found
 
@@ -105,7 +105,7 @@ def _from_device(ctx: RoleContext, first: MakeSource) -> MakeSource:
     stage = stage_folder(ctx)
 
     def told(record: VersionRecord, error: RelaxError) -> None:
-        ctx.event("device_unused", version=record.version, why=str(error))
+        ctx.event("device_fallback", version=record.version, why=str(error))
         ctx.log.warning("a version is not taken from the device", version=record.version, why=str(error))
 
     def shown(record: VersionRecord) -> CudaIpcSource:

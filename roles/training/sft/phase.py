@@ -111,7 +111,7 @@ class ColdStart:
         await asyncio.to_thread(
             self._backend.use, objective, self._config.table(AlgorithmTable), temperature=temperature
         )
-        self._ctx.event("cold_start_taken_up", checkpoint=folder.name)
+        self._ctx.event("cold_start_adopted", checkpoint=folder.name)
 
     def _taken_up(self, folder: Path) -> None:
         from relax_rt.roles.training.checkpoints.resume import compared

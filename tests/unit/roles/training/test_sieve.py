@@ -106,7 +106,7 @@ async def test_filters_that_leave_out_every_group_warn_with_the_pass_rate_and_en
             await made.make(1, 1, 1)
             batch = await collect.collect(4)
             assert batch is not None and not batch.full
-        warned = [event for event in events if event["kind"] == "groups_left_out"]
+        warned = [event for event in events if event["kind"] == "groups_filtered"]
         assert [event["scored"] for event in warned] == [3, 6], "each doubling is reported"
         assert all(event["filtered"] == {"zero_variance": event["scored"]} for event in warned)
         assert warned[0]["pass_rate"] > warned[1]["pass_rate"] > 0

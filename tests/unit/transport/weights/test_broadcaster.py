@@ -275,7 +275,7 @@ async def test_a_library_that_cannot_be_used_is_told_and_harms_nothing(
     async with world_of(tmp_path) as world:
         world.register()
         assert await world.who_has(*await world.commit()) == []
-        assert [kind for kind, _ in world.ctx.events] == ["broadcasts_off"]
+        assert [kind for kind, _ in world.ctx.events] == ["broadcast_disabled"]
 
 
 async def test_a_communicator_that_does_not_load_ends_the_broadcasts_and_says_why(
@@ -286,7 +286,7 @@ async def test_a_communicator_that_does_not_load_ends_the_broadcasts_and_says_wh
     async with world_of(tmp_path) as world:
         world.register()
         async with asyncio.timeout(TIMEOUT_S):
-            while "broadcasts_off" not in dict(world.ctx.events):
+            while "broadcast_disabled" not in dict(world.ctx.events):
                 assert await world.who_has(*await world.commit()) == []
         assert all("NotThere" in told["why"] for _, told in world.ctx.events), "of engines' ranks perhaps before"
         said = len(world.ctx.events)
@@ -306,10 +306,10 @@ async def test_an_engine_whose_rank_never_comes_up_is_told_once(
         for _ in range(2):
             await world.commit()
             assert (await world.told())["engines"] == ["rollout/0"]
-        assert [told for kind, told in world.ctx.events if kind == "broadcast_rank_off"] == [
+        assert [told for kind, told in world.ctx.events if kind == "broadcast_rank_removed"] == [
             {"communicator": "gloo", "engine": "rollout/1", "why": "its library is another"}
         ]
 
 
 async def test_there_are_none_unless_they_are_asked_for(tmp_path: Path) -> None:
-    assert WeightBroadcaster.of(cast(RoleContext, Context(tmp_path)), PublicationTable()) is None
+    assert WeightBroadcaster.of(cast(RoleContext, Context(tmp_path)), PublicationTable(), "gloo") is None
