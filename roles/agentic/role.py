@@ -276,7 +276,7 @@ class EnvRole(RLRole[EnvSettings]):
         with suppress(RelaxError, TimeoutError):
             async with asyncio.timeout(LAST_WORD_S):
                 if held := [g.ticket.group for g in groups if g.ticket.group in self.queue.groups]:
-                    await self.queue.give_back(held, why, losses=losses)
+                    await self.queue.release_groups(held, why, losses=losses)
         return len(left)
 
     # --- what comes when
@@ -402,7 +402,7 @@ class EnvRole(RLRole[EnvSettings]):
             return
         if group.failed:
             task = self.tasks.train(group.ticket.prompt, group.ticket.item)
-            await self.queue.give_back(
+            await self.queue.release_groups(
                 [number],
                 group.failed[:400],
                 failed=True,
@@ -411,7 +411,7 @@ class EnvRole(RLRole[EnvSettings]):
                 about=task.question[:ABOUT],
             )
         elif group.lost:
-            await self.queue.give_back([number], group.lost[:400], losses=LOSSES)
+            await self.queue.release_groups([number], group.lost[:400], losses=LOSSES)
 
     async def _played(self, group: Group, members: list[int]) -> list[Played]:
         """What became of the members of one game; nothing if it could not be played."""

@@ -101,7 +101,7 @@ class Slot:
                 lag=lambda oldest: 0,
                 told=lambda tokens: None,
             ),
-            queue=SimpleNamespace(groups={GROUP: 1}, give_back=self._give_back),
+            queue=SimpleNamespace(groups={GROUP: 1}, release_groups=self._give_back),
             _room=asyncio.Event(),
             _tally=Tally(),
             _standstill=Standstill(table.environment, table.episodes_in_flight),

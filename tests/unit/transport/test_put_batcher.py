@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from relax_rt.transport.queue import outbox as module
+from relax_rt.transport.queue import puts as module
 from relax_rt.transport.queue.ledger.messages import SampleKey
-from relax_rt.transport.queue.outbox import Outbox
-from relax_rt.transport.queue.space import Rows, Until
+from relax_rt.transport.queue.puts import PutBatcher, Rows, Until
 from relax_rt.transport.rpc.errors import OutOfSpace, Refused, StaleEpoch, Unreachable
 
 
@@ -45,7 +44,7 @@ class Far:
                     await self.room.wait()
             except TimeoutError:
                 if loop.time() >= until():
-                    raise OutOfSpace("offer", why="full") from None
+                    raise OutOfSpace("put", why="full") from None
         for value in values:
             if value in self.errors:
                 raise self.errors[value]
@@ -58,7 +57,9 @@ def rows(*values: Any) -> list[dict[str, Any]]:
     return [{"n": value} for value in values]
 
 
-async def put(box: Outbox, *values: Any, group: bool = False, nbytes: int = 1, wait_s: float = 30.0) -> list[SampleKey]:
+async def put(
+    box: PutBatcher, *values: Any, group: bool = False, nbytes: int = 1, wait_s: float = 30.0
+) -> list[SampleKey]:
     sizes = [len(values)] if group else [1] * len(values)
     return await box.put(rows(*values), sizes, [float(hash(value) % 7) for value in values], nbytes, wait_s)
 
@@ -66,7 +67,7 @@ async def put(box: Outbox, *values: Any, group: bool = False, nbytes: int = 1, w
 async def test_what_is_put_while_a_message_is_under_way_makes_the_next() -> None:
     far = Far()
     far.gate.clear()
-    box = Outbox(far.send)
+    box = PutBatcher(far.send)
     puts = [asyncio.create_task(put(box, n)) for n in range(5)]
     puts.append(asyncio.create_task(put(box, 5, 6, 7, group=True)))
     puts.append(asyncio.create_task(put(box, 8, 9)))
@@ -88,7 +89,7 @@ async def test_messages_are_bounded_in_rows_and_bytes(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "MAX_BYTES", 100)
     far = Far()
     far.gate.clear()
-    box = Outbox(far.send)
+    box = PutBatcher(far.send)
     first = asyncio.create_task(put(box, "first"))
     await asyncio.sleep(0.01)
     puts = [asyncio.create_task(put(box, n)) for n in range(9)]
@@ -106,7 +107,7 @@ async def test_messages_are_bounded_in_rows_and_bytes(monkeypatch: pytest.Monkey
 async def test_the_fault_of_one_is_told_to_that_one(error: Exception) -> None:
     far = Far()
     far.errors["bad"] = error
-    box = Outbox(far.send)
+    box = PutBatcher(far.send)
     answers = await asyncio.gather(*(put(box, n) for n in (1, "bad", 2, 3)), return_exceptions=True)
     assert answers[1] is error
     assert [answers[n] for n in (0, 2, 3)] == [[SampleKey(n, 0)] for n in (1, 2, 3)]
@@ -118,7 +119,7 @@ async def test_the_fault_of_one_is_told_to_that_one(error: Exception) -> None:
 async def test_what_concerns_all_is_told_to_all(error: Exception) -> None:
     far = Far()
     far.errors["bad"] = error
-    box = Outbox(far.send)
+    box = PutBatcher(far.send)
     answers = await asyncio.gather(*(put(box, n) for n in (1, "bad", 2)), return_exceptions=True)
     assert answers == [error] * 3 and len(far.messages) == 1
     assert await put(box, 5) == [SampleKey(1, 0)]
@@ -128,7 +129,7 @@ async def test_what_concerns_all_is_told_to_all(error: Exception) -> None:
 async def test_who_cannot_wait_longer_is_told_and_the_others_go_on() -> None:
     far = Far()
     far.room.clear()
-    box = Outbox(far.send)
+    box = PutBatcher(far.send)
     under_way = [asyncio.create_task(put(box, n, wait_s=60.0 if n else 0.3)) for n in range(3)]
     await asyncio.sleep(0.01)
     behind = [asyncio.create_task(put(box, n, wait_s=60.0 if n > 10 else 0.6)) for n in range(10, 13)]
@@ -148,7 +149,7 @@ async def test_too_many_wait_at_the_door(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(module, "MAX_PENDING", 3)
     far = Far()
     far.gate.clear()
-    box = Outbox(far.send)
+    box = PutBatcher(far.send)
     inside = [asyncio.create_task(put(box, n)) for n in range(3)]
     await asyncio.sleep(0.01)
     with pytest.raises(OutOfSpace, match="3 samples of this process wait to be sent already"):
@@ -164,7 +165,7 @@ async def test_too_many_wait_at_the_door(monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_a_caller_that_gives_up_leaves_its_samples_to_go_their_way() -> None:
     far = Far()
     far.gate.clear()
-    box = Outbox(far.send)
+    box = PutBatcher(far.send)
     first, second = asyncio.create_task(put(box, 1)), asyncio.create_task(put(box, 2))
     await asyncio.sleep(0.01)
     second.cancel()
@@ -178,7 +179,7 @@ async def test_a_caller_that_gives_up_leaves_its_samples_to_go_their_way() -> No
 async def test_close_tells_whose_samples_were_not_put_and_whose_may_have_been() -> None:
     far = Far()
     far.gate.clear()
-    box = Outbox(far.send)
+    box = PutBatcher(far.send)
     puts = [asyncio.create_task(put(box, 1))]
     await asyncio.sleep(0.01)
     puts.append(asyncio.create_task(put(box, 2)))
@@ -187,14 +188,14 @@ async def test_close_tells_whose_samples_were_not_put_and_whose_may_have_been() 
     sent, kept = await asyncio.gather(*puts, return_exceptions=True)
     assert isinstance(sent, Refused) and isinstance(kept, Refused)
     assert "may have been put" in str(sent) and "may have been put" not in str(kept)
-    await Outbox(far.send).close()
+    await PutBatcher(far.send).close()
 
 
 async def test_close_tells_who_waits_at_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_PENDING", 2)
     far = Far()
     far.gate.clear()
-    box = Outbox(far.send)
+    box = PutBatcher(far.send)
     inside = [asyncio.create_task(put(box, n)) for n in range(3)]
     async with asyncio.timeout(120):
         while far.sent != [0, 1]:  # noqa: ASYNC110

@@ -5,25 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.payload import Fetcher
 from relax_rt.transport.queue.batch import LeasedBatch
-from relax_rt.transport.queue.client import QueueClient
-from relax_rt.transport.queue.hosting import Host, Keys, tasks_of
+from relax_rt.transport.queue.client import NewSample, QueueClient
+from relax_rt.transport.queue.hosting import Host, tasks_of
 from relax_rt.transport.queue.joining import CALL_TIMEOUT_S, Address, bind, join, keys_for
-from relax_rt.transport.queue.ledger.messages import Failure, Membership, SampleKey, Want
+from relax_rt.transport.queue.ledger.messages import Admission, Failure, ItemsAssigned, Membership, SampleKey, StepReply
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits, SamplerSpec
-from relax_rt.transport.queue.offers import OFFER_WAIT_S
+from relax_rt.transport.queue.portal import EventLoopThread
+from relax_rt.transport.queue.puts import PUT_WAIT_S
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
-if TYPE_CHECKING:
-    from relax_rt.transport.queue.blocking import BlockingQueue
+CLOSE_TIMEOUT_S = 30.0
+"""Longest time for cleaning up, besides the time that leaving waits for readers."""
 
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +54,8 @@ class TransferQueue:
             ...
         async with TransferQueue.connect("queue") as queue:
             await queue.put([{"tokens": np.arange(5)}])
-            batch = await queue.take("reward", samples=8, wait_s=10)
-            await queue.done(batch, {sample.key: {"reward": score(sample["tokens"])} for sample in batch.samples})
+            batch = await queue.lease("reward", samples=8, wait_s=10)
+            await queue.complete(batch, {sample.key: {"reward": score(sample["tokens"])} for sample in batch.samples})
 
     A task sees a sample as soon as the fields that it needs are there. A sample is finished, and its memory is used
     again, when all tasks are done with it. If a consumer dies or is late, its samples are offered again.
@@ -214,11 +217,9 @@ class TransferQueue:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    def blocking(self) -> BlockingQueue:
+    def blocking(self, *, timeout_s: float = 180.0) -> BlockingQueue:
         """The same queue for code without an event loop: ``with queue.blocking() as queue: queue.put(...)``."""
-        from relax_rt.transport.queue.blocking import BlockingQueue
-
-        return BlockingQueue(self)
+        return BlockingQueue(self, timeout_s=timeout_s)
 
     @property
     def client(self) -> QueueClient:
@@ -237,36 +238,19 @@ class TransferQueue:
         *,
         group: bool = False,
         priorities: Sequence[float] | None = None,
-        wait_s: float = OFFER_WAIT_S,
+        wait_s: float = PUT_WAIT_S,
     ) -> list[SampleKey]:
-        """Put samples; answers with their keys when the broker has journaled them.
+        """Put samples; answers with their keys when the broker has journaled them (see QueueClient.put).
 
         samples: a list of samples, each a mapping from field to value; or columns, a mapping from field to an array
         [samples, …] or a list with a value for each sample, which is faster for many samples of one kind.
-        group: they make one group, which tasks may take as a whole; default: each is a group of its own.
+        group: they make one group, which tasks may lease as a whole; default: each is a group of its own.
         priorities: one for each sample, for the priority sampler; higher goes first.
-
-        Raises:
-            Refused: a value is not of its field's dtype or shape, a field is not declared, a sample is too large.
-            OutOfSpace: the queue, or this process's shared memory, stayed full for wait_s; nothing was put.
-            Unreachable: the broker did not answer for patience_s.
         """
-        if not isinstance(samples, Mapping | Sequence) or isinstance(samples, str | bytes):
-            raise Refused(f"put of a {type(samples).__name__}", why="samples are a list of mappings, or columns")
-        if isinstance(samples, Mapping):
-            return await self.client.offer_columns(samples, group=group, priorities=priorities, wait_s=wait_s)
-        groups = [len(samples)] if group else None
-        return await self.client.offer(samples, groups=groups, priorities=priorities, wait_s=wait_s)
+        return await self.client.put(samples, group=group, priorities=priorities, wait_s=wait_s)
 
-    async def take(
-        self,
-        task: str,
-        *,
-        samples: int = 0,
-        groups: int = 0,
-        tokens: int = 0,
-        wait_s: float = 0.0,
-        want: Want | None = None,
+    async def lease(
+        self, task: str, *, samples: int = 0, groups: int = 0, tokens: int = 0, wait_s: float = 0.0
     ) -> LeasedBatch:
         """Lease up to `samples` samples, or exactly `groups` whole groups, that are ready for a task.
 
@@ -276,9 +260,9 @@ class TransferQueue:
             Refused: there is no such task.
             Unreachable: the broker did not answer for patience_s.
         """
-        return await self.client.take(task, samples=samples, groups=groups, tokens=tokens, wait_s=wait_s, want=want)
+        return await self.client.lease(task, samples=samples, groups=groups, tokens=tokens, wait_s=wait_s)
 
-    async def done(
+    async def complete(
         self,
         batch: LeasedBatch,
         columns: Mapping[SampleKey, Mapping[str, Any]] | None = None,
@@ -288,11 +272,11 @@ class TransferQueue:
 
         Arrays taken from the batch stay good for as long as anything refers to them.
         """
-        await self.client.complete(batch.task, batch, columns, failures)
+        await self.client.complete(batch, columns, failures)
 
-    async def give_up(self, batch: LeasedBatch, reason: str) -> None:
-        """Give a batch back undone: its samples are offered again."""
-        await self.client.abandon(batch, reason)
+    async def release(self, batch: LeasedBatch, reason: str) -> None:
+        """Release a batch undone: its samples are offered again."""
+        await self.client.release(batch, reason)
 
     @property
     def waiting_on(self) -> str:
@@ -302,6 +286,150 @@ class TransferQueue:
     async def statistics(self) -> dict[str, Any]:
         """Numbers of the broker (`broker`), and of this process's end (`client`)."""
         return {"broker": await self.client.api.statistics(), "client": msgspec.to_builtins(self.client.statistics())}
+
+
+class BlockingQueue:
+    """A TransferQueue and its client, blocking, on an event loop in a thread of its own.
+
+    Thread-safe; use it as a context manager. Each method does what QueueClient's method of the same name does.
+
+    Args:
+        queue: not entered yet.
+        timeout_s: longest time that one call may take, besides its wait_s.
+    """
+
+    def __init__(self, queue: TransferQueue, *, timeout_s: float = 180.0) -> None:
+        self._queue, self._timeout_s = queue, timeout_s
+        self._loop: EventLoopThread | None = None
+
+    def __enter__(self) -> Self:
+        # Before there is anything that a failure would leave: it may be open elsewhere.
+        self._queue.check_unentered()
+        self._loop = EventLoopThread("transfer-queue")
+        try:
+            self._loop.run_to_end(self._queue.__aenter__(), self._timeout_s)
+        except BaseException:
+            # Also where it came in at the last moment; else there is nothing to leave.
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        loop = self._running()
+        if loop.is_current():
+            raise Refused(
+                "leaving the queue", why="it was done on its own event loop", hint="leave it where you entered"
+            )
+        try:
+            loop.run_to_end(self._queue.__aexit__(*exc), CLOSE_TIMEOUT_S + self._queue.linger_s)
+        finally:
+            self._loop = None
+            loop.stop()
+
+    def _running(self) -> EventLoopThread:
+        if self._loop is None:
+            raise Refused("call of a TransferQueue", why="it was not entered", hint="with queue.blocking() as queue")
+        return self._loop
+
+    def _run(self, call: Callable[[QueueClient], Coroutine[Any, Any, T]], wait_s: float = 0.0) -> T:
+        loop = self._running()
+        return loop.run(call(self._queue.client), self._timeout_s + wait_s)
+
+    @property
+    def client(self) -> QueueClient:
+        """The client, for what does not block."""
+        return self._queue.client
+
+    @property
+    def waiting_on(self) -> str:
+        """Why a call of this process waits now; empty when none does."""
+        return self._queue.waiting_on
+
+    def statistics(self) -> dict[str, Any]:
+        """Numbers of the broker (`broker`), and of this process's end (`client`)."""
+        return self._run(lambda _: self._queue.statistics())
+
+    def put(
+        self,
+        samples: Sequence[Mapping[str, Any]] | Mapping[str, Any],
+        *,
+        group: bool = False,
+        priorities: Sequence[float] | None = None,
+        wait_s: float = PUT_WAIT_S,
+    ) -> list[SampleKey]:
+        """Put samples that no ticket was drawn for."""
+        return self._run(lambda q: q.put(samples, group=group, priorities=priorities, wait_s=wait_s), wait_s)
+
+    def lease(
+        self, task: str, *, samples: int = 0, groups: int = 0, tokens: int = 0, at_least: int = 0, wait_s: float = 0.0
+    ) -> LeasedBatch:
+        """Lease samples that are ready for a task."""
+        return self._run(
+            lambda q: q.lease(task, samples=samples, groups=groups, tokens=tokens, at_least=at_least, wait_s=wait_s),
+            wait_s,
+        )
+
+    def complete(
+        self,
+        batch: LeasedBatch,
+        columns: Mapping[SampleKey, Mapping[str, Any]] | None = None,
+        failures: Sequence[Failure] = (),
+        *,
+        version: int = -1,
+    ) -> None:
+        """Finish a lease with new columns for its samples, and those that failed."""
+        self._run(lambda q: q.complete(batch, columns, failures, version=version))
+
+    def release(self, batch: LeasedBatch, reason: str) -> None:
+        """Release a lease undone."""
+        self._run(lambda q: q.release(batch, reason))
+
+    def admit(self, engine_version: int, groups: int, *, wait_s: float) -> Admission:
+        """Ask for tickets of groups to generate."""
+        return self._run(lambda q: q.admit(engine_version, groups, wait_s=wait_s), wait_s)
+
+    def put_samples(self, samples: Sequence[NewSample]) -> None:
+        """Put samples of groups that tickets are held for."""
+        self._run(lambda q: q.put_samples(samples))
+
+    def release_groups(self, groups: Sequence[int], reason: str) -> None:
+        """Release unfinished groups."""
+        self._run(lambda q: q.release_groups(groups, reason))
+
+    def complete_step(
+        self,
+        batch: LeasedBatch | Sequence[LeasedBatch],
+        step: int,
+        weights: VersionRecord,
+        *,
+        skipped: bool = False,
+    ) -> StepReply:
+        """The optimizer step over the batches is done."""
+        return self._run(lambda q: q.complete_step(batch, step, weights, skipped=skipped))
+
+    def filter_groups(self, batch: LeasedBatch, groups: Sequence[int], reason: str) -> LeasedBatch:
+        """Leave groups of a batch out of the step."""
+        return self._run(lambda q: q.filter_groups(batch, groups, reason))
+
+    def request_surplus(self, groups: int) -> None:
+        """Let so many groups be made beyond the staleness bound."""
+        self._run(lambda q: q.request_surplus(groups))
+
+    def assign_items(self, items: Mapping[int, int]) -> ItemsAssigned:
+        """Say which data item places of the prompt order are of."""
+        return self._run(lambda q: q.assign_items(items))
+
+    def flush(self) -> None:
+        """Force to disk what the queue has acknowledged so far."""
+        self._run(lambda q: q.flush())
+
+    def commit(self, step: int, checkpoint: str) -> None:
+        """The checkpoint of `step` is in place."""
+        self._run(lambda q: q.commit(step, checkpoint))
+
+    def rollback(self, step: int, weights: VersionRecord) -> None:
+        """The trainer starts from the checkpoint of `step`."""
+        self._run(lambda q: q.rollback(step, weights))
 
 
 async def _linger(client: QueueClient, wait_s: float) -> None:
@@ -317,6 +445,3 @@ async def _linger(client: QueueClient, wait_s: float) -> None:
 async def _cancelled(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-__all__ = ["Keys", "TransferQueue"]
