@@ -8,9 +8,7 @@ from pydantic import Field
 
 from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import Filled, RoleSettings, Seconds
-from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.rewards.settings import ComponentTable
-from relax_rt.roles.rollout.engines.settings import SamplingTable
 
 if TYPE_CHECKING:
     from relax_rt.config.schema import RunConfig
@@ -84,13 +82,3 @@ def env_settings(config: RunConfig) -> EnvSettings | None:
 def is_program(table: EnvSettings) -> bool:
     """Return whether the environment is a program that speaks to the gateway."""
     return table.environment.partition(":")[0] == PROGRAM
-
-
-def longest_tokens(config: RunConfig) -> int:
-    """Tokens of the longest sample that the config allows."""
-    env = env_settings(config)
-    return (
-        config.table(DataTable).max_prompt_tokens + config.table(SamplingTable).max_new_tokens
-        if env is None
-        else env.max_tokens
-    )

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import MIB, RunConfig
-from relax_rt.roles.agentic.settings import env_settings, longest_tokens
+from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.config.checks import batch_samples, needed_bytes, retained_batches
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rollout.engines.routing import RoutingShape, sparse_layers
-from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
+from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings, longest_tokens
 from relax_rt.roles.rollout.engines.sglang.options import unlike_the_model
 from relax_rt.roles.rollout.router.interface import MAX_ROW_BYTES
 from relax_rt.roles.training.backend.settings import TrainerSettings

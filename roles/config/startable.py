@@ -19,7 +19,7 @@ HINT = "`relax-rt plan --inventory nodes.toml` plans it"
 FREE = frozenset(
     {"backend", "engine", "device", "dtype", "tokens_per_micro_batch", "max_sequences", "kv_on_update", "sglang"}
 )
-"""Keys of the planned tables that this version reads; `sglang` is judged by engines.checks."""
+"""Keys of the planned tables that this version reads; `sglang` is judged by engine_checks."""
 SGLANG_FREE = FREE | {"memory_fraction", "prefill_tokens"}
 """And those that it reads with engine = "sglang"."""
 NEEDS = {"reference": "reference", "critic": "values"}

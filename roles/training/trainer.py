@@ -17,18 +17,18 @@ from relax_rt.roles.base.progress import NoProgress, ending, no_advantage, no_to
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.base.settings import ProgressTable
 from relax_rt.roles.models.opening import refused_for_good
-from relax_rt.roles.rollout.engines.communicator import communicator_of
 from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable
 from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable, ColdStartTable
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.checkpoints.settings import CheckpointTable
+from relax_rt.roles.training.publication.communicator import communicator_of
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.queue.ledger.messages import failure_summary
 from relax_rt.transport.rpc.errors import DeadlineExceeded, GivenUp, RelaxError, Unreachable
 
 if TYPE_CHECKING:
-    from relax_rt.roles.rollout.engines.turns import TrainerTurns
+    from relax_rt.roles.rollout.engines.time_slicing import TrainerTimeSlicing
     from relax_rt.roles.training.algorithms.objective import Objective
     from relax_rt.roles.training.backend.gang import Follower
     from relax_rt.roles.training.backend.interface import StepResult, TrainerBackend
@@ -77,7 +77,7 @@ class TrainerRole(RLRole[TrainerSettings]):
     )
     Settings: ClassVar[type[RoleSettings]] = TrainerSettings
     critic: CriticLink | None = None
-    turns: TrainerTurns | None = None
+    time_slicing: TrainerTimeSlicing | None = None
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
@@ -126,10 +126,10 @@ class TrainerRole(RLRole[TrainerSettings]):
         if self._follower is not None:
             return
         if algorithm.mode in SHARING:
-            from relax_rt.roles.rollout.engines.turns import TrainerTurns, TurnsApi
+            from relax_rt.roles.rollout.engines.time_slicing import TimeSlicingApi, TrainerTimeSlicing
 
-            self.turns = TrainerTurns(self.ctx, self.table(ColocationTable).give_way_s)
-            self.ctx.serve(TurnsApi, self.turns)
+            self.time_slicing = TrainerTimeSlicing(self.ctx, self.table(ColocationTable).give_way_s)
+            self.ctx.serve(TimeSlicingApi, self.time_slicing)
         model = await asyncio.to_thread(identity_of, model_folder(self.ctx))
         folder, keep = self.ctx.run_dir / "checkpoints", self.table(CheckpointTable).keep
         self.store = CheckpointStore(folder, self.ctx.who.epoch, keep, model)
@@ -424,10 +424,10 @@ class TrainerRole(RLRole[TrainerSettings]):
     @asynccontextmanager
     async def _device(self) -> AsyncIterator[None]:
         """Around all that the trainer computes in a step: engines that share its device give way."""
-        if self.turns is None:
+        if self.time_slicing is None:
             yield
             return
-        async with self.turns.training():
+        async with self.time_slicing.training():
             yield
             # They come back to the new weights, not to the old ones first.
             await self.publisher.through()

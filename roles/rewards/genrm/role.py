@@ -79,7 +79,7 @@ class GenrmRole(RLRole[GenrmSettings]):
         await self.engine.start(self._on_chunks, self.failure)
 
     def _load(self) -> None:
-        from relax_rt.roles.rollout.engines import make_engine
+        from relax_rt.roles.rollout.engine_factory import make_engine
 
         self.engine = make_engine(self.ctx, judge_folder(self.config, self.config_dir), self.settings)
         self.resources.push_async_callback(self.engine.close, 5.0)

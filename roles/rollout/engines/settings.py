@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from relax_rt.config.schema import Filled, RoleSettings, Seconds, Table
+from relax_rt.config.schema import Filled, RoleSettings, RunConfig, Seconds, Table
+from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.models.settings import ChosenDtype, Parallel
 
 
@@ -100,3 +101,25 @@ class RolloutSettings(EngineSettings):
     kv_on_update: Literal["keep", "recompute"] = "keep"
     """The KV cache of sequences in flight at a weight update: keep it (later tokens are marked with the older version
     of the cache), or compute it again under the new weights."""
+
+
+def _episodes(config: RunConfig) -> RoleSettings | None:
+    """The table of the role that plays episodes, unless a role of the user's own takes its place.
+
+    Looked up by its name: the room of environments stands above this one.
+    """
+    table = config.roles.get("env")
+    return table if isinstance(table, RoleSettings) and table.target is None else None
+
+
+def has_environments(config: RunConfig) -> bool:
+    """Whether environments play the groups, so that rollouts generate only what these request."""
+    return _episodes(config) is not None
+
+
+def longest_tokens(config: RunConfig) -> int:
+    """Tokens of the longest sample that the config allows."""
+    episodes: Any = _episodes(config)
+    if episodes is not None:
+        return int(episodes.max_tokens)
+    return config.table(DataTable).max_prompt_tokens + config.table(SamplingTable).max_new_tokens
