@@ -31,7 +31,7 @@ from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Client, Server, make_hello
 
 if TYPE_CHECKING:
-    from relax_rt.transport.memory.payload import Fetcher
+    from relax_rt.transport.memory.payload_fetcher import Fetcher
 
 T = TypeVar("T")
 
@@ -211,7 +211,7 @@ class HostContext:
     def fetcher(self) -> Fetcher | None:
         """See RoleContext."""
         if self._links is not None and self._fetcher is None:
-            from relax_rt.transport.memory.payload import Fetcher
+            from relax_rt.transport.memory.payload_fetcher import Fetcher
 
             self._fetcher = Fetcher(self._links.keys)
         return self._fetcher

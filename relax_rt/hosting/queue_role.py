@@ -15,7 +15,7 @@ from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.weights.served import STAGE_DIR, StageApi
 
 if TYPE_CHECKING:
-    from relax_rt.transport.memory.payload import PayloadServer
+    from relax_rt.transport.memory.payload_server import PayloadServer
 
 METRICS_EVERY_S = 2.0
 REPORTED = ("by_state", "outstanding", "bound", "payload_bytes", "refused_stale")
@@ -72,7 +72,7 @@ class QueueRole(Role):
         """Give the payloads of this node out to other nodes, if the run has any."""
         if (links := Links.from_environment()) is None:
             return None
-        from relax_rt.transport.memory.payload import PayloadServer
+        from relax_rt.transport.memory.payload_server import PayloadServer
 
         server = PayloadServer(self.ctx.payload_dir, self.ctx.spill_dir, keys=links.keys)
         await server.listen(links.listen)

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from relax_rt.transport.memory.fields import check_row
-from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.memory.slab_names import owner_of
+from relax_rt.transport.memory.refs import Extent, owner_of
 from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample, extents_of
 from relax_rt.transport.queue.ledger.messages import (
     Admission,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from relax_rt.transport.memory.payload import Fetcher
+from relax_rt.transport.memory.payload_fetcher import Fetcher
 from relax_rt.transport.queue.batch import LeasedBatch
 from relax_rt.transport.queue.client import QueueClient
 from relax_rt.transport.queue.hosting import Host, Keys, tasks_of

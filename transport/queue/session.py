@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from relax_rt.transport.base.calls import Calls
+from relax_rt.transport.base.calls import NumberedCalls
 from relax_rt.transport.memory.arena import Reader, Writer
 from relax_rt.transport.memory.fields import parse_fields
-from relax_rt.transport.memory.payload import Fetcher
+from relax_rt.transport.memory.payload_fetcher import Fetcher
 from relax_rt.transport.memory.refs import Extent, extents_in
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.batch import LeasedBatch
@@ -45,7 +45,7 @@ class Session:
     """One incarnation's session with the broker, for one event loop. Use it as an async context manager.
 
     Every changing call carries a sequence number and is sent again, with the same number, when the broker cannot be
-    reached, for up to patience_s: the broker knows it again and answers as before (see Calls).
+    reached, for up to patience_s: the broker knows it again and answers as before (see NumberedCalls).
 
     Args:
         api: the broker's interface.
@@ -98,7 +98,7 @@ class Session:
         self._fields = parse_fields(fields or {})
         self._on_lost = on_lost
         self._reasons, self._polls = Reasons(on_wait), Reasons()
-        self._calls = Calls(str(who), patience_s, self._reasons.wait())
+        self._calls = NumberedCalls(str(who), patience_s, self._reasons.wait())
         self.threads = Threads()
         self._space = Space(
             self.arena, self._collect, self._reasons, self.threads, space_wait_s, length_field, max_sample_bytes

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from relax_rt.transport.memory.payload.server import PayloadServer
+from relax_rt.transport.memory.payload_server import PayloadServer
 from relax_rt.transport.rpc.errors import Corrupt, Gone
 from relax_rt.transport.rpc.identity import CurveKeys
 from relax_rt.transport.rpc.interface import idempotent
@@ -97,7 +97,7 @@ class StagedVersions:
         return len(self._pins)
 
     def range(self, name: str, offset: int, nbytes: int) -> memoryview:
-        """See Served.
+        """See PayloadSource.
 
         Raises:
             Gone: that version is not on the stage (any more).

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_rt.cluster.nodes.links import Links
-from relax_rt.transport.memory.slab_names import owner_key
+from relax_rt.transport.memory.refs import owner_key
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.rpc.identity import Incarnation
 
 if TYPE_CHECKING:
-    from relax_rt.transport.memory.payload import PayloadServer
+    from relax_rt.transport.memory.payload_server import PayloadServer
 
 PREFIX = "of-"
 
@@ -45,7 +45,7 @@ class FarMemory:
         """Serve, and tell the broker where; before any other call of this incarnation."""
         async with self._opening:
             if self._server is None:
-                from relax_rt.transport.memory.payload import PayloadServer
+                from relax_rt.transport.memory.payload_server import PayloadServer
 
                 server = PayloadServer(self.directory, keys=self._links.keys, io_threads=1)
                 await server.listen(self._links.listen)
