@@ -17,9 +17,9 @@ from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError, Unreachable
 from relax_rt.transport.weights.directory import DirectorySource
 from relax_rt.transport.weights.manifest import Manifest, check_manifest
-from relax_rt.transport.weights.served import StageApi
 from relax_rt.transport.weights.source import WeightSource, stage_source
 from relax_rt.transport.weights.stage import read_manifest
+from relax_rt.transport.weights.stage_server import StageApi
 
 QUEUE_SLOT = "queue/0"
 ASK_TIMEOUT_S = 5.0
