@@ -22,7 +22,7 @@ from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.training.publication.carriers import source_for
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone
-from relax_rt.transport.weights import served as served_module
+from relax_rt.transport.weights import stage_server as served_module
 from relax_rt.transport.weights import stream
 from relax_rt.transport.weights.delta import apply
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, MAX_DELTAS, layout_of
