@@ -525,7 +525,7 @@ class Supervisor:
             s.reset()
             s.gated, s.waiting, s.without_room = gated, reason, True
             self._enter(s, "pending", None)
-            self._emit("slot_without_room", s, reason=reason)
+            self._emit("slot_unplaced", s, reason=reason)
 
     def _retry_placement(self) -> None:
         for s in self._tree:
@@ -719,7 +719,7 @@ class Supervisor:
             self._tree.remove(s)
         else:
             s.waiting = "drained: it starts again when it is restarted or its role is scaled"
-        self._emit("drained", s, retired=s.retired)
+        self._emit("slot_drained", s, retired=s.retired)
 
     # Nodes.
 
@@ -731,7 +731,7 @@ class Supervisor:
         if not self._placer.closed(name):
             raise Refused(refusal, why="the node is not drained", hint="slots and roles on it are restarted by name")
         self._placer.open(name)
-        self._out.append(Emit("node_opened", {"node": name}))
+        self._out.append(Emit("node_reopened", {"node": name}))
         self._retry_placement()
 
     def _drain_node(self, name: str, refusal: str) -> None:

@@ -56,7 +56,7 @@ class Batch:
         beside: what compares the policies over tokens without gradients (`mismatch.beside_gradients`).
         left_out_tokens: whose advantage the loss took away before the update.
         refused_tokens: of samples that the queue refused as over-stale since the step before.
-        spent: on `wait`, `train` and `publish`. held_s: how long the update waited for the weights to be copied.
+        spent: on `wait`, `train` and `publish`. stage_wait_s: how long the update waited for the weights to be copied.
     """
 
     spent: Spent = field(default_factory=Spent)
@@ -74,7 +74,7 @@ class Batch:
     beside: Metrics = field(default_factory=dict)
     left_out_tokens: int = 0
     refused_tokens: int = 0
-    held_s: float = 0.0
+    stage_wait_s: float = 0.0
 
     def add(self, lease: LeasedBatch, samples: list[Sample]) -> None:
         """Further groups: those of a lease, with its samples as they were read."""
@@ -131,7 +131,7 @@ T = TypeVar("T")
 OVER_MEASURED = ("ratio_mean", "clip_fraction", "kl_behaviour", "difference_mean", "sampled_entropy")
 """Fields of a StepResult that are means over its measured tokens; so are those that may be None."""
 PERHAPS = ("drift_mean", "entropy", "kl_reference")
-ADDED = ("tokens", "measured_tokens", "tokens_rejected", "updates")
+ADDED = ("tokens", "measured_tokens", "rejected_tokens", "updates")
 LARGEST = ("ratio_max_deviation", "difference_max")
 
 
@@ -253,15 +253,15 @@ def step_record(
         "length_mean": float(np.mean([int(s.loss_mask.sum()) for s in samples])),
         **{k: getattr(result, k) for k in result.__struct_fields__ if k not in ("applied", "why")},
         "sampled_entropy": sampled_entropy(samples),
-        "tokens_refused": batch.refused_tokens,
-        "tokens_masked": sum(end - start for s in batch.leased for start, end in s.masked),
-        "tokens_left_out": batch.left_out_tokens,
+        "refused_tokens": batch.refused_tokens,
+        "stale_tokens": sum(end - start for s in batch.leased for start, end in s.masked),
+        "masked_tokens": batch.left_out_tokens,
         "parts": batch.parts,
         **_filtered(batch),
         "skipped": "" if result.applied else result.why,
         "wait_s": batch.spent["wait"],
         "train_s": batch.spent["train"],
-        "held_s": batch.held_s,
+        "stage_wait_s": batch.stage_wait_s,
         "publish_s": batch.spent["publish"],
         "elapsed_s": elapsed_s,
         "digests": batch.digests,
@@ -272,4 +272,4 @@ def _filtered(batch: Batch) -> dict[str, Any]:
     """What filters did, where there are any: groups that came, those left out by filter, the share kept."""
     if not batch.scored:
         return {}
-    return {"scored": batch.scored, "filtered": batch.filtered, "kept_share": batch.groups / batch.scored}
+    return {"scored": batch.scored, "filtered": batch.filtered, "kept_fraction": batch.groups / batch.scored}

@@ -17,12 +17,12 @@ from relax_rt.roles.base.progress import NoProgress, ending, no_advantage, no_to
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.base.settings import ProgressTable
 from relax_rt.roles.models.opening import refused_for_good
+from relax_rt.roles.rollout.engines.communicator import communicator_of
 from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable
-from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
+from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable, ColdStartTable
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.checkpoints.settings import CheckpointTable
 from relax_rt.roles.training.publication.settings import PublicationTable
-from relax_rt.roles.training.sft.settings import ColdStartTable
 from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.queue.ledger.messages import failure_summary
 from relax_rt.transport.rpc.errors import DeadlineExceeded, GivenUp, RelaxError, Unreachable
@@ -314,6 +314,7 @@ class TrainerRole(RLRole[TrainerSettings]):
             engines=engines,
             committed=committed,
             files=files,
+            communicator=communicator_of(self.config),
         )
 
     async def _restore(self) -> CheckpointState | None:
@@ -437,7 +438,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         from relax_rt.roles.training.step import take_updates
 
         def before_update() -> None:
-            batch.held_s += self.publisher.weights_may_change()
+            batch.stage_wait_s += self.publisher.weights_may_change()
 
         number, over, updates = self.step + 1, self.settings.mismatch, self.table(AlgorithmTable).updates_per_step
         if updates > 1:
@@ -488,7 +489,7 @@ class TrainerRole(RLRole[TrainerSettings]):
             version = await self._patiently(self.ctx.registry.issue_version)
             self.weights = VersionRecord(version, self.weights.version, self.step, changed=result.changed)
         skipped = empty or not result.applied
-        advice = await self.queue.trained(batch.leases, self.step, self.weights, skipped=skipped)
+        advice = await self.queue.complete_step(batch.leases, self.step, self.weights, skipped=skipped)
         self._held = None
         batch.refused_tokens = advice.refused_tokens
         if self._choices is not None:
@@ -525,7 +526,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         elapsed_s = self._trained_before_s + time.monotonic() - self._started
         record = step_record(batch, result, step=self.step, weights=self.weights, epoch=epoch, elapsed_s=elapsed_s)
         reported = self._empty >= self.table(ProgressTable).empty_steps
-        record |= {"empty_steps": self._empty, "empty_why": self._empty_why if reported else ""}
+        record |= {"empty_steps": self._empty, "empty_reason": self._empty_why if reported else ""}
         self.ctx.metrics(record)
         if not self._worked:
             self._worked = True
@@ -616,7 +617,7 @@ class TrainerRole(RLRole[TrainerSettings]):
                 critic.move(folder)
 
         folder: Path = await asyncio.to_thread(self.store.save, state, fill)
-        await self.queue.committed(state.step, folder.name)
+        await self.queue.commit(state.step, folder.name)
         self.ctx.event("checkpoint", step=state.step, folder=folder.name, seconds=round(time.monotonic() - began, 2))
         self._skipped_checkpoints = ""
 

@@ -19,7 +19,7 @@ from tiny_run import TinyRun
 from relax_rt.transport.base.journal import Journal
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.events import Entry
-from relax_rt.transport.queue.ledger.messages import Mark, SampleKey
+from relax_rt.transport.queue.ledger.messages import PartialChunk, SampleKey
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.integration
@@ -67,13 +67,13 @@ class Held:
         assert not recovered.snapshot, "the run is too long for this test: its first events are in a snapshot"
         for _, payload in recovered.records:
             event = msgspec.msgpack.decode(payload, type=Entry).event
-            if isinstance(event, ev.MarkTokens):
+            if isinstance(event, ev.SavePartials):
                 for mark in event.marks:
                     self._add(mark)
-            elif isinstance(event, ev.Gone | ev.GiveBack | ev.Lapse):
+            elif isinstance(event, ev.ProcessExited | ev.ReleaseGroups | ev.Lapse):
                 self.when_ended.append({key: len(tokens) // 4 for key, tokens in self.marks.items()})
 
-    def _add(self, mark: Mark) -> None:
+    def _add(self, mark: PartialChunk) -> None:
         for kept, new in ((self.marks, mark.tokens), (self.logprobs, mark.logprobs)):
             assert mark.start * 4 <= len(kept[str(mark.key)])
             kept[str(mark.key)][mark.start * 4 :] = new
@@ -89,14 +89,14 @@ class Held:
 def check_gone_on_with(run: TinyRun, tmp_path: Path) -> int:
     """Every sample that another rollout began has the journaled tokens; answers with how many there are."""
     held = Held(run.run_dir / "queue", tmp_path / "journal")
-    for event in run.events("group_gone_on_with"):
+    for event in run.events("group_resumed"):
         names = [str(SampleKey(event["group"], member)) for member in event["members"]]
         told = dict(zip(names, event["tokens"], strict=True))
         assert any(all(then.get(name, 0) == count for name, count in told.items()) for then in held.when_ended), told
     found = 0
-    for record in run.records("made"):
+    for record in run.records("produced"):
         versions = {key: set(of) for key, _, of in record["samples"]}
-        for key, (count, digest) in record.get("gone_on_with", {}).items():
+        for key, (count, digest) in record.get("resumed", {}).items():
             assert held.digest(key, count) == digest, f"{key}: its first {count} tokens are not those marked"
             assert held.versions[key] <= versions[key]
             found += 1
@@ -120,7 +120,7 @@ def kill_until(run: TinyRun, signum: int, what: str, happened: Callable[[], bool
             time.sleep(1.0)
         return happened()
 
-    run.until("marks", lambda: any(record["marked_tokens"] for record in run.records("rollout")))
+    run.until("marks", lambda: any(record["journaled_tokens"] for record in run.records("rollout")))
     run.until(what, struck)
 
 
@@ -131,7 +131,7 @@ def test_a_killed_rollout_costs_what_it_sampled_since_its_last_mark(run: TinyRun
         run,
         signal.SIGKILL,
         "a sample that was gone on with",
-        lambda: any(record.get("gone_on_with") for record in run.records("made")),
+        lambda: any(record.get("resumed") for record in run.records("produced")),
     )
     assert run.wait() == 0, run.text()
     assert check_gone_on_with(run, tmp_path) > 0

@@ -15,8 +15,8 @@ import psutil
 import pytest
 from tiny_run import RELAX, TinyRun, steps_that_count
 
+from relax_rt.process.guard import SHM_PREFIXES, SHM_ROOT
 from relax_rt.roles.models.resolve import resolve_model
-from relax_rt.roles.rollout.engines.sglang.guard import SHARED, THEIRS
 
 pytest.importorskip("torch")
 PYTHON = Path(os.environ.get("RELAX_SGLANG_PYTHON") or Path(__file__).parents[2] / ".venv-sglang/bin/python")
@@ -43,10 +43,10 @@ STAGES = ("guard", "server", "its processes", "scheduler")
 
 def stage_of(commands: list[str]) -> set[str]:
     """How far a boot is, by the commands of the role's descendants."""
-    servers = [c for c in commands if "sglang.launch_server" in c and "sglang.guard" not in c]
+    servers = [c for c in commands if "sglang.launch_server" in c and "process.guard" not in c]
     spawned = [c for c in commands if "multiprocessing.spawn" in c or c.startswith("sglang::")]
     known = {
-        "guard": any("sglang.guard" in c for c in commands),
+        "guard": any("process.guard" in c for c in commands),
         "server": bool(servers),
         "its processes": bool(spawned),
         "scheduler": any(c.startswith("sglang::scheduler") for c in commands),  # its imports are done
@@ -69,7 +69,7 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def shared_memory() -> set[str]:
-    return {path.name for path in SHARED.iterdir() if path.name.startswith(THEIRS)}
+    return {path.name for path in SHM_ROOT.iterdir() if path.name.startswith((*SHM_PREFIXES, "sglang"))}
 
 
 def strike(run: TinyRun, stage: str, before: int) -> int:
@@ -113,7 +113,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
 def test_nobody_else_ended_and_nothing_is_left(run: TinyRun) -> None:
     failed = [event["diagnosis"] for event in run.events("slot_exited") if event["diagnosis"]["kind"] != "clean"]
     assert [(one["slot"], one["kind"], one["signal"]) for one in failed] == [(ROLE, "killed", "SIGKILL")] * len(STAGES)
-    assert not run.events("agent_died") and not run.events("unkillable")
+    assert not run.events("agent_died") and not run.events("processes_unkillable")
     assert len(run.events("run_started")) == 1
     run.gone(run.run_id())
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from relax_rt.interfaces.registry import Changes, Member
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.rollout.engines.colocate import Action, Out, Report, Told, Train, Turns, nobody_trains
-from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError, Retiring, Unreachable
+from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError, ShuttingDown, Unreachable
 from relax_rt.transport.rpc.interface import idempotent
 
 TRAINER_SLOT = "trainer/0"
@@ -74,7 +74,7 @@ class TrainerTurns:
             await self._settled()
             taken = time.monotonic()
             facts = {"turn": self.turns.number, "waited_s": round(taken - began, 3), "without": list(self._without)}
-            self._ctx.event("device_taken", **facts)
+            self._ctx.event("device_acquired", **facts)
             yield self._without
             await asyncio.to_thread(release_cache)
         finally:
@@ -82,7 +82,7 @@ class TrainerTurns:
             self.turns.done()
             self._tell()
             if held:
-                self._ctx.event("device_given_back", turn=self.turns.number, seconds=round(time.monotonic() - taken, 3))
+                self._ctx.event("device_released", turn=self.turns.number, seconds=round(time.monotonic() - taken, 3))
 
     async def _settled(self) -> None:
         loop = asyncio.get_running_loop()
@@ -137,7 +137,7 @@ class TrainerTurns:
         for action in actions:
             if isinstance(action, Out):
                 facts = {"engine": f"{action.slot}#{action.epoch}", "why": action.why}
-                self._ctx.event("engine_out_of_turn", **facts)
+                self._ctx.event("engine_not_released", **facts)
                 self._ctx.log.warning("an engine keeps its memory in the trainer's turn", **facts)
             elif isinstance(action, Train):
                 self._without = action.without
@@ -225,7 +225,7 @@ class EngineTurns:
         try:
             trainer = await self._ctx.peer(TRAINER_SLOT, TurnsApi, timeout_s=CALL_S)
             told = await trainer.turn(report, WAIT_S)
-        except (Unreachable, DeadlineExceeded, Retiring):
+        except (Unreachable, DeadlineExceeded, ShuttingDown):
             await asyncio.sleep(RETRY_S)
             return self._holds or await self._nobody_trains()
         self._trainer = max(self._trainer, told.trainer)

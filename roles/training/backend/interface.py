@@ -53,7 +53,7 @@ class StepResult(msgspec.Struct, frozen=True):
         sampled_entropy: of the behaviour policy, estimated by the tokens it sampled, nats a token.
         entropy: of the trained policy, where the objective needs it, else None.
         kl_reference: mean of the KL term, nats a token, where there is one, else None.
-        tokens_rejected: trained tokens that corrections gave weight 0, or that the loss left out (weight_cap).
+        rejected_tokens: trained tokens that corrections gave weight 0, or that the loss left out (weight_cap).
         updates: those that changed the weights. updates_skipped: those that were thrown away.
         others: sums (largest values under names ending in `_max`) of what the loss and corrections measured besides;
             `tokens` of the batch went through the model.
@@ -77,7 +77,7 @@ class StepResult(msgspec.Struct, frozen=True):
     sampled_entropy: float = 0.0
     entropy: float | None = None
     kl_reference: float | None = None
-    tokens_rejected: int = 0
+    rejected_tokens: int = 0
     measured_tokens: int = 0
     updates: int = 0
     updates_skipped: int = 0
@@ -137,7 +137,7 @@ def step_result(sums: Mapping[str, float], *, count: float, grad_norm: float, le
         sampled_entropy=mean("sampled_entropy"),
         entropy=mean("entropy") if "entropy" in sums else None,
         kl_reference=mean("kl_reference") if "kl_reference" in sums else None,
-        tokens_rejected=int(sums.get("rejected", 0)),
+        rejected_tokens=int(sums.get("rejected", 0)),
         measured_tokens=int(seen),
         updates=int(seen > 0),
         others={name: value for name, value in sums.items() if name not in REPORTED},

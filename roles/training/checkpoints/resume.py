@@ -39,7 +39,7 @@ async def take_newest(
 ) -> tuple[Taken | None, list[str]]:
     """Go on from the newest checkpoint that can be read and whose files have the bytes that were written, which is seen
     before anything of it is taken. Those passed over are said (event `checkpoint_damaged`) and, once an older one was
-    taken, set aside (event `checkpoint_set_aside`).
+    taken, set aside (event `checkpoint_quarantined`).
 
     Args:
         take: goes on from a checkpoint, or refuses it.
@@ -71,7 +71,7 @@ async def take_newest(
                     raise RelaxError(f"checkpoint {folder}", why=why, hint=hint) from error
             else:
                 if unsaid:
-                    ctx.event("checkpoint_unnamed", checkpoint=f"{shown}{folder.name}", why=unsaid)
+                    ctx.event("checkpoint_unverified", checkpoint=f"{shown}{folder.name}", why=unsaid)
                 await _set_aside(ctx, store, passed, shown)
                 return Taken(folder, state), [one.name for one, _ in passed]
         passed.append((folder, why))
@@ -115,7 +115,7 @@ def compared(ctx: RoleContext, store: CheckpointStore, folder: Path, state: Chec
 async def _set_aside(ctx: RoleContext, store: CheckpointStore, passed: list[tuple[Path, str]], shown: str) -> None:
     for folder, why in passed:
         aside = await asyncio.to_thread(store.set_aside, folder)
-        ctx.event("checkpoint_set_aside", checkpoint=f"{shown}{folder.name}", folder=f"{shown}{aside.name}", why=why)
+        ctx.event("checkpoint_quarantined", checkpoint=f"{shown}{folder.name}", folder=f"{shown}{aside.name}", why=why)
 
 
 def _none_readable(folder: Path, passed: list[tuple[Path, str]], aside: list[Path]) -> BadInput:

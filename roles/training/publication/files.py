@@ -153,7 +153,7 @@ class WeightFiles:
             return
         self._told = version
         why = str(error) if isinstance(error, RelaxError | OSError) else f"{type(error).__name__}: {error}"
-        self._ctx.event("weights_not_filed", version=version, why=why)
+        self._ctx.event("weights_save_failed", version=version, why=why)
         self._ctx.log.warning("a version was not put into the folder", version=version, why=why)
 
 

@@ -38,7 +38,7 @@ DIVISIONS: dict[str, dict[str, Any]] = {
     "cp2": {"context_parallel": 2},
     "dp2": {},
 }
-FIELDS = ("loss", "grad_norm", "ratio_mean", "ratio_max_deviation", "clip_fraction", "kl_behaviour", "tokens_rejected")
+FIELDS = ("loss", "grad_norm", "ratio_mean", "ratio_max_deviation", "clip_fraction", "kl_behaviour", "rejected_tokens")
 
 
 def judged(table: dict[str, Any]) -> tuple[list[Sample], float]:

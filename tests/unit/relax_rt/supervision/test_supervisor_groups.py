@@ -398,7 +398,7 @@ def test_drained_node_takes_slots_again_once_it_is_restarted() -> None:
         with pytest.raises(Refused, match="no room for it: node 'n2': it is drained"):
             b(RestartRequested(name))
     b(RestartRequested("n2"))
-    assert b.starts == ["p/0"] and b.told("node_opened") == [{"node": "n2"}]
+    assert b.starts == ["p/0"] and b.told("node_reopened") == [{"node": "n2"}]
 
 
 def test_role_without_slots_is_known_and_says_so() -> None:

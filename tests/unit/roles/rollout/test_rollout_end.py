@@ -41,7 +41,7 @@ def role_with(
         "_measure": lambda: None,
         "failure": lambda _: None,
         "engine": SimpleNamespace(close=told("close engine", error=close_error)),
-        "queue": SimpleNamespace(groups={7}, give_back=give_back, marks=SimpleNamespace(keep=told("mark"))),
+        "queue": SimpleNamespace(groups={7}, release_groups=give_back, save_partials=told("mark")),
         "work": SimpleNamespace(
             take_all=lambda: [SimpleNamespace(mark="of a member")], marked=lambda *_: None, tokens_unmarked=31
         ),
@@ -65,7 +65,7 @@ async def test_nothing_of_an_engine_that_failed_is_marked_and_its_groups_may_be_
     role._arrive(cast(list[Chunk], [object()]))  # it is not looked at
     await role.teardown()
     assert calls == ["close engine", "give back, losses 1", "close queue"]
-    assert events == [("groups_left", {"groups": 1, "tokens_lost": 31})]
+    assert events == [("groups_released", {"groups": 1, "tokens_lost": 31})]
 
 
 async def test_an_engine_that_cannot_be_closed_keeps_no_groups() -> None:

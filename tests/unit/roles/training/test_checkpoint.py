@@ -282,7 +282,7 @@ def test_an_older_checkpoint_is_taken_with_a_word(tmp_path: Path) -> None:
     ):
         path.write_text(json.dumps({name: value for name, value in written.items() if name not in lacking}))
         names, ((kind, fields),) = taken(store)
-        assert names == ["step-000005"] and kind == "checkpoint_unnamed"
+        assert names == ["step-000005"] and kind == "checkpoint_unverified"
         assert fields["checkpoint"] == "step-000005" and words in fields["why"]
 
 

@@ -158,7 +158,7 @@ def test_a_file_that_is_not_what_was_written_is_named_and_nothing_is_taken(
     names, ctx = resumed(store)
     assert names == ["step-000005"]
     (_, said), (kind, _) = ctx.events
-    assert kind == "checkpoint_set_aside" and (tmp_path / "damaged-step-000010").is_dir()
+    assert kind == "checkpoint_quarantined" and (tmp_path / "damaged-step-000010").is_dir()
     assert f": {name} " in said["why"] and DAMAGES[harm].format(found, was) in said["why"]
     assert "comparing step-000005 with its digests" in ctx.told
 

@@ -210,7 +210,7 @@ def test_a_step_tells_of_all_its_updates() -> None:
     found = together([none, one, two, bad])
     assert (found.applied, found.changed, found.updates, found.updates_skipped) == (True, True, 2, 1)
     assert found.why == "update 4 of 4: loss is nan"
-    assert (found.tokens, found.measured_tokens, found.computed_tokens, found.tokens_rejected) == (8, 8, 20, 3)
+    assert (found.tokens, found.measured_tokens, found.computed_tokens, found.rejected_tokens) == (8, 8, 20, 3)
     assert found.loss == pytest.approx(4 / 3) and found.grad_norm == 3.0 and found.learning_rate == 0.1
     assert found.ratio_mean == pytest.approx(7.6 / 8) and found.clip_fraction == pytest.approx(3 / 8)
     assert found.difference_max == 0.9 and found.entropy == pytest.approx(10 / 8) and found.kl_reference is None

@@ -343,8 +343,8 @@ async def test_what_holds_an_optimizer_step_is_seen_and_counted(
 
         monkeypatch.setattr(world.stage, "writing", pinned)
         await world.publish(1)
-        held_s = await asyncio.to_thread(world.publisher.weights_may_change)
-        assert 0.3 < held_s < SOON_S
+        stage_wait_s = await asyncio.to_thread(world.publisher.weights_may_change)
+        assert 0.3 < stage_wait_s < SOON_S
         assert any("all 4 are pinned by readers" in wait for wait in world.ctx.progress.waits)
         await world.publisher.through()
         assert world.publisher.weights_may_change() == 0.0
@@ -504,7 +504,7 @@ async def test_a_broadcast_is_prepared_before_the_commit_and_begins_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spread = Spread()
-    monkeypatch.setattr(module.Spreader, "of", lambda *_: spread)
+    monkeypatch.setattr(module.WeightBroadcaster, "of", lambda *_: spread)
     async with world_of(tmp_path) as world:
         world.ctx.registry.open.clear()
         await world.publish(1)

@@ -166,7 +166,7 @@ def test_a_damaged_checkpoint_is_passed_over(home: Path) -> None:
     assert done and dict(ctx.events)["cold_start_resumed"]["step"] == 4
     assert dict(ctx.events)["checkpoint_damaged"]["checkpoint"] == "cold_start/step-000005"
     assert "model.safetensors is not what was written" in dict(ctx.events)["checkpoint_damaged"]["why"]
-    assert dict(ctx.events)["checkpoint_set_aside"]["folder"] == "cold_start/damaged-step-000005"
+    assert dict(ctx.events)["checkpoint_quarantined"]["folder"] == "cold_start/damaged-step-000005"
     assert sorted(path.name for path in folder.glob("*step-*")) == [
         "damaged-step-000005",
         "step-000004",
