@@ -280,7 +280,6 @@ async def _threads_left() -> bool:
 
 
 def _tie_to_agent(orders: Orders) -> socket.socket:
-    """See to it that this process dies with the agent and can show its stacks; the control socket."""
     procfs.prctl(procfs.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != orders.agent_pid:
         os._exit(EXIT_ORPHANED)
