@@ -19,10 +19,10 @@ from relax_rt.cluster.nodes.checks import check_nodes
 from relax_rt.cluster.nodes.join_key import FILE as JOIN_KEY
 from relax_rt.cluster.nodes.join_key import make_key, read_key, write_key
 from relax_rt.config.job import Job, load_job
-from relax_rt.config.loader import config_digest, load_config, write_resolved
+from relax_rt.config.loader import SYSTEM_ROLES, config_digest, load_config, write_resolved
 from relax_rt.config.schema import RunConfig
 from relax_rt.supervision import control
-from relax_rt.supervision.plan import SYSTEM_ROLES, plan_roles
+from relax_rt.supervision.plan import plan_roles
 from relax_rt.supervision.rundir import (
     LOCK,
     RESOLVED_CONFIG,

@@ -14,7 +14,7 @@ import zmq
 import zmq.utils.z85
 
 from relax_rt.transport.rpc.errors import Refused
-from relax_rt.transport.rpc.zmq_keys import CurveKeys
+from relax_rt.transport.rpc.identity import CurveKeys
 
 FILE = "join.key"
 ENVIRONMENT = "RELAX_JOIN_KEY"

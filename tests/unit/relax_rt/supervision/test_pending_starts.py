@@ -108,7 +108,7 @@ class Far:
         self.epoch += 1
         return self.epoch
 
-    def ended(self, *args: object) -> None: ...
+    def report_exit(self, *args: object) -> None: ...
 
     def executor(self, node: str) -> Any:
         return self if node in self.here else None
@@ -133,14 +133,15 @@ class BareAgent(Agent):
     def __init__(self, far: Far, count: int, *, gang: bool) -> None:
         specs = [SlotSpec(slot=f"w/{n}", kind="w", threads=2) for n in range(count)]
         placer = Placer([Node("head", 1), Node("b", 80)])
-        self._core = Supervisor(specs, lambda: 0.0, [RoleSpec(kind="w", gang=gang)], placer)
+        self._supervisor = Supervisor(specs, lambda: 0.0, [RoleSpec(kind="w", gang=gang)], placer)
         self._starts = PendingStarts()
-        self._under_way, self._lives, self._nodes = {}, {}, {}
-        self._events = self._notices = self._fleet = self._local = far  # type: ignore[assignment]
+        self._preparing, self._processes, self._placed = {}, {}, {}
+        self._events = self._system = self._fleet = self._local = far  # type: ignore[assignment]
         self._log, self._status, self._next_tick = structlog.get_logger(), "draining", 0.0
+        self._tick_earlier = asyncio.Event()
         self._done = asyncio.get_running_loop().create_future()
 
-    async def _meet(self, gang: StartGang) -> list[GangOrder]:
+    async def _open_rendezvous(self, gang: StartGang) -> list[GangOrder]:
         return gang_orders(gang, Rendezvous("head", 1))
 
 
@@ -174,4 +175,4 @@ async def test_a_start_that_is_called_off_before_its_first_step_ends(event: Any,
     for _ in range(5):
         await asyncio.sleep(0.001)
         agent.post(Tick())
-    assert [view.state for view in agent._core.view()] == ["ended", "ended"]
+    assert [view.state for view in agent._supervisor.view()] == ["ended", "ended"]
