@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from relax_rt.cluster.launch import lock_run_dir
-from relax_rt.cluster.nodes.api import HELLO_NAME, HeadApi, Membership, NameTaken, NodeFacts
+from relax_rt.cluster.nodes.api import HELLO_NAME, HeadApi, NameTaken, NodeFacts, NodeMembership
 from relax_rt.cluster.nodes.join_key import ENVIRONMENT, FILE, curve_keys, read_key, write_key
 from relax_rt.cluster.nodes.machine import count_gpus, physical_mib
 from relax_rt.cluster.nodes.membership import JoinRecord, MembershipEnd, node_paths, read_end, write_record
@@ -277,7 +277,7 @@ class Joiner:
         code = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
         return code if code >= 0 else 128 - code
 
-    async def _leave(self, membership: Membership, reason: str) -> None:
+    async def _leave(self, membership: NodeMembership, reason: str) -> None:
         """Tell the head that nothing is left of this membership, if it answers."""
         try:
             async with self._head(membership.epoch, LEAVE_TIMEOUT_S) as head_api:

@@ -1,4 +1,4 @@
-"""The host's implementation of a role's context: registry membership, peers, server, events, metrics, progress."""
+"""The host's implementation of a role's context: registry registry_lease, peers, server, events, metrics, progress."""
 
 from __future__ import annotations
 
@@ -187,14 +187,14 @@ class HostContext:
         self.remote = ""
         self._events = EventLog(run_dir, str(who))
         self._metrics = MetricsLog(run_dir, str(who))
-        self.membership: Membership | None = None
+        self.registry_lease: RegistryLease | None = None
         if who.slot == REGISTRY_SLOT or not has_registry:
             why = "this is the registry" if has_registry else "the run has no registry"
             self.registry = cast(RegistryApi, _NoRegistry(why))
         else:
             self.registry = self._client(REGISTRY_SLOT).bind(RegistryApi, timeout_s=CALL_TIMEOUT_S)
-            self.membership = Membership(self, self._client(REGISTRY_SLOT))
-        self._directory = Directory(self._client, self.registry if self.membership is not None else None)
+            self.registry_lease = RegistryLease(self, self._client(REGISTRY_SLOT))
+        self._directory = Directory(self._client, self.registry if self.registry_lease is not None else None)
 
     async def queue(self) -> QueueApi:
         """The TransferQueue's broker."""
@@ -235,8 +235,8 @@ class HostContext:
         first, self.is_ready = not self.is_ready, True
         if first:
             await asyncio.to_thread(send_now, self._control, ReadyMsg())
-        if self.membership is not None:
-            await self.membership.renew_now()
+        if self.registry_lease is not None:
+            await self.registry_lease.renew_now()
 
     def event(self, kind: str, /, **fields: Any) -> None:
         """Append to the run's event log."""
@@ -260,8 +260,8 @@ class HostContext:
     async def close(self, how: str = FINISHED) -> None:
         """Leave the registry, with the word how this incarnation ends, and end all connections."""
         try:
-            if self.membership is not None:
-                await self.membership.leave(how)
+            if self.registry_lease is not None:
+                await self.registry_lease.leave(how)
             await self._directory.close()
             if self._server is not None:
                 await self._server.close()
@@ -294,7 +294,7 @@ class HostContext:
         return self._links.node if self._links else ""
 
 
-class Membership:
+class RegistryLease:
     """A role's entry in the registry, renewed in the background.
 
     A registry that is away costs nothing but freshness: renewals are tried again until it is back. `keep` returns

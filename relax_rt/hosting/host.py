@@ -310,8 +310,8 @@ async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], 
         # A role that is asked to stop during setup is not set up to the end.
         if whole := await _first(role.setup(), stop_wait):
             await ctx.listen()
-            if ctx.membership is not None:
-                watches.append(asyncio.create_task(ctx.membership.keep()))
+            if ctx.registry_lease is not None:
+                watches.append(asyncio.create_task(ctx.registry_lease.keep()))
             if ctx.settings.live_every_s is not None:
                 watches.append(asyncio.create_task(probe(role, ctx.settings.live_every_s)))
             await _first(role.run(), *watches)

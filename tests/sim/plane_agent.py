@@ -18,8 +18,8 @@ from relax_rt.cluster.nodes.api import (
     BindRendezvous,
     EndNode,
     KillSlot,
-    Membership,
     NodeFacts,
+    NodeMembership,
     Orders,
     RendezvousBound,
     ReportedEvent,
@@ -186,7 +186,7 @@ class Agent(Process):
         self._starts = PendingStarts()
         self._under_way: dict[StartAttempt, Thread] = {}
         self._on_node: dict[str, str] = {}
-        self._held: list[tuple[float, Membership, int, int, Callable[[Any], None]]] = []
+        self._held: list[tuple[float, NodeMembership, int, int, Callable[[Any], None]]] = []
         self._ended: dict[str, deque[Incarnation]] = {"registry/0": deque(), "queue/0": deque()}
         self.done: Done | None = None
         for server in self._ended:
@@ -385,7 +385,7 @@ class Agent(Process):
             back(value)
         self.let_go()
 
-    def join(self, facts: NodeFacts, token: str) -> Membership:
+    def join(self, facts: NodeFacts, token: str) -> NodeMembership:
         membership, new = self.head.join(facts, token, self.now())
         if new:
             self.world.note("node joined", membership=str(membership))
@@ -393,20 +393,20 @@ class Agent(Process):
             self.post(NodeJoined(Node(membership.node, facts.cores, facts.gpus)))
         return membership
 
-    def orders(self, membership: Membership, since: int, addresses_version: int, wait_s: float) -> Any:
+    def orders(self, membership: NodeMembership, since: int, addresses_version: int, wait_s: float) -> Any:
         self.head.renew(membership, self.now())
         found = self.head.orders(membership, since, addresses_version)
         until = self.world.kernel.now + wait_s
         return found or (lambda back: self._held.append((until, membership, since, addresses_version, back)))
 
-    def report(self, membership: Membership, first: int, items: Sequence[Any]) -> int:
+    def report(self, membership: NodeMembership, first: int, items: Sequence[Any]) -> int:
         self.head.renew(membership, self.now())
         known = self.head.report(membership, first, len(items))
         for item in items[known:]:
             self._item(membership, item)
         return first + len(items) - 1
 
-    def leave(self, membership: Membership, reason: str) -> bool:
+    def leave(self, membership: NodeMembership, reason: str) -> bool:
         departure = self.head.leave(membership, reason)
         if departure is not None:
             self._gone(departure, lost=False)
@@ -444,7 +444,7 @@ class Agent(Process):
             self._notice(Incarnation(slot, epoch))
         self.post(NodeLost(membership.node, reason, keep=lost and self.world.wait_for_lost, at=self.world.kernel.now))
 
-    def _item(self, membership: Membership, item: Any) -> None:
+    def _item(self, membership: NodeMembership, item: Any) -> None:
         executor = self.remote.get(membership.node)
         if executor is None or executor.membership != membership:
             return
@@ -472,7 +472,7 @@ class Agent(Process):
 class NodeAgent(Process):
     """A joined node's agent, as `nodes/agent.py`: obeys, reports, and ends everything when its lease is over."""
 
-    def __init__(self, world: World, host: Host, membership: Membership, asked_at: float, clock: Any) -> None:
+    def __init__(self, world: World, host: Host, membership: NodeMembership, asked_at: float, clock: Any) -> None:
         super().__init__(world, str(membership), host)
         self.now = clock
         self.membership = membership

@@ -21,7 +21,7 @@ from plane_world import KINDS, World
 from sim_checker import DOUBLED, STANDSTILL, TWICE, UNEXPECTED
 
 from relax_rt.cluster.nodes import table as table_module
-from relax_rt.cluster.nodes.api import Membership, Orders
+from relax_rt.cluster.nodes.api import NodeMembership, Orders
 from relax_rt.cluster.nodes.session import HeadSession
 from relax_rt.cluster.nodes.table import NodeTable
 from relax_rt.cluster.registry.core import RegistryCore
@@ -81,7 +81,7 @@ def all_orders(core: HeadSession, answer: Orders) -> list[Any]:
     return answer.items
 
 
-def nothing_known(core: NodeTable, membership: Membership, first: int, count: int) -> int:
+def nothing_known(core: NodeTable, membership: NodeMembership, first: int, count: int) -> int:
     """Reports that come twice happen twice."""
     return 0
 

@@ -50,7 +50,7 @@ class NameTaken(Refused):
     """A node of this name is there already; it may be declared lost soon."""
 
 
-class Membership(msgspec.Struct, frozen=True, array_like=True):
+class NodeMembership(msgspec.Struct, frozen=True, array_like=True):
     """A node's membership in a run. Each join gets a new epoch; the earlier ones are fenced."""
 
     run_id: str
@@ -72,7 +72,7 @@ class JoinReply(msgspec.Struct, frozen=True, kw_only=True):
         stop_s: within this time after that every process of the run on the node must be dead.
     """
 
-    membership: Membership
+    membership: NodeMembership
     config: str
     system: list[str]
     lease_s: float
@@ -236,13 +236,13 @@ class HeadApi(Protocol):
         """
 
     @idempotent
-    async def orders(self, membership: Membership, since: int, addresses_version: int, wait_s: float) -> Orders:
+    async def orders(self, membership: NodeMembership, since: int, addresses_version: int, wait_s: float) -> Orders:
         """Orders after number `since` (which confirms those up to it), at once or the next within wait_s."""
 
     @idempotent
-    async def report(self, membership: Membership, first: int, items: list[Item]) -> int:
+    async def report(self, membership: NodeMembership, first: int, items: list[Item]) -> int:
         """Report items numbered from `first` without gaps; returns the last number received."""
 
     @idempotent
-    async def leave(self, membership: Membership, reason: str) -> None:
+    async def leave(self, membership: NodeMembership, reason: str) -> None:
         """Leave: nothing of the run lives on the node. A repetition, or an earlier epoch, changes nothing."""

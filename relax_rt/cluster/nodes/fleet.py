@@ -21,8 +21,8 @@ from relax_rt.cluster.nodes.api import (
     Item,
     JoinReply,
     LeaveRequested,
-    Membership,
     NodeFacts,
+    NodeMembership,
     Orders,
     RendezvousBound,
     ReportedEvent,
@@ -138,7 +138,7 @@ class Fleet:
         """Set when there may be orders; a fresh event after each time."""
         return self._news
 
-    def node_joined(self, membership: Membership, facts: NodeFacts) -> None:
+    def node_joined(self, membership: NodeMembership, facts: NodeFacts) -> None:
         """A node has joined; its agent is still starting."""
         assert self.table is not None
         self._remote[membership.node] = RemoteExecutor(self.table, membership, self.wake, self._agent.on_event)
@@ -147,7 +147,7 @@ class Fleet:
         self.emit("node_joined", node=membership.node, node_epoch=membership.epoch, **fields)
         self._log.info("node joined", node=str(membership), host=facts.host)
 
-    def agent_started(self, membership: Membership) -> None:
+    def agent_started(self, membership: NodeMembership) -> None:
         """The node's agent takes orders: slots can be placed on it from now on."""
         self._agent.post(NodeJoined(self._capacity[membership.node]))
 
@@ -172,7 +172,7 @@ class Fleet:
         )
         self._changed.set()
 
-    def apply_report(self, membership: Membership, items: Sequence[Item]) -> None:
+    def apply_report(self, membership: NodeMembership, items: Sequence[Item]) -> None:
         """Apply the items of a node's report."""
         executor = self._remote.get(membership.node)
         if executor is None or executor.membership != membership:
@@ -311,7 +311,7 @@ class NodeListener:
             membership=membership, config=self._config, system=self._system, lease_s=self._table.lease_s, stop_s=STOP_S
         )
 
-    async def orders(self, membership: Membership, since: int, addresses_version: int, wait_s: float) -> Orders:
+    async def orders(self, membership: NodeMembership, since: int, addresses_version: int, wait_s: float) -> Orders:
         self._heard(membership)
         deadline = time.monotonic() + min(max(0.0, wait_s), MAX_WAIT_S)
         while True:
@@ -324,18 +324,18 @@ class NodeListener:
                 async with asyncio.timeout(left_s):
                     await news.wait()
 
-    async def report(self, membership: Membership, first: int, items: list[Item]) -> int:
+    async def report(self, membership: NodeMembership, first: int, items: list[Item]) -> int:
         self._heard(membership)
         known = self._table.report(membership, first, len(items))
         self._fleet.apply_report(membership, items[known:])
         return first + len(items) - 1
 
-    async def leave(self, membership: Membership, reason: str) -> None:
+    async def leave(self, membership: NodeMembership, reason: str) -> None:
         departure = self._table.leave(membership, reason)
         if departure is not None:
             self._fleet.node_gone(departure, lost=False)
 
-    def _heard(self, membership: Membership) -> None:
+    def _heard(self, membership: NodeMembership) -> None:
         try:
             first = self._table.renew(membership, time.monotonic())
         except StaleEpoch as error:

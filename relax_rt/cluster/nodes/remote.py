@@ -11,7 +11,7 @@ from relax_rt.cluster.nodes.api import (
     DumpSlot,
     InjectSlot,
     KillSlot,
-    Membership,
+    NodeMembership,
     Order,
     RendezvousBound,
     SlotEvent,
@@ -37,7 +37,11 @@ class RemoteExecutor:
     """
 
     def __init__(
-        self, table: NodeTable, membership: Membership, wake: Callable[[], None], on_event: Callable[[SlotEvent], None]
+        self,
+        table: NodeTable,
+        membership: NodeMembership,
+        wake: Callable[[], None],
+        on_event: Callable[[SlotEvent], None],
     ) -> None:
         self.node = membership.node
         self.membership = membership

@@ -15,7 +15,16 @@ from typing import Literal
 
 import msgspec
 
-from relax_rt.cluster.nodes.api import HEAD, MAX_ITEMS, NODES_PROTOCOL, Membership, NameTaken, NodeFacts, Order, Orders
+from relax_rt.cluster.nodes.api import (
+    HEAD,
+    MAX_ITEMS,
+    NODES_PROTOCOL,
+    NameTaken,
+    NodeFacts,
+    NodeMembership,
+    Order,
+    Orders,
+)
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 
 STOP_S = 2.0
@@ -41,7 +50,7 @@ def patience_s(lease_s: float) -> float:
 class NodeInfo(msgspec.Struct, frozen=True):
     """A node for display; `seen` is the head's clock at its last call."""
 
-    membership: Membership
+    membership: NodeMembership
     state: Literal["alive", "leaving", "lost", "left"]
     facts: NodeFacts
     seen: float
@@ -51,12 +60,12 @@ class NodeInfo(msgspec.Struct, frozen=True):
 class Departure(msgspec.Struct, frozen=True):
     """A node that left or was lost, and why: everything that ran there is dead, or fenced."""
 
-    membership: Membership
+    membership: NodeMembership
     reason: str
 
 
 class _Entry:
-    def __init__(self, membership: Membership, facts: NodeFacts, token: str, now: float) -> None:
+    def __init__(self, membership: NodeMembership, facts: NodeFacts, token: str, now: float) -> None:
         self.membership, self.facts, self.token = membership, facts, token
         self.state: Literal["alive", "leaving", "lost", "left"] = "alive"
         self.seen = now
@@ -97,7 +106,7 @@ class NodeTable:
         """Every node that is there, and the last ones that are gone."""
         return [node.view() for node in self._nodes.values()]
 
-    def join(self, facts: NodeFacts, token: str, now: float) -> tuple[Membership, bool]:
+    def join(self, facts: NodeFacts, token: str, now: float) -> tuple[NodeMembership, bool]:
         """Admit a node; returns its membership and whether it is new (else the same attempt asked twice).
 
         Raises:
@@ -121,7 +130,7 @@ class NodeTable:
         if sum(node.present for node in self._nodes.values()) >= MAX_NODES:
             raise Refused(f"node {facts.name!r}", why=f"{MAX_NODES} nodes have joined already")
         self._epoch += 1
-        membership = Membership(self.run_id, facts.name, self._epoch)
+        membership = NodeMembership(self.run_id, facts.name, self._epoch)
         self._nodes.pop(facts.name, None)
         self._nodes[facts.name] = _Entry(membership, facts, token, now)
         gone = [name for name, node in self._nodes.items() if not node.present]
@@ -129,7 +138,7 @@ class NodeTable:
             del self._nodes[name]
         return membership, True
 
-    def renew(self, membership: Membership, now: float) -> bool:
+    def renew(self, membership: NodeMembership, now: float) -> bool:
         """Renew a node's lease; True if this is the first call of its agent: from now on it can be given orders.
 
         Raises:
@@ -147,7 +156,7 @@ class NodeTable:
         node.orders.append(order)
         return True
 
-    def orders(self, membership: Membership, since: int, addresses_version: int) -> Orders | None:
+    def orders(self, membership: NodeMembership, since: int, addresses_version: int) -> Orders | None:
         """The orders and addresses that a node does not have yet; None when there are none.
 
         Raises:
@@ -164,7 +173,7 @@ class NodeTable:
             return None
         return Orders(since + 1, items, self.addresses_version, dict(self.addresses) if changed else None)
 
-    def report(self, membership: Membership, first: int, count: int) -> int:
+    def report(self, membership: NodeMembership, first: int, count: int) -> int:
         """Accept a report of items `first` to `first + count - 1`; returns how many of the first are known already.
 
         Raises:
@@ -180,7 +189,7 @@ class NodeTable:
         node.reported = max(node.reported, first + count - 1)
         return known
 
-    def reported(self, membership: Membership) -> int:
+    def reported(self, membership: NodeMembership) -> int:
         """Number of the last item reported by the node."""
         return self._present(membership).reported
 
@@ -194,7 +203,7 @@ class NodeTable:
             del self.addresses[slot]
         self.addresses_version += 1
 
-    def request_leave(self, membership: Membership, reason: str) -> bool:
+    def request_leave(self, membership: NodeMembership, reason: str) -> bool:
         """A node wants to leave; it stays responsible for what runs on it. False when that was known already."""
         node = self._present(membership)
         if node.state == "leaving":
@@ -202,12 +211,12 @@ class NodeTable:
         node.state, node.reason = "leaving", reason
         return True
 
-    def is_leaving(self, membership: Membership) -> bool:
+    def is_leaving(self, membership: NodeMembership) -> bool:
         """Whether a node wants to leave and has not left yet."""
         node = self._nodes.get(membership.node)
         return node is not None and node.membership == membership and node.state == "leaving"
 
-    def leave(self, membership: Membership, reason: str) -> Departure | None:
+    def leave(self, membership: NodeMembership, reason: str) -> Departure | None:
         """A node has left: nothing of the run lives on it. None when it was not there."""
         try:
             node = self._present(membership)
@@ -236,7 +245,7 @@ class NodeTable:
         node.orders.clear()
         return Departure(node.membership, reason)
 
-    def _present(self, membership: Membership) -> _Entry:
+    def _present(self, membership: NodeMembership) -> _Entry:
         node = self._nodes.get(membership.node)
         if node is None or node.membership != membership or not node.present:
             if membership.run_id != self.run_id:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from relax_rt.cluster.nodes.api import (
     BindRendezvous,
-    Membership,
     NodeFacts,
+    NodeMembership,
     ReportedEvent,
     SlotAddress,
     StopSlot,
@@ -31,7 +31,7 @@ def facts(name: str = "b", **fields: int) -> NodeFacts:
     return NodeFacts(name=name, host="10.0.0.2", **fields)  # type: ignore[arg-type]
 
 
-def head_with(name: str = "b") -> tuple[NodeTable, Membership]:
+def head_with(name: str = "b") -> tuple[NodeTable, NodeMembership]:
     head = NodeTable("run1", LEASE_S, 0.0)
     membership, new = head.join(facts(name), "t", 0.0)
     assert new
@@ -95,7 +95,7 @@ def test_a_node_whose_agent_has_not_begun_yet_has_more_time() -> None:
 def test_a_seat_of_an_earlier_run_is_fenced() -> None:
     head, membership = head_with()
     with pytest.raises(StaleEpoch, match="run run0 is over"):
-        head.renew(Membership("run0", membership.node, membership.epoch), 0.0)
+        head.renew(NodeMembership("run0", membership.node, membership.epoch), 0.0)
 
 
 def test_a_pause_of_the_head_loses_nobody() -> None:

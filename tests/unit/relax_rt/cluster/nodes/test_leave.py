@@ -13,7 +13,7 @@ import structlog
 
 from relax_rt.cluster.join import Joiner, JoinRequest
 from relax_rt.cluster.nodes.agent import EXIT_FAULT, NodeAgent
-from relax_rt.cluster.nodes.api import JoinReply, Membership
+from relax_rt.cluster.nodes.api import JoinReply, NodeMembership
 from relax_rt.cluster.nodes.join_key import make_key, read_key
 from relax_rt.cluster.nodes.membership import JoinRecord, MembershipEnd
 from relax_rt.config.schema import RunConfig
@@ -21,7 +21,7 @@ from relax_rt.process import procfs
 from relax_rt.supervision.local import LocalExecutor
 from relax_rt.supervision.rundir import RunPaths
 
-MEMBERSHIP = Membership("cafe0002", "b", 1)
+MEMBERSHIP = NodeMembership("cafe0002", "b", 1)
 STUCK = [4242]
 
 
@@ -32,7 +32,7 @@ class Around:
         self.left = left
         self.calls: list[str] = []
 
-    async def leave(self, membership: Membership, reason: str) -> None:
+    async def leave(self, membership: NodeMembership, reason: str) -> None:
         self.calls.append("leave")
 
     def emit(self, kind: str, **fields: Any) -> None:
@@ -88,7 +88,7 @@ def test_the_joining_process_leaves_only_when_nothing_is_left(
     joiner = Joiner(request, said.append)
     around = Around(left)
 
-    async def take_leave(membership: Membership, reason: str) -> None:
+    async def take_leave(membership: NodeMembership, reason: str) -> None:
         await around.leave(membership, reason)
 
     held = os.open(tmp_path, os.O_RDONLY)
