@@ -85,8 +85,9 @@ class QueueClient:
     """One incarnation's client of the TransferQueue, for one event loop. Use it as an async context manager.
 
     Every changing call carries a sequence number and is sent again, with the same number, while the broker cannot be
-    reached, for up to patience_s: the broker recognises it and answers as before (see NumberedCalls). A put or completion
-    goes to its end in the background when its caller is cancelled; what a cancelled admit or lease was granted is released.
+    reached, for up to patience_s: the broker recognises it and answers as before (see NumberedCalls). A put or
+    completion goes to its end in the background when its caller is cancelled; what a cancelled admit or lease was
+    granted is released.
 
     Args:
         api: the broker's interface.
@@ -103,7 +104,7 @@ class QueueClient:
         fetch_s: how long a lease waits for such a payload before it releases the samples and asks for others: their
             owner may be dead, and the broker about to hear of it. 0: for the length of the lease, then it fails.
         on_lost: gets ids of groups that are no longer this incarnation's (lapsed or revoked): stop working on them.
-        on_wait: gets the reason of a wait, and an empty string when none is left; for the role's progress. WaitingCalls for
+        on_wait: gets the reason of a wait, and an empty string when none is left; for the role's progress. Waits for
             work (admit and lease) are not reported: whoever makes these knows whether there is other work.
     """
 
