@@ -25,7 +25,7 @@ from relax_rt.cluster.nodes.api import DOOR, Facts, HeadApi, NameTaken, Seat
 from relax_rt.cluster.nodes.keys import ENVIRONMENT, FILE, curve_keys, read_key, write_key
 from relax_rt.cluster.nodes.machine import count_gpus, physical_mib
 from relax_rt.cluster.nodes.seat import End, Taken, node_paths, read_end, write_seat
-from relax_rt.config.listen import check_listen
+from relax_rt.config.checks import check_listen
 from relax_rt.config.version import VERSION
 from relax_rt.process import procfs
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, clean_stale_runs, update_run

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
+import socket
 from pathlib import Path
 
-from relax_rt.config.listen import check_door
-from relax_rt.config.problems import Problem
+from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RestartTable, RoleSettings, RunConfig
+from relax_rt.transport.rpc.address import parse_address
+from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 RESERVED_ENV = "RELAX_"
 """Prefix of the variables by which the agent speaks to a role's process."""
+LISTEN: KeyPath = ("supervision", "nodes", "listen")
+LOCK = "lock"
+"""In the run directory, locked as long as its run lives."""
 
 
 def check_runtime(config: RunConfig, *, here: bool = True) -> list[Problem]:
@@ -23,7 +29,7 @@ def check_runtime(config: RunConfig, *, here: bool = True) -> list[Problem]:
         here: the run is to be started on this machine, so that folders and interpreters must be there.
     """
     problems = [*_check_restart(config.supervision.restart), *_check_queue(config)]
-    problems += [*_check_run_dir(config), *check_door(config)] if here else []
+    problems += [*_check_run_dir(config), *_check_listener(config)] if here else []
     for kind, settings in config.roles.items():
         problems += _check_role(kind, settings, here=here)
     return problems
@@ -93,3 +99,57 @@ def _check_role(kind: str, settings: RoleSettings, *, here: bool = True) -> list
             message = f"variables that begin with {RESERVED_ENV} belong to the runtime"
             problems.append(Problem((*path, "env", name), message, at="key"))
     return problems
+
+
+def check_listen(listen: str) -> str:
+    """HOST:PORT as an address.
+
+    Raises:
+        AddressError: it is none.
+        Refused: it is every address of this machine: roles tell others where they listen, so it must be one of them.
+    """
+    address = parse_address(listen if "://" in listen else f"tcp://{listen}")
+    if address.scheme != "tcp":
+        raise Refused(f"listening on {listen}", why="other nodes come by tcp", hint="use HOST:PORT")
+    if address.host in ("*", "0.0.0.0", "::"):
+        why = "roles tell other nodes where they listen, so it must be one address that these reach"
+        raise Refused(f"listening on {listen}", why=why, hint="use the address of the network between the nodes")
+    return str(address)
+
+
+def _check_listener(config: RunConfig) -> list[Problem]:
+    """What keeps the head from listening on this machine: it is tried, unless the run that may listen there lives."""
+    listen = config.supervision.nodes.listen
+    if not listen:
+        return []
+    try:
+        address = parse_address(check_listen(listen))
+    except RelaxError as error:
+        return [Problem(LISTEN, error.what + (f": {error.why}" if error.why else ""), error.hint)]
+    if _is_running(Path(config.run.dir)):
+        return []
+    try:
+        # Numeric or a name, of either family; the listener itself takes the first as well.
+        family, kind, _, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(place)
+            listener.listen()
+    except OSError as error:
+        hint = "use HOST:PORT with an address of this machine and a free port (0: any)"
+        return [Problem(LISTEN, f"nothing can listen on {listen}: {error.strerror or error}", hint)]
+    return []
+
+
+def _is_running(run_dir: Path) -> bool:
+    try:
+        fd = os.open(run_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
