@@ -142,7 +142,7 @@ class EnvRole(RLRole[EnvSettings]):
         from relax_rt.roles.agentic.loading import load_factory
         from relax_rt.roles.agentic.speech import load_chat, speech_of
         from relax_rt.roles.agentic.tasks import load_tasks
-        from relax_rt.roles.base.locations import model_folder
+        from relax_rt.roles.base.role import model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
         from relax_rt.roles.rollout.engines.routing import sparse_layers
         from relax_rt.roles.rollout.engines.settings import RolloutSettings
@@ -296,7 +296,6 @@ class EnvRole(RLRole[EnvSettings]):
 
     async def _work(self) -> None:
         """Evaluate what is due, else play for the trainer, until the last weights are evaluated."""
-        from relax_rt.roles.base.final import is_final
 
         self.ctx.progress.waiting("the first committed weights")
         while True:
@@ -313,7 +312,7 @@ class EnvRole(RLRole[EnvSettings]):
             self._begun = True
             if not last:
                 await self._admit_until_news()
-            elif await is_final(self.ctx, record):
+            elif await self.is_final(record):
                 return
 
     async def _wait_for_the_first_slot(self, record: VersionRecord) -> None:

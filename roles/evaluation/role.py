@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.base.locations import MODEL_CODE
-from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.base.role import MODEL_CODE, RLRole
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.evaluation.settings import EvaluationTable, EvaluatorSettings
 from relax_rt.roles.rewards.settings import RewardTable
@@ -82,7 +81,7 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
         await self.engine.start(self.asker.arrive, self.failure)
 
     def _load(self) -> None:
-        from relax_rt.roles.base.locations import model_folder
+        from relax_rt.roles.base.role import model_folder
         from relax_rt.roles.data.source import PromptSource
         from relax_rt.roles.models.tokenizer import load_tokenizer
         from relax_rt.roles.rollout.engines import make_engine
@@ -136,7 +135,6 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self) -> None:
-        from relax_rt.roles.base.final import is_final
         from relax_rt.roles.evaluation.branch import Branch
         from relax_rt.roles.training.publication.follower import committed_versions
 
@@ -152,7 +150,7 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
                 course.when(record.step, record.version) for course in self.courses.values()
             ) and await self.follower.follow(record):
                 await self._evaluate_all(record)
-            if record.step >= self.table(AlgorithmTable).steps and await is_final(self.ctx, record):
+            if record.step >= self.table(AlgorithmTable).steps and await self.is_final(record):
                 return
 
     async def _evaluate_all(self, record: VersionRecord) -> None:

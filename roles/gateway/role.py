@@ -137,7 +137,7 @@ class GatewayRole(RLRole[GatewaySettings]):
 
     def _load(self) -> None:
         from relax_rt.roles.agentic.speech import Speech, load_chat
-        from relax_rt.roles.base.locations import model_folder
+        from relax_rt.roles.base.role import model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
 
         table, folder = self.settings, model_folder(self.ctx)

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.agentic.settings import env_settings
-from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.progress import without_retired
-from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.base.role import MODEL_CODE, RLRole
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.rollout.engines.settings import RolloutSettings, SamplingTable
 from relax_rt.roles.rollout.engines.turns import Gate
@@ -116,7 +115,7 @@ class RolloutRole(RLRole[RolloutSettings]):
         await self.engine.start(self._arrive, self._engine_failed)
 
     def _load(self) -> None:
-        from relax_rt.roles.base.locations import model_folder
+        from relax_rt.roles.base.role import model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
         from relax_rt.roles.rollout.engines import make_engine
         from relax_rt.roles.rollout.samples import SampleMaker

@@ -54,7 +54,7 @@ class PromptChoices:
             Refused: the sampler is unknown or wrong.
             RelaxError: bad data.
         """
-        from relax_rt.roles.base.locations import model_folder
+        from relax_rt.roles.base.role import model_folder
         from relax_rt.roles.data.source import Places, PromptSource
         from relax_rt.roles.models.tokenizer import load_tokenizer
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from relax_rt.roles.base.columns import read_sample
-from relax_rt.roles.base.sample import Sample, content_digest
+from relax_rt.roles.base.sample import Sample, content_digest, read_sample
 from relax_rt.roles.training.algorithms.own import OwnPartFailed
 from relax_rt.roles.training.algorithms.tensors import Metrics
 from relax_rt.transport.rpc.errors import RelaxError

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.base.locations import MODEL_CODE
-from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.base.role import MODEL_CODE, RLRole
 from relax_rt.roles.models.settings import ModelTable
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 

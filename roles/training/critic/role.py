@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.base.locations import MODEL_CODE
-from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.base.role import MODEL_CODE, RLRole
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.critic.settings import CriticSettings
 
@@ -46,7 +45,7 @@ class CriticRole(RLRole[CriticSettings]):
         self.ctx.serve(CriticApi, CriticService(model, self._working, self._report))
 
     def _load(self) -> CriticModel:
-        from relax_rt.roles.base.locations import model_folder
+        from relax_rt.roles.base.role import model_folder
         from relax_rt.roles.models.device import open_device
         from relax_rt.roles.models.opening import refused_for_good
         from relax_rt.roles.training.budget import Budget

@@ -10,7 +10,6 @@ from pathlib import Path
 from relax_rt.cluster.nodes.api import HEAD
 from relax_rt.cluster.nodes.links import Links
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.base.locations import config_dir
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.training.publication.place import stage_folder
 from relax_rt.roles.training.publication.settings import PublicationTable
@@ -37,7 +36,7 @@ _FELL = (Gone, Corrupt, Unreachable, DeadlineExceeded, OutOfSpace)
 def files_folder(ctx: RoleContext) -> Path | None:
     """Where the run's versions lie as files, if they do."""
     named = ctx.config.table(PublicationTable).directory
-    return None if named is None else config_dir(ctx) / Path(named).expanduser() / ctx.run_id
+    return None if named is None else Path(ctx.config.config_dir) / Path(named).expanduser() / ctx.run_id
 
 
 def source_for(ctx: RoleContext) -> MakeSource:

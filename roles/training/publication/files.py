@@ -14,7 +14,7 @@ from pathlib import Path
 
 from relax_rt.config.problems import BadInput
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.base.locations import model_folder
+from relax_rt.roles.base.role import model_folder
 from relax_rt.roles.training.publication.carriers import files_folder
 from relax_rt.roles.training.publication.place import stage_folder
 from relax_rt.roles.training.publication.settings import PublicationTable

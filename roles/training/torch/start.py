@@ -9,7 +9,7 @@ import torch
 from relax_rt.config.schema import RunConfig
 from relax_rt.hosting.gang import Gang
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.base.locations import model_folder
+from relax_rt.roles.base.role import model_folder
 from relax_rt.roles.models.device import open_device
 from relax_rt.roles.models.opening import refused_for_good
 from relax_rt.roles.rollout.engines.settings import SamplingTable

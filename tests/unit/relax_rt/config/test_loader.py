@@ -237,9 +237,9 @@ def test_numbers_are_not_coerced_but_integers_are_numbers(write: Callable[[str],
     )
     assert isinstance(config, RLConfig)
     assert math.isinf(config.algorithm.max_staleness)
-    config = load_config(write(MINIMAL + "[algorithm]\nmax_staleness = 3\nadam_betas = [0, 1]\n"))
+    config = load_config(write(MINIMAL + "[algorithm]\nmax_staleness = 3\nadam_betas = [0, 0.5]\n"))
     assert isinstance(config, RLConfig)
-    assert config.algorithm.adam_betas == (0.0, 1.0)
+    assert config.algorithm.adam_betas == (0.0, 0.5)
     for wrong in ("seed = '1'", "seed = 1.0", "seed = true", "job = 1"):
         assert one(write(MINIMAL.replace("[model]", f"{wrong}\n[model]"))).message.startswith("run.")
 
