@@ -2,7 +2,7 @@
 
     async with relax_rt.Runtime.from_toml("roles.toml") as run:
         async with run.router() as router:          # tokens of the run's engines
-            outcome = await router.generate(Wanted(prompt=(1, 2, 3)))
+            outcome = await router.generate(GenerationRequest(prompt=(1, 2, 3)))
         async for step in run.records("step"):      # until the run ends
             print(step["step"], step["reward_mean"])
         print(await run.wait())

@@ -9,7 +9,7 @@ from pathlib import Path
 import relax_rt
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
-from relax_rt.roles.rollout.router import Wanted
+from relax_rt.roles.rollout.router import GenerationRequest
 
 HERE = Path(__file__).parent
 
@@ -20,7 +20,7 @@ async def add(run: relax_rt.Runtime, question: str) -> str:
     prompt = tokenizer.render([{"role": "user", "content": question}])
     async with run.router() as router:
         outcome = await router.generate(
-            Wanted(prompt=tuple(prompt), temperature=0.0, max_new_tokens=5, stop_ids=tokenizer.stop_ids)
+            GenerationRequest(prompt=tuple(prompt), temperature=0.0, max_new_tokens=5, stop_ids=tokenizer.stop_ids)
         )
     return tokenizer.decode(outcome.tokens)
 

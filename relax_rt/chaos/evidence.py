@@ -36,7 +36,7 @@ def gather(run_dir: Path) -> Evidence:
     """
     run, ended, status = _how_it_is(run_dir)
     has_journal, writes, journal_error = queue_writes(run_dir / "queue", patient=not ended)
-    records: dict[str, list[dict[str, Any]]] = {"step": [], "made": [], "evaluation": []}
+    records: dict[str, list[dict[str, Any]]] = {"step": [], "produced": [], "evaluation": []}
     for record in read_metrics(run_dir):
         if record.get("kind") in records:
             records[record["kind"]].append(record)
@@ -45,7 +45,7 @@ def gather(run_dir: Path) -> Evidence:
         events=list(read_events(run_dir)),
         complete=not closed or int(closed[0].stem.rpartition("-")[2]) == FIRST_SEGMENT,
         steps=records["step"],
-        made=records["made"],
+        made=records["produced"],
         evaluations=records["evaluation"],
         writes=writes,
         has_journal=has_journal,

@@ -135,7 +135,7 @@ def _let_go(events: list[Event], life: Life) -> bool:
             continue
         if kind in ("run_draining", "agent_died", "run_ended"):
             return True
-        if kind in ("slot_given_up", "drained", "scaled", "node_lost") and (
+        if kind in ("slot_given_up", "slot_drained", "scaled", "node_lost") and (
             life.slot in (event.get("slot"), event.get("what")) or role in (event.get("role"), event.get("what"))
         ):
             return True
@@ -202,7 +202,7 @@ def _late_in_registry(evidence: Evidence) -> Found:
         epoch = int(event.get("epoch", 0) or 0)
         if kind == "epoch_issued":
             newest[slot] = (epoch, number)
-        elif kind in ("announced", "version_issued", "version_committed") and slot in newest:
+        elif kind in ("slot_announced", "version_issued", "version_committed") and slot in newest:
             yield 1
             if epoch < newest[slot][0]:
                 what = f"the registry accepted '{kind}' of {slot}#{epoch} after epoch {newest[slot][0]} was issued"

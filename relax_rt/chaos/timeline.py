@@ -183,7 +183,7 @@ def begun(events: Sequence[Event]) -> set[int]:
     for number, event in enumerate(events):
         if event.get("kind") == "fault_injected":
             found[number] = event
-        elif event.get("kind") == "fault_begun":
+        elif event.get("kind") == "fault_started":
             told.add(_asked_for(event, found))
     return told - {-1}
 

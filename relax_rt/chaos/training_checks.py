@@ -16,7 +16,7 @@ Found = Iterator[int | Breach]
 ROOT = 0
 TRAINER = "trainer/0"
 """Of a gang, the rank that writes checkpoints and takes them."""
-REFUSED = ("checkpoint_damaged", "checkpoint_set_aside")
+REFUSED = ("checkpoint_damaged", "checkpoint_quarantined")
 FINAL = ("config", "given_up")
 """Kinds of an end after which the run waits for a person."""
 OF_CHECKPOINTS = ("checkpoint ", "none of the checkpoints ")

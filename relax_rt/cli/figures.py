@@ -60,7 +60,7 @@ class EmptySteps(msgspec.Struct, frozen=True):
 def empty_steps(run_dir: Path) -> EmptySteps | None:
     """Return the newest steps if they trained nothing, by the record of the newest one; None if it trained."""
     steps = [record for record in _metrics(run_dir, STEP_LOOK_BACK_BYTES) if record.get("kind") == "step"]
-    if not steps or not (why := steps[-1].get("empty_why")):
+    if not steps or not (why := steps[-1].get("empty_reason")):
         return None
     return EmptySteps(int(steps[-1].get("empty_steps", 0)), int(steps[-1].get("step", 0)), str(why))
 

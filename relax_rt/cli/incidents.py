@@ -102,7 +102,7 @@ class _Left:
     def __init__(self, at: float, holder: str) -> None:
         self.at, self.holder = at, holder
         self.groups: set[object] = set()
-        self.sequences = self.begun = self.tokens = self.lost = self.taken = 0
+        self.sequences = self.partial = self.tokens = self.lost = self.resumed = 0
         self.incident: Incident | None = None
         self.line = ""
 
@@ -112,9 +112,9 @@ class _Left:
             return
         lines, before = self.incident.affected, self.line
         self.line = f"{count(self.sequences)} sequences were left unfinished, "
-        self.line += f"{count(self.begun)} of them with {count(self.tokens)} tokens in the journal"
+        self.line += f"{count(self.partial)} of them with {count(self.tokens)} tokens in the journal"
         self.line += f", {count(self.lost)} tokens lost" if self.lost else ""
-        self.line += f"; {count(self.taken)} are gone on with behind these" if self.taken else ""
+        self.line += f"; {count(self.resumed)} were resumed from these" if self.resumed else ""
         if before in lines:
             lines[lines.index(before)] = self.line
         elif len(lines) < MAX_LINES:
@@ -172,7 +172,7 @@ class Incidents:
                 self._injected(at, slot, event)
             case "first_work":
                 self._worked(at, str(event.get("by", "")).partition("#")[0], str(event.get("what", "")))
-            case "group_reopened" | "groups_left" | "group_gone_on_with":
+            case "group_reopened" | "groups_released" | "group_resumed":
                 self._leaves(at, kind, event)
             case _:
                 self._policy(kind, slot, event)
@@ -256,12 +256,12 @@ class Incidents:
     def _leaves(self, at: float, kind: str, event: dict[str, Any]) -> None:
         """What a dead role had begun, by the queue's word, and what becomes of it."""
         number = {key: value for key, value in event.items() if isinstance(value, int)}
-        if kind == "group_gone_on_with":
+        if kind == "group_resumed":
             tokens = [n for n in event.get("tokens") or [] if isinstance(n, int)]
             left = next((one for one in reversed(self._left) if event.get("group") in one.groups), None)
             if left is not None:
                 left.groups.discard(event.get("group"))
-                left.taken += sum(n > 0 for n in tokens)
+                left.resumed += sum(n > 0 for n in tokens)
                 left.tell()
             return
         returned = event.get("state") == "dropped(returned)" and event.get("why") != LEFT
@@ -275,12 +275,12 @@ class Incidents:
             known = [one.incident for one in [*self._open.values(), *self._settling] if slot in one.incident.slots]
             left.incident = known[0] if known else None
             self._left.append(left)
-        if kind == "groups_left":
+        if kind == "groups_released":
             left.lost += number.get("tokens_lost", 0)
         else:
             left.groups.add(event.get("group"))
             left.sequences += number.get("missing", 0)
-            left.begun += number.get("begun", 0)
+            left.partial += number.get("partial", 0)
             left.tokens += number.get("tokens", 0)
         left.tell()
 
@@ -314,7 +314,7 @@ class Incidents:
             case "slot_given_up":
                 one.say(lines, f"escalated: given up, {event.get('left', '?')} others go on, as it {reason}")
                 self._open.pop(slot, None)
-            case "slot_without_room" | "slot_waiting_for_node":
+            case "slot_unplaced" | "slot_waiting_for_node":
                 one.say(lines, f"waits for room: {reason}")
             case "spawned_without_zygote":
                 one.say(lines, f"started without the zygote: {reason}")

@@ -19,10 +19,10 @@ from relax_rt.cluster.nodes.checks import check_nodes
 from relax_rt.cluster.nodes.keys import FILE as JOIN_KEY
 from relax_rt.cluster.nodes.keys import make_key, read_key, write_key
 from relax_rt.config.job import Job, load_job
-from relax_rt.config.loader import config_digest, load_config, write_resolved
+from relax_rt.config.loader import SYSTEM_ROLES, config_digest, load_config, write_resolved
 from relax_rt.config.schema import RunConfig
 from relax_rt.supervision import control
-from relax_rt.supervision.plan import SYSTEM_ROLES, plan_roles
+from relax_rt.supervision.plan import plan_roles
 from relax_rt.supervision.rundir import (
     LOCK,
     RESOLVED_CONFIG,
@@ -200,7 +200,7 @@ def lock_run_dir(run_dir: Path) -> int:
         The descriptor that holds the lock.
 
     Raises:
-        RelaxError: the directory cannot be written, or is in use.
+        RelaxError: the directory cannot be written, is in use, or has another format.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -219,6 +219,12 @@ def lock_run_dir(run_dir: Path) -> int:
             why=f"run {run.get('run_id', '?')}, status {run.get('status', '?')}",
             hint="end it with `relax-rt down`, or choose another run.name or run.dir",
         ) from error
+    try:
+        if (found := read_run(run_dir)) is not None:
+            control.check_format(run_dir, found)
+    except control.NoRun:
+        os.close(fd)
+        raise
     return fd
 
 
@@ -228,6 +234,7 @@ def _check_same_config(run_dir: Path, digest: str, config: RunConfig) -> None:
         if (run_dir / RUN_JSON).exists():
             raise RelaxError(f"{run_dir / RUN_JSON} cannot be read", hint="move the run directory away")
         return
+    control.check_format(run_dir, run)
     if run.get("config_digest", digest) != digest:
         changed = _changed(run_dir / RESOLVED_CONFIG, config)
         job = load_job(config.run.job)

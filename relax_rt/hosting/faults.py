@@ -21,7 +21,7 @@ class Faults:
     """Does harm to this process. `carry_out` is called on the thread that listens to the agent.
 
     Args:
-        tell: gets ``fault_begun`` or ``fault_failed`` with its fields: who asked for a fault cannot know that there
+        tell: gets ``fault_started`` or ``fault_failed`` with its fields: who asked for a fault cannot know that there
             was one.
     """
 
@@ -43,7 +43,7 @@ class Faults:
             self._failed(order.kind, str(error) or type(error).__name__)
 
     def _begun(self, kind: str) -> None:
-        self._tell("fault_begun", {"order": kind})
+        self._tell("fault_started", {"order": kind})
 
     def _failed(self, kind: str, why: str) -> None:
         self._log.warning("fault not carried out", fault=kind, why=why)

@@ -12,7 +12,7 @@ from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.broker import Broker
 from relax_rt.transport.queue.ledger.failures import REPORT_EVERY_S
 from relax_rt.transport.queue.ledger.policy import QueueLimits
-from relax_rt.transport.weights.api import STAGE_DIR, StageApi
+from relax_rt.transport.weights.served import STAGE_DIR, StageApi
 
 if TYPE_CHECKING:
     from relax_rt.transport.memory.payload import PayloadServer

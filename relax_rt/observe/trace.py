@@ -17,7 +17,7 @@ MICRO = 1_000_000
 MAX_TRACKS = 16_384
 RUN = "run"
 """Track of what concerns no slot."""
-QUIET = ("epoch_issued", "announced", "version_issued", "run_started")
+QUIET = ("epoch_issued", "slot_announced", "version_issued", "run_started")
 COUNTERS = {"queue": ("outstanding", "payload_bytes"), "rollout": ("tokens_per_s", "running")}
 STEP_PARTS = ("wait_s", "train_s", "publish_s")
 BUILT_IN = ("t", "m", "by", "kind", "slot", "role", "diagnosis")

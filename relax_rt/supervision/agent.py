@@ -1,4 +1,7 @@
-"""The node agent: carries out what the supervisor's core decides, and answers for the run on agent.sock."""
+"""The agent of a run's head: feeds the supervisor, carries out its actions, and serves the run on agent.sock.
+
+cluster/head.py starts it. Every event goes through `Agent.post`, every action through `Agent._carry_out`.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,19 @@ from relax_rt.config.schema import RunConfig
 from relax_rt.observe.events import EventLog
 from relax_rt.process import procfs
 from relax_rt.supervision.api import AgentApi, NodeStatus, RunStatus, SlotStatus, WhereApi
-from relax_rt.supervision.core import InvalidTransition, SlotView, Supervisor
 from relax_rt.supervision.diagnosis import Diagnosis, Kind
-from relax_rt.supervision.executor import Executor, GangOrder, Nodes, StartOrder, gang_orders
+from relax_rt.supervision.executor import (
+    Executor,
+    GangOrder,
+    Nodes,
+    PendingStarts,
+    StartAttempt,
+    StartOrder,
+    gang_orders,
+)
 from relax_rt.supervision.local import KeeperWatch, LocalExecutor, unspawned
-from relax_rt.supervision.notices import AGENT_SLOT, Notices
 from relax_rt.supervision.placement import Placer
-from relax_rt.supervision.plan import RolePlan
+from relax_rt.supervision.plan import RolePlan, check_count
 from relax_rt.supervision.protocol import (
     Action,
     Done,
@@ -50,8 +59,9 @@ from relax_rt.supervision.protocol import (
     Tick,
 )
 from relax_rt.supervision.rundir import RunPaths, owner_of, slot_file, update_run
-from relax_rt.supervision.scaling import check_count
-from relax_rt.supervision.starts import Attempt, Starts
+from relax_rt.supervision.supervisor import InvalidTransition, Supervisor
+from relax_rt.supervision.system_roles import AGENT_SLOT, SystemRoles
+from relax_rt.supervision.tree import SlotView
 from relax_rt.transport.rpc.errors import Refused, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Server, make_hello
@@ -64,7 +74,7 @@ MIB = 1 << 20
 OnState = Callable[[RunStatus], None]
 
 
-class _Life:
+class LiveProcess:
     """What the agent knows of a living process."""
 
     def __init__(self, began: float) -> None:
@@ -74,7 +84,7 @@ class _Life:
 
 
 class Agent:
-    """One run on this node, from its first process to its last.
+    """One run, from its first process to its last. Implements AgentApi, WhereApi and HeadAgent.
 
     Args:
         config: the resolved config.
@@ -100,10 +110,9 @@ class Agent:
         self._absent = absent_kinds(config)
         rules = config.supervision
         plans = nodes.pinned(plans)
-        specs = [spec for plan in plans for spec in plan.specs(rules)]
         self._log = structlog.get_logger()
         self._events = EventLog(paths.run_dir, "agent", config.events.segment_mib * MIB, config.events.keep_segments)
-        self._notices = Notices(paths, has_registry="registry" in self._plans, has_queue="queue" in self._plans)
+        self._system = SystemRoles(paths, has_registry="registry" in self._plans, has_queue="queue" in self._plans)
         self._fleet = nodes
         self._local = LocalExecutor(
             config,
@@ -118,27 +127,32 @@ class Agent:
         )
         nodes.attach(self._local, self, self._events.emit)
         self._placer = Placer([nodes.here])
-        roles = [plan.rules(rules) for plan in plans]
-        self._core = Supervisor(
-            specs, random.Random().random, roles, self._placer, stall_after_s(config), finished(config)
+        self._supervisor = Supervisor(
+            [spec for plan in plans for spec in plan.specs(rules)],
+            random.Random().random,
+            [plan.rules(rules) for plan in plans],
+            self._placer,
+            stall_after_s(config),
+            finished(config),
         )
         self._keeper = KeeperWatch(paths, self._local, self._events.emit)
         self._keeper_pid = keeper_pid
-        self._starts = Starts()
-        self._under_way: dict[Attempt, asyncio.Task[list[tuple[Executor, StartOrder]]]] = {}
-        self._lives: dict[str, _Life] = {}
-        self._nodes: dict[str, str] = {}
+        self._starts = PendingStarts()
+        self._preparing: dict[StartAttempt, asyncio.Task[list[tuple[Executor, StartOrder]]]] = {}
+        self._processes: dict[str, LiveProcess] = {}
+        self._placed: dict[str, str] = {}
+        """The node of each slot's newest start."""
         self._on_state = on_state
         self._began = time.monotonic()
-        self._asked = ""
+        self._end_asked = ""
         self._status = "starting"
         self._interrupts = 0
         self._next_tick = 0.0
-        self._sooner = asyncio.Event()
+        self._tick_earlier = asyncio.Event()
         self._done: asyncio.Future[Done] | None = None
 
     async def run(self) -> Done:
-        """Run to the end; nothing of the run lives when this returns."""
+        """Run to the end; no process of the run lives when this returns."""
         loop = asyncio.get_running_loop()
         self._done = loop.create_future()
         procfs.become_subreaper()
@@ -149,17 +163,17 @@ class Agent:
         if self._keeper_pid:
             self._keeper.watch(self._keeper_pid)
         server = Server(make_hello(self.paths.run_id, Incarnation(AGENT_SLOT, 0)))
-        server.offer(AgentApi, _Desk(self))
+        server.offer(AgentApi, self)
         server.offer(WhereApi, self)
         await server.listen(f"unix://{self.paths.agent_socket}")
         if address := await self._fleet.open(list(self._plans)):
             self._write_status(listen=address)
-        self._notices.start()
+        self._system.start()
         self._events.emit(
             "run_started",
             run_id=self.paths.run_id,
             pid=os.getpid(),
-            slots=[view.slot for view in self._core.view()],
+            slots=[view.slot for view in self._supervisor.view()],
             chosen={key: one.model_dump() for key, one in self.config.chosen.items()},
         )
         background = [
@@ -168,7 +182,7 @@ class Agent:
             asyncio.create_task(self._show(), name="the screen"),
         ]
         for task in background:
-            task.add_done_callback(self._work_ended)
+            task.add_done_callback(self._background_ended)
         self.post(RunStarted())
         try:
             done = await self._done
@@ -178,21 +192,14 @@ class Agent:
         await self._close(server, done)
         return done
 
-    def _work_ended(self, task: asyncio.Task[None]) -> None:
-        """Without its clock or its housekeeping an agent would only seem to watch over its roles."""
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        fault = f"{task.get_name()} has failed: {type(error).__name__}: {error}"
-        self._log.error("supervisor fault", error=fault, exc_info=error)
-        self._events.emit("supervisor_fault", error=fault, trace="".join(traceback.format_exception(error)))
-        self.post(KillRequested(f"fault of the supervisor: {fault}"))
+    # Events in, actions out.
 
     def post(self, event: Event) -> None:
-        """Feed the core and carry out what it answers."""
+        """Feed the supervisor and carry out its actions."""
         if isinstance(event, NodeLost):
             self._forget_node(event.node)
         try:
-            actions = self._core.handle(event, time.monotonic())
+            actions = self._supervisor.handle(event, time.monotonic())
         except InvalidTransition as fault:
             self._log.error("supervisor fault", error=str(fault))
             self._events.emit("supervisor_fault", error=str(fault))
@@ -202,62 +209,55 @@ class Agent:
             return
         for action in actions:
             self._carry_out(action)
-        self._look_at_deadlines()
+        # A deadline before the next tick must not wait for it: a back-off is mostly short.
+        deadline = self._supervisor.next_deadline()
+        if deadline is not None and deadline < self._next_tick:
+            self._tick_earlier.set()
 
     def on_event(self, event: Event) -> None:
-        """Take what an executor tells."""
+        """Take an event of an executor."""
         if isinstance(event, SlotSpawned):
-            self._lives[event.slot] = _Life(time.monotonic())
-        elif isinstance(event, SlotReady) and event.slot in self._lives:
-            life = self._lives[event.slot]
-            life.ready_s = life.ready_s or time.monotonic() - life.began
+            self._processes[event.slot] = LiveProcess(time.monotonic())
+        elif isinstance(event, SlotReady) and event.slot in self._processes:
+            process = self._processes[event.slot]
+            process.ready_s = process.ready_s or time.monotonic() - process.began
         elif isinstance(event, SlotExited):
-            self._lives.pop(event.slot, None)
+            self._processes.pop(event.slot, None)
             if event.diagnosis.failed:
                 self._log.warning("role ended", slot=event.slot, why=str(event.diagnosis))
             if event.diagnosis.pid:
                 who = Incarnation(event.slot, event.diagnosis.epoch)
-                self._notices.ended(who, f"{event.diagnosis.kind}: {event.diagnosis.cause}")
+                self._system.report_exit(who, f"{event.diagnosis.kind}: {event.diagnosis.cause}")
         self.post(event)
-        if isinstance(event, SlotReady):
-            self._tell_running()
-
-    def _forget_node(self, node: str) -> None:
-        """The core knows that whatever was there is gone; starts that no executor knows of are dropped unanswered."""
-        for slot in [slot for slot, at in self._nodes.items() if at == node]:
-            self._lives.pop(slot, None)
-            for attempt in self._starts.forget([slot]):
-                self._cancel(attempt)
-
-    def _tell_running(self) -> None:
-        if self._status == "starting" and all(view.state in ("ready", "ended") for view in self._core.view()):
+        if isinstance(event, SlotReady) and self._status == "starting" and self._all_up():
             self._write_status("running")
 
+    def _all_up(self) -> bool:
+        return all(view.state in ("ready", "ended") for view in self._supervisor.view())
+
     def on_address(self, slot: str, address: str, remote: str) -> None:
-        if slot in self._lives:
-            self._lives[slot].address = address
+        """Take the addresses at which a role serves; empty when it is gone."""
+        if slot in self._processes:
+            self._processes[slot].address = address
         self._fleet.put(slot, remote)
 
     def on_gone(self, slot: str, epoch: int, reason: str) -> None:
-        """A process went with its node."""
-        self._notices.ended(Incarnation(slot, epoch), f"node_lost: {reason}")
-
-    async def where(self, slot: str) -> str:
-        """See WhereApi."""
-        here = self._nodes.get(slot, self._local.node) == self._local.node
-        return f"unix://{self.paths.socket_dir / slot_file(slot, '.sock')}" if here else self._fleet.where(slot)
+        """Take the loss of a process with its node."""
+        self._system.report_exit(Incarnation(slot, epoch), f"node_lost: {reason}")
 
     def _carry_out(self, action: Action) -> None:
         match action:
             case Start():
-                self._begin([action])
+                self._begin_start([action])
             case StartGang(ranks=ranks):
-                self._begin(ranks, action)
+                self._begin_start(ranks, action)
             case Stop(slot=slot):
-                if executor := self._reach(unspawned(slot, 0, "clean", "called off before it was started")):
+                if executor := self._executor_or_call_off(
+                    unspawned(slot, 0, "clean", "called off before it was started")
+                ):
                     executor.stop(slot)
             case Kill(slot=slot, kind=kind, reason=reason):
-                if executor := self._reach(unspawned(slot, 0, kind, reason)):
+                if executor := self._executor_or_call_off(unspawned(slot, 0, kind, reason)):
                     executor.kill(slot, kind, reason)
             case DumpStacks(slot=slot):
                 if executor := self._executor(slot):
@@ -268,36 +268,40 @@ class Agent:
             case Done():
                 assert self._done is not None
                 self._done.set_result(action)
-        if self._core.draining and self._status in ("starting", "running"):
-            self._write_status("draining", reason=self._core.draining)
+        if self._supervisor.draining and self._status in ("starting", "running"):
+            self._write_status("draining", reason=self._supervisor.draining)
 
-    def _begin(self, starts: Sequence[Start], gang: StartGang | None = None) -> None:
+    # Starts: from the decision to the order.
+
+    def _begin_start(self, starts: Sequence[Start], gang: StartGang | None = None) -> None:
         attempt = self._starts.begin(start.slot for start in starts)
-        self._nodes |= {start.slot: start.node for start in starts}
-        task = asyncio.create_task(self._orders(starts, gang))
-        self._under_way[attempt] = task
-        # Not in the task itself: one that is cancelled before its first step never gets to say so.
-        task.add_done_callback(lambda _: self._order(attempt))
+        self._placed |= {start.slot: start.node for start in starts}
+        task = asyncio.create_task(self._prepare_orders(starts, gang))
+        self._preparing[attempt] = task
+        # Not in the task itself: one that is cancelled before its first step never gets to run its code.
+        task.add_done_callback(lambda _: self._hand_over(attempt))
 
-    async def _orders(self, starts: Sequence[Start], gang: StartGang | None) -> list[tuple[Executor, StartOrder]]:
-        """The orders, once the slots have their epochs, and who is to carry them out."""
-        epochs = [await self._notices.issue_epoch(start.slot) for start in starts]
-        places = [None] * len(starts) if gang is None else await self._meet(gang)
+    async def _prepare_orders(
+        self, starts: Sequence[Start], gang: StartGang | None
+    ) -> list[tuple[Executor, StartOrder]]:
+        """Return the orders, once the slots have their epochs, and who carries them out."""
+        epochs = [await self._system.issue_epoch(start.slot) for start in starts]
+        ranks = [None] * len(starts) if gang is None else await self._open_rendezvous(gang)
         orders = [
-            StartOrder(
-                slot=start.slot,
-                epoch=epoch,
-                node=start.node,
-                devices=list(start.devices),
-                gang=place,
-            )
-            for start, epoch, place in zip(starts, epochs, places, strict=True)
+            StartOrder(slot=start.slot, epoch=epoch, node=start.node, devices=list(start.devices), gang=rank)
+            for start, epoch, rank in zip(starts, epochs, ranks, strict=True)
         ]
-        return [(self._at(order.node), order) for order in orders]
+        return [(self._living_executor(order.node), order) for order in orders]
 
-    def _order(self, attempt: Attempt) -> None:
-        """Hand the orders over; from then on their executors answer for the slots."""
-        task = self._under_way.pop(attempt)
+    async def _open_rendezvous(self, gang: StartGang) -> list[GangOrder]:
+        """Return the ranks' orders; the socket at which they meet listens by then."""
+        first = gang.ranks[0]
+        at = await self._living_executor(first.node).rendezvous(first.slot, gang.generation)
+        return gang_orders(gang, at)
+
+    def _hand_over(self, attempt: StartAttempt) -> None:
+        """Give the orders to their executors, which answer for the slots from then on."""
+        task = self._preparing.pop(attempt)
         kind: Kind = "killed"
         cause = "its start was called off"
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -308,126 +312,143 @@ class Agent:
                 executor, order = orders[slot]
                 executor.start(order)
             return
-        for slot, off in self._starts.settle(attempt):
-            self.on_event(SlotExited(slot, off or unspawned(slot, 0, kind, cause)))
+        for slot, called_off in self._starts.settle(attempt):
+            self.on_event(SlotExited(slot, called_off or unspawned(slot, 0, kind, cause)))
 
-    async def _meet(self, gang: StartGang) -> list[GangOrder]:
-        """The ranks' places; the socket at which they meet listens when this returns."""
-        first = gang.ranks[0]
-        at = await self._at(first.node).rendezvous(first.slot, gang.generation)
-        return gang_orders(gang, at)
-
-    def _reach(self, off: Diagnosis) -> Executor | None:
-        """Who can end the slot's process. A start that no executor knows of yet is called off here, with this
+    def _executor_or_call_off(self, diagnosis: Diagnosis) -> Executor | None:
+        """Return who can end the slot's process. A start that no executor knows of yet is called off here, with this
         diagnosis; a gang's as a whole."""
-        if (attempt := self._starts.call_off(off)) is None:
-            return self._executor(off.slot)
+        if (attempt := self._starts.call_off(diagnosis)) is None:
+            return self._executor(diagnosis.slot)
         self._cancel(attempt)
         return None
 
-    def _cancel(self, attempt: Attempt) -> None:
-        """It is settled in a later turn of the loop, or is being settled now."""
-        if (task := self._under_way.get(attempt)) is not None:
+    def _cancel(self, attempt: StartAttempt) -> None:
+        """Cancel its preparation: it is settled in a later turn of the loop, or is being settled now."""
+        if (task := self._preparing.get(attempt)) is not None:
             task.cancel()
 
-    def _executor(self, slot: str) -> Executor | None:
-        """None when its node is lost."""
-        return self._fleet.executor(self._nodes.get(slot, self._local.node))
+    def _forget_node(self, node: str) -> None:
+        """Drop starts on a lost node unanswered: the supervisor knows that whatever was there is gone."""
+        for slot in [slot for slot, at in self._placed.items() if at == node]:
+            self._processes.pop(slot, None)
+            for attempt in self._starts.forget([slot]):
+                self._cancel(attempt)
 
-    def _at(self, node: str) -> Executor:
+    def _executor(self, slot: str) -> Executor | None:
+        """Return the executor of the slot's node; None when that is lost."""
+        return self._fleet.executor(self._placed.get(slot, self._local.node))
+
+    def _living_executor(self, node: str) -> Executor:
         if (executor := self._fleet.executor(node)) is None:
             raise Unreachable(f"node {node!r}", why="it is gone")
         return executor
 
-    def stop(self, reason: str, exit_code: int = 0) -> None:
-        """Drain."""
-        self._asked = self._asked or "stopped"
-        self.post(StopRequested(reason, exit_code))
-
-    def kill(self, reason: str, exit_code: int = 137) -> None:
-        """End everything now."""
-        self._asked = "killed"
-        self.post(KillRequested(reason, exit_code))
+    # Requests: signals, and the interface on agent.sock.
 
     def _install_signals(self, loop: asyncio.AbstractEventLoop) -> None:
+        def stop_on(number: int, reason: str) -> None:
+            loop.add_signal_handler(number, lambda: self._stop(reason, 128 + number))
+
         loop.add_signal_handler(signal.SIGINT, self._interrupted)
-        loop.add_signal_handler(signal.SIGTERM, lambda: self.stop("SIGTERM", 128 + signal.SIGTERM))
-        loop.add_signal_handler(signal.SIGHUP, lambda: self.stop("the terminal was closed", 128 + signal.SIGHUP))
-        # Some servers send it to their parent when they fail; what they leave behind comes to us, the subreaper.
+        stop_on(signal.SIGTERM, "SIGTERM")
+        stop_on(signal.SIGHUP, "the terminal was closed")
+        # Some servers send it to their parent when they fail; their orphans become children of this subreaper.
         loop.add_signal_handler(signal.SIGQUIT, lambda: self._log.warning("SIGQUIT does not end a run; use `down`"))
 
     def _interrupted(self) -> None:
         self._interrupts += 1
         if self._interrupts == 1:
-            self.stop("Ctrl-C", 128 + signal.SIGINT)
+            self._stop("Ctrl-C", 128 + signal.SIGINT)
         else:
-            self.kill("Ctrl-C again", 128 + signal.SIGINT)
+            self._kill("Ctrl-C again", 128 + signal.SIGINT)
 
-    def status(self, done: Done | None = None) -> RunStatus:
-        """How the run does."""
+    def _stop(self, reason: str, exit_code: int = 0) -> None:
+        self._end_asked = self._end_asked or "stopped"
+        self.post(StopRequested(reason, exit_code))
+
+    def _kill(self, reason: str, exit_code: int = 137) -> None:
+        self._end_asked = "killed"
+        self.post(KillRequested(reason, exit_code))
+
+    async def stop(self, reason: str) -> None:
+        """Drain the run."""
+        self._stop(reason or "stop requested")
+
+    async def kill(self, reason: str) -> None:
+        """End every role now."""
+        self._kill(reason or "kill requested")
+
+    async def restart(self, slot: str) -> None:
+        """Restart a slot or a role, or open a drained node again."""
+        if any(node.node == slot and node.state == "leaving" for node in await self.nodes()):
+            raise Refused(f"cannot restart {slot!r}", why="the node is leaving", hint="let it join again")
+        self.post(RestartRequested(slot))
+
+    async def scale(self, kind: str, count: int) -> None:
+        """Change the number of a role's slots."""
+        counts = self._supervisor.counts
+        if counts.get(kind, count) != count and kind in self._plans and self._supervisor.can_scale(kind):
+            cores = sum(node.cores for node in self._placer.nodes)
+            await asyncio.to_thread(check_count, self.config, self._plans.values(), counts, kind, count, cores)
+        self.post(ScaleRequested(kind, count))
+
+    async def drain(self, what: str) -> None:
+        """Drain a slot, a role or a node."""
+        self.post(DrainRequested(what))
+
+    async def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
+        """Inject a fault into a role."""
+        if not self.config.supervision.chaos:
+            raise Refused(f"cannot inject {fault} into {slot}", why="the run has [supervision] chaos = false")
+        if (executor := self._executor(slot)) is None or slot not in self._processes:
+            raise Refused(f"cannot inject {fault} into {slot}", why="the slot has no process now")
+        executor.inject(slot, fault, seconds, amount)
+
+    async def where(self, slot: str) -> str:
+        """Return the address at which a process of this node reaches the slot."""
+        here = self._placed.get(slot, self._local.node) == self._local.node
+        return f"unix://{self.paths.socket_dir / slot_file(slot, '.sock')}" if here else self._fleet.where(slot)
+
+    # Status.
+
+    async def status(self) -> RunStatus:
+        """Return every slot and the state of the run."""
+        return self._run_status()
+
+    async def nodes(self) -> list[NodeStatus]:
+        """Return every node of the run."""
+        return self._node_statuses()
+
+    def _run_status(self, done: Done | None = None) -> RunStatus:
         now = time.monotonic()
         return RunStatus(
             run_id=self.paths.run_id,
             name=self.config.run.name,
             run_dir=str(self.paths.run_dir),
             status=self._status,
-            reason=self._core.draining,
+            reason=self._supervisor.draining,
             agent_pid=os.getpid(),
             uptime_s=now - self._began,
-            slots=[self._slot_status(view, now) for view in self._core.view()],
+            slots=[self._slot_status(view, now) for view in self._supervisor.view()],
             exit_code=done.exit_code if done else None,
             diagnosis=done.diagnosis if done else None,
             first=done.first if done else None,
-            nodes=self.nodes(),
-            roles=[kind for kind, count in self._core.counts.items() if count or kind not in self._absent],
+            nodes=self._node_statuses(),
+            roles=[kind for kind, count in self._supervisor.counts.items() if count or kind not in self._absent],
         )
 
-    async def scale(self, kind: str, count: int) -> None:
-        """Give a role another number of slots.
-
-        Raises:
-            Refused: the config may not have it, the machines have no room for it, or see ScaleRequested.
-        """
-        counts = self._core.counts
-        if counts.get(kind, count) != count and kind in self._plans and self._core.can_scale(kind):
-            cores = sum(node.cores for node in self._placer.nodes)
-            await asyncio.to_thread(check_count, self.config, self._plans.values(), counts, kind, count, cores)
-        self.post(ScaleRequested(kind, count))
-
-    def restart(self, what: str) -> None:
-        """Restart a slot or a role, or open a drained node again.
-
-        Raises:
-            Refused: see RestartRequested; or the node leaves by its own wish.
-        """
-        if any(node.node == what and node.state == "leaving" for node in self.nodes()):
-            raise Refused(f"cannot restart {what!r}", why="the node is leaving", hint="let it join again")
-        self.post(RestartRequested(what))
-
-    def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
-        """Have a role do itself harm.
-
-        Raises:
-            Refused: the run does not allow it, or there is no such fault or process.
-        """
-        if not self.config.supervision.chaos:
-            raise Refused(f"cannot inject {fault} into {slot}", why="the run has [supervision] chaos = false")
-        if (executor := self._executor(slot)) is None or slot not in self._lives:
-            raise Refused(f"cannot inject {fault} into {slot}", why="the slot has no process now")
-        executor.inject(slot, fault, seconds, amount)
-
-    def nodes(self) -> list[NodeStatus]:
-        """The nodes of the run."""
-        found = self._fleet.status([view.slot for view in self._core.view() if view.pid])
-        return [self._as_drained(node) if self._placer.closed(node.node) else node for node in found]
-
-    def _as_drained(self, node: NodeStatus) -> NodeStatus:
-        if node.state != "alive":
-            return node
-        return msgspec.structs.replace(node, state="draining" if node.slots else "drained")
+    def _node_statuses(self) -> list[NodeStatus]:
+        found = self._fleet.status([view.slot for view in self._supervisor.view() if view.pid])
+        return [
+            msgspec.structs.replace(node, state="draining" if node.slots else "drained")
+            if node.state == "alive" and self._placer.closed(node.node)
+            else node
+            for node in found
+        ]
 
     def _slot_status(self, view: SlotView, now: float) -> SlotStatus:
-        life = self._lives.get(view.slot) or _Life(now)
+        process = self._processes.get(view.slot) or LiveProcess(now)
         return SlotStatus(
             slot=view.slot,
             kind=view.kind,
@@ -436,17 +457,17 @@ class Agent:
             pid=view.pid,
             epoch=view.epoch,
             restarts=view.restarts,
-            uptime_s=now - life.began,
+            uptime_s=now - process.began,
             state_s=now - view.since if view.since else 0.0,
             progress=view.progress,
             detail=view.detail,
             waiting=view.waiting,
-            address=life.address,
+            address=process.address,
             log=self._fleet.log(view.node, view.slot) or str(self.paths.log(view.slot)),
             last=view.last,
             node=view.node,
-            ready_s=life.ready_s,
-            policy_version=self._notices.policy_versions.get(view.slot, -1),
+            ready_s=process.ready_s,
+            policy_version=self._system.policy_versions.get(view.slot, -1),
             given_up=view.given_up,
             generation=view.generation,
             kill_s=None if view.kill_at is None else max(0.0, view.kill_at - now),
@@ -460,23 +481,19 @@ class Agent:
         except OSError as error:
             self._log.error("run.json cannot be written", error=str(error))
 
+    # Background work.
+
     async def _tick(self) -> None:
         while True:
-            self._sooner.clear()
-            deadline = self._core.next_deadline()
+            self._tick_earlier.clear()
+            deadline = self._supervisor.next_deadline()
             self._next_tick = time.monotonic() + TICK_S if deadline is None else deadline
             left = self._next_tick - time.monotonic()
             try:
                 async with asyncio.timeout(min(TICK_S, max(0.002, left))):
-                    await self._sooner.wait()
+                    await self._tick_earlier.wait()
             except TimeoutError:
                 self.post(Tick())
-
-    def _look_at_deadlines(self) -> None:
-        """A deadline that is earlier than the one slept for must not wait for it: a back-off is mostly short."""
-        deadline = self._core.next_deadline()
-        if deadline is not None and deadline < self._next_tick:
-            self._sooner.set()
 
     async def _housekeeping(self) -> None:
         while True:
@@ -489,23 +506,32 @@ class Agent:
 
     async def _show(self) -> None:
         while self._on_state is not None:
-            self._tell(self.status())
+            self._notify_observer(self._run_status())
             await asyncio.sleep(STATE_EVERY_S)
 
-    def _tell(self, status: RunStatus) -> None:
+    def _notify_observer(self, status: RunStatus) -> None:
         if self._on_state is None:
             return
         try:
             self._on_state(status)
-        except Exception:  # noqa: BLE001 a broken screen must not take the run down
+        except Exception:  # noqa: BLE001 a broken screen must not end the run
             self._log.exception("the observer of the run's state failed; it is not called again")
             self._on_state = None
 
+    def _background_ended(self, task: asyncio.Task[None]) -> None:
+        """End the run: without its clock or its housekeeping an agent would only seem to watch over its roles."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        fault = f"{task.get_name()} has failed: {type(error).__name__}: {error}"
+        self._log.error("supervisor fault", error=fault, exc_info=error)
+        self._events.emit("supervisor_fault", error=fault, trace="".join(traceback.format_exception(error)))
+        self.post(KillRequested(f"fault of the supervisor: {fault}"))
+
     async def _close(self, server: Server, done: Done) -> None:
-        status = self._asked or ("finished" if done.exit_code == 0 else "failed")
-        if self._asked and done.diagnosis is not None:
+        status = self._end_asked or ("finished" if done.exit_code == 0 else "failed")
+        if self._end_asked and done.diagnosis is not None:
             status = "failed"
-        await self._notices.close()
+        await self._system.close()
         await server.close()
         self._keeper.close()
         await self._fleet.close(done.exit_code, done.reason)
@@ -521,38 +547,7 @@ class Agent:
             diagnosis=msgspec.to_builtins(done.diagnosis),
             first=msgspec.to_builtins(done.first),
         )
-        self._tell(self.status(done))
-
-
-class _Desk:
-    """AgentApi over an agent."""
-
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-
-    async def status(self) -> RunStatus:
-        return self._agent.status()
-
-    async def stop(self, reason: str) -> None:
-        self._agent.stop(reason or "stop requested")
-
-    async def kill(self, reason: str) -> None:
-        self._agent.kill(reason or "kill requested")
-
-    async def restart(self, slot: str) -> None:
-        self._agent.restart(slot)
-
-    async def scale(self, kind: str, count: int) -> None:
-        await self._agent.scale(kind, count)
-
-    async def drain(self, what: str) -> None:
-        self._agent.post(DrainRequested(what))
-
-    async def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
-        self._agent.inject(slot, fault, seconds, amount)
-
-    async def nodes(self) -> list[NodeStatus]:
-        return self._agent.nodes()
+        self._notify_observer(self._run_status(done))
 
 
 def run_agent(
@@ -564,7 +559,7 @@ def run_agent(
     keeper_pid: int = 0,
     on_state: OnState | None = None,
 ) -> Done:
-    """Run a node's part of a run to its end; see Agent."""
+    """Run the head's part of a run to its end; see Agent."""
 
     async def run() -> Done:
         return await Agent(config, paths, plans, nodes, keeper_pid=keeper_pid, on_state=on_state).run()

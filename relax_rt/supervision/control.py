@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from relax_rt.config.version import RUN_FORMAT, VERSION
 from relax_rt.supervision.api import AgentApi, NodeStatus, RunStatus
 from relax_rt.supervision.rundir import RUNNING, RunPaths, owner_lives, read_run
 from relax_rt.transport.rpc.errors import RelaxError, Unreachable
@@ -43,15 +44,30 @@ class FoundRun(msgspec.Struct, frozen=True):
         return self.alive and self.record["status"] == "joined"
 
 
+def check_format(run_dir: Path, record: dict[str, Any]) -> None:
+    """Refuse a run directory that another version wrote in another format.
+
+    Raises:
+        NoRun: which version wrote it, and what to do.
+    """
+    if record.get("format") != RUN_FORMAT:
+        raise NoRun(
+            f"{run_dir} is the run directory of relax-rt {record.get('version', '0.1')}, which {VERSION} cannot read",
+            why=f"its format is {record.get('format', 1)}, this version reads {RUN_FORMAT}",
+            hint="use that version for it, or move it away and start the run anew",
+        )
+
+
 def find_run(run_dir: Path) -> FoundRun:
     """The newest run of a run directory, alive or ended.
 
     Raises:
-        NoRun: the directory holds no run at all.
+        NoRun: the directory holds no run at all, or one of another format.
     """
     record = read_run(run_dir)
     if record is None or "run_id" not in record:
         raise NoRun(f"no run in {run_dir}", why="there is no run.json", hint="give the run directory, as runs/my-run")
+    check_format(run_dir, record)
     owner = record.get("agent")
     alive = record.get("status") in RUNNING and isinstance(owner, dict) and owner_lives(owner) is True
     return FoundRun(RunPaths(record["run_id"], run_dir.resolve()), alive, record)

@@ -19,6 +19,7 @@ from typing import Any, Literal, cast, get_args
 import msgspec
 import structlog
 
+from relax_rt.config.loader import SYSTEM_ROLES
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.process import procfs
 from relax_rt.process.child import rotate_log, watch_exit
@@ -36,7 +37,7 @@ from relax_rt.supervision.channel import (
 from relax_rt.supervision.devices import DeviceGate, device_environment, outer_devices
 from relax_rt.supervision.diagnosis import Diagnosis, Kind
 from relax_rt.supervision.executor import EmitEvent, GangOrder, OnAddress, OnEvent, Rendezvous, StartOrder
-from relax_rt.supervision.plan import SYSTEM_ROLES, RolePlan
+from relax_rt.supervision.plan import RolePlan
 from relax_rt.supervision.protocol import Progress, SlotExited, SlotFinished, SlotReady, SlotSpawned
 from relax_rt.supervision.role_process import Launch, RoleProcess, host_argv, role_environment
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths
@@ -175,7 +176,7 @@ class LocalExecutor:
         self._spawner.close()
         if left:
             self._log.error("processes of the run could not be killed", pids=left)
-            self._emit("unkillable", pids=left, node=self.node)
+            self._emit("processes_unkillable", pids=left, node=self.node)
         return left
 
     async def helper(self, argv: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:

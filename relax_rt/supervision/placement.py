@@ -45,7 +45,7 @@ class Need(msgspec.Struct, frozen=True):
     memory_mib: int = 0
 
 
-class Place(msgspec.Struct, frozen=True):
+class Placement(msgspec.Struct, frozen=True):
     """Where a slot runs, and the numbers of the devices that are its own or that it shares."""
 
     slot: str
@@ -53,7 +53,7 @@ class Place(msgspec.Struct, frozen=True):
     devices: tuple[int, ...] = ()
 
 
-class Waiting(msgspec.Struct, frozen=True):
+class NoRoom(msgspec.Struct, frozen=True):
     """There is no place for it now, and why."""
 
     reason: str
@@ -61,7 +61,7 @@ class Waiting(msgspec.Struct, frozen=True):
 
 class _Taken(msgspec.Struct):
     need: Need
-    place: Place
+    place: Placement
     parts: int
     """Of each of its devices."""
 
@@ -197,7 +197,7 @@ class Placer:
         for device in taken.place.devices:
             room.free[device] += taken.parts
 
-    def place(self, need: Need) -> Place | Waiting:
+    def place(self, need: Need) -> Placement | NoRoom:
         """Find a place for one slot and take it.
 
         Raises:
@@ -207,7 +207,7 @@ class Placer:
         pin = self._pin(need)
         rooms = [room for room in self._open(pin) if room.devices(need.gpus)]
         if not rooms:
-            return Waiting(self._why(need, pin, 1))
+            return NoRoom(self._why(need, pin, 1))
         order = list(self._rooms)
 
         def dislike(room: _Room) -> tuple[bool, bool, int, float, bool, int]:
@@ -219,7 +219,7 @@ class Placer:
         room = min(rooms, key=dislike)
         return self._take(need, room, room.devices(need.gpus)[0])
 
-    def place_gang(self, needs: Sequence[Need]) -> list[Place] | Waiting:
+    def place_gang(self, needs: Sequence[Need]) -> list[Placement] | NoRoom:
         """Find places for all ranks of a gang, in the order of the ranks, or for none.
 
         Raises:
@@ -239,7 +239,7 @@ class Placer:
         fits = {room.node.name: room.devices(first.gpus, len(needs)) for room in rooms}
         chosen = _pack(rooms, fits, first, len(needs))
         if chosen is None:
-            return Waiting(self._why(first, pin, len(needs)))
+            return NoRoom(self._why(first, pin, len(needs)))
         ranks, places = iter(needs), []
         for room, count in chosen:
             for devices in fits[room.node.name][:count]:
@@ -256,8 +256,8 @@ class Placer:
     def _open(self, pin: str) -> list[_Room]:
         return [room for name, room in self._rooms.items() if pin in ("", name) and not room.closed]
 
-    def _take(self, need: Need, room: _Room, devices: tuple[int, ...]) -> Place:
-        place = Place(need.slot, room.node.name, devices)
+    def _take(self, need: Need, room: _Room, devices: tuple[int, ...]) -> Placement:
+        place = Placement(need.slot, room.node.name, devices)
         parts = _parts(need.gpus) if devices else 0
         self._taken[need.slot] = _Taken(need, place, parts)
         self._kept.pop(need.slot, None)

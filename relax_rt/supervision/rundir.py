@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from relax_rt.config import RESOLVED_CONFIG as RESOLVED_CONFIG
+from relax_rt.config.version import RUN_FORMAT, VERSION
 from relax_rt.process import procfs
 
 RUN_JSON = "run.json"
@@ -127,8 +128,9 @@ def read_run(run_dir: Path) -> dict[str, Any] | None:
 
 
 def update_run(run_dir: Path, **fields: Any) -> dict[str, Any]:
-    """Change fields of run.json; answers with the whole."""
-    content = {**(read_run(run_dir) or {}), **fields}
+    """Change fields of run.json, which is made if there is none; returns the whole."""
+    made = {"format": RUN_FORMAT, "version": VERSION}
+    content = {**(read_run(run_dir) or made), **fields}
     write_json(run_dir / RUN_JSON, content)
     return content
 

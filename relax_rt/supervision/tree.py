@@ -1,21 +1,294 @@
-"""The tree of a run: its roles with their slots, who waits for whom at the start, and who is restarted with whom."""
+"""The data of the supervisor: rules of slots and roles, and the state of each slot of a run.
+
+A run is a tree of roles with their slots. This module knows who waits for whom at the start, who is restarted with
+whom, and how often. `Supervisor` (supervisor.py) alone changes it; executors and people see `SlotView`.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.supervision.gang import listed
-from relax_rt.supervision.slots import Slot, Window
-from relax_rt.supervision.spec import RoleSpec, SlotSpec
+
+RestartClass = Literal["permanent", "transient", "temporary"]
+Strategy = Literal["one_for_one", "one_for_all", "rest_for_one"]
+State = Literal["pending", "requested", "starting", "ready", "hung", "stopping", "killing", "backoff", "ended"]
+LIVE: frozenset[State] = frozenset({"requested", "starting", "ready", "hung", "stopping", "killing"})
+HISTORY = 24
+
+
+class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Rules of one slot: its order, restart policy and time limits.
+
+    Attributes:
+        slot: its name, ``rollout/0``.
+        kind: the role that fills it.
+        tier: start order; lower tiers are ready before higher ones start, stop runs in reverse.
+        restart: permanent (always), transient (after a failure), temporary (never).
+        significant: the run ends in order when every significant slot has finished.
+        system: part of every run (registry, queue); the run ends when all slots that are not have ended.
+        counts_for_stall: whether progress of this slot resets the stall timer (not registry, queue, writer, dashboard).
+        spawn_timeout_s: from the order to start until a process exists. This covers waits that are not the role's: for
+            its epoch, a zygote's imports, device memory that the dead still hold; each has a shorter limit.
+        start_timeout_s: from spawn to ready; restarted by each message of a slot that waits for others.
+        stop_timeout_s: from the stop request to the kill.
+        drains: after a stop request each progress restarts stop_timeout_s.
+        drain_timeout_s: from the stop request to the kill at most, whatever the role reports.
+        hang_after_s: busy without progress for this long is a hang.
+        dump_grace_s: time for the stack dump between finding a hang and the kill.
+        max_restarts, period_s: restarts allowed within a window. The window is measured in the slot's own good
+            time (ready, and up to its last progress): waits, starts and hangs do not age a restart, so a role that
+            fails slowly is found out as surely as one that fails at once.
+        backoff_first_s, backoff_max_s: upper limits of the wait before the first and any restart (full jitter).
+        threads, gpus, memory_mib, node: what it asks of the node it is placed on (memory 0: it has no limit), and the
+            only node it may run on (empty: any).
+    """
+
+    slot: str
+    kind: str
+    tier: int = 50
+    restart: RestartClass = "permanent"
+    significant: bool = False
+    system: bool = False
+    counts_for_stall: bool = True
+    spawn_timeout_s: float = 300.0
+    start_timeout_s: float = 180.0
+    stop_timeout_s: float = 20.0
+    drains: bool = False
+    drain_timeout_s: float = 600.0
+    hang_after_s: float = 120.0
+    dump_grace_s: float = 1.0
+    max_restarts: int = 5
+    period_s: float = 120.0
+    backoff_first_s: float = 0.1
+    backoff_max_s: float = 5.0
+    threads: int = 1
+    gpus: float = 0.0
+    memory_mib: int = 0
+    node: str = ""
+
+    @property
+    def longest_stop_s(self) -> float:
+        """From the stop request to the kill at most."""
+        return max(self.drain_timeout_s, self.stop_timeout_s)
+
+
+class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Rules of one role: how its slots depend on each other.
+
+    Attributes:
+        kind: its name.
+        strategy: which slots are restarted when one fails: that one, all, or it and those of higher index.
+            With one_for_all the limit on restarts counts the role's failures, not each slot's.
+        gang: its slots are ranks of one whole. They start, fail and restart together, a failure of any counts once,
+            and the others are killed, because a collective that lost a member cannot be finished.
+        min_ready: slots that must be ready before higher tiers start, and must be left when one is given up.
+            None: all.
+        role_restarts, role_period_s: restarts of the whole role allowed within a window of good time, once one of its
+            slots has used up its own.
+        slot: rules of the slots that `scale` adds; None: those of its first slot.
+    """
+
+    kind: str
+    strategy: Strategy = "one_for_one"
+    gang: bool = False
+    min_ready: int | None = None
+    role_restarts: int = 1
+    role_period_s: float = 3600.0
+    slot: SlotSpec | None = None
+
+
+class SlotView(msgspec.Struct, frozen=True, kw_only=True):
+    """A slot as people see it.
+
+    Attributes:
+        since: the supervisor's clock at the last change of state.
+        waiting: why it is idle, or why it is not started.
+        node: where it runs or last ran.
+        given_up: it used up its restarts, and the role continues without it.
+        generation: of its gang, else 0.
+        kill_at, kill_latest: while it stops, when it is killed by the supervisor's clock: unless it makes progress, and
+            whatever it does; else None.
+    """
+
+    slot: str
+    kind: str
+    tier: int
+    state: State
+    epoch: int
+    pid: int
+    restarts: int
+    since: float
+    progress: int
+    detail: str
+    waiting: str
+    last: Diagnosis | None
+    node: str = ""
+    given_up: bool = False
+    generation: int = 0
+    kill_at: float | None = None
+    kill_latest: float | None = None
+
+
+class RestartWindow:
+    """Limits restarts after failures: `max_restarts` within `period_s` of good time.
+
+    Good time is what passes between `begin` and `settle`: waits, starts and hangs do not age a restart.
+    """
+
+    def __init__(self, max_restarts: int, period_s: float) -> None:
+        self.good_s = 0.0
+        self._max, self._period_s = max_restarts, period_s
+        self._good_from: float | None = None
+        self._failures: deque[tuple[float, Diagnosis]] = deque(maxlen=max_restarts + 1)
+
+    def begin(self, now: float) -> None:
+        """Good time begins."""
+        if self._good_from is None:
+            self._good_from = now
+
+    def settle(self, until: float) -> None:
+        """Good time ended then."""
+        if self._good_from is not None:
+            self.good_s += max(0.0, until - self._good_from)
+            self._good_from = None
+
+    def failed(self, diagnosis: Diagnosis) -> int | None:
+        """Count a failure; return the number of restarts already in the window, None when one more is too many."""
+        while self._failures and self.good_s - self._failures[0][0] >= self._period_s:
+            self._failures.popleft()
+        before = len(self._failures)
+        self._failures.append((self.good_s, diagnosis))
+        return before if before < self._max else None
+
+    def amend(self, diagnosis: Diagnosis) -> bool:
+        """Take another failure of slots that failed as one: the earlier is the cause. True if it is this one."""
+        if not self._failures or not diagnosis.failed or diagnosis.at >= self._failures[-1][1].at:
+            return False
+        self._failures[-1] = (self._failures[-1][0], diagnosis)
+        return True
+
+    def clear(self) -> None:
+        """Forget all failures."""
+        self._failures.clear()
+
+    @property
+    def remembered(self) -> list[Diagnosis]:
+        """The failures that count now."""
+        return [diagnosis for _, diagnosis in self._failures]
+
+
+class Slot:
+    """The state of one slot."""
+
+    def __init__(self, spec: SlotSpec, role: RoleNode, window: RestartWindow) -> None:
+        self.spec, self.role, self.window = spec, role, window
+        self.index = int(spec.slot.rpartition("/")[2])
+        self.state: State = "pending"
+        self.since = 0.0
+        self.deadline: float | None = None
+        self.epoch = self.pid = self.restarts = 0
+        self.node = ""
+        self.progressed_at = 0.0
+        self.progress = 0
+        self.detail = self.waiting = ""
+        self.was_ready = self.finished = self.failed = False
+        self.restart_asked = False
+        """By an operator."""
+        self.drained = self.given_up = False
+        """Ended, but to be started again by an operator; the run does not end because of a drained one."""
+        self.retired = False
+        """Scaled away: it is removed once it has exited."""
+        self.gated = True
+        """It has not been started yet, so lower tiers come first."""
+        self.without_room = False
+        """No node has room for it, and nothing has changed since that was found."""
+        self.exited = False
+        """Its process is gone, and what comes next is being decided."""
+        self.lost = False
+        """It was lost with its node, and its exit is about to be handled: there is nobody to send orders to."""
+        self.cohort: Cohort | None = None
+        self.hung_in: State = "ready"
+        self.kill_reason: tuple[Literal["killed", "hang"], str] = ("killed", "")
+        self.last: Diagnosis | None = None
+        self.history: deque[str] = deque(maxlen=HISTORY)
+
+    @property
+    def name(self) -> str:
+        """As `rollout/0`."""
+        return self.spec.slot
+
+    @property
+    def live(self) -> bool:
+        """A process exists, or may come to exist."""
+        return self.state in LIVE and not self.exited
+
+    def forget_process(self) -> None:
+        """Its process is gone."""
+        self.pid = self.progress = 0
+        self.detail = self.waiting = ""
+        self.lost = False
+
+    def reset(self) -> None:
+        """A new incarnation is wanted."""
+        self.forget_process()
+        self.epoch = 0
+        self.finished = self.restart_asked = self.failed = False
+        self.drained = self.given_up = self.gated = self.without_room = False
+        self.cohort = None
+
+    def view(self) -> SlotView:
+        """For people."""
+        return SlotView(
+            slot=self.name,
+            kind=self.spec.kind,
+            tier=self.spec.tier,
+            state=self.state,
+            epoch=self.epoch,
+            pid=self.pid,
+            restarts=self.restarts,
+            since=self.since,
+            progress=self.progress,
+            detail=self.detail,
+            waiting=self.waiting or self.role.blocked_by(self),
+            last=self.last,
+            node=self.node,
+            given_up=self.given_up,
+            generation=self.role.generation,
+            kill_at=self.deadline if self.state == "stopping" else None,
+            kill_latest=self.since + self.spec.longest_stop_s if self.state == "stopping" else None,
+        )
+
+
+class Cohort:
+    """Slots that are brought down to be restarted together: none starts before all have exited.
+
+    One slot that failed on its own is a cohort of one.
+
+    Attributes:
+        wait_s: the one back-off of all of them, from the moment at which the last has exited.
+        cause: why, in words.
+        failed: because of a failure that was counted.
+    """
+
+    def __init__(self, members: Iterable[Slot], wait_s: float, cause: str, *, failed: bool) -> None:
+        self.members = list(members)
+        self.wait_s, self.cause, self.failed = wait_s, cause, failed
+        self.released = False
+        """All have exited, and the back-off has begun."""
+
+    @property
+    def missing(self) -> list[Slot]:
+        """Members that have not exited yet."""
+        return [slot for slot in self.members if slot.live]
 
 
 class RoleRestart(NamedTuple):
-    """A restart of a whole role: whose failures brought it about, at which good time of that slot, and the first."""
+    """A restart of a whole role: the slot whose failures caused it, at which good time of it, and its first failure."""
 
     slot: Slot
     good_s: float
@@ -30,7 +303,7 @@ class RoleNode:
         self.slots: list[Slot] = []
         self.generation = 0
         self.restarts: deque[RoleRestart] = deque(maxlen=rules.role_restarts + 1)
-        self._window = Window(template.max_restarts, template.period_s)
+        self._window = RestartWindow(template.max_restarts, template.period_s)
 
     @property
     def kind(self) -> str:
@@ -48,23 +321,19 @@ class RoleNode:
         return self.rules.gang or self.rules.strategy == "one_for_all"
 
     def add(self, spec: SlotSpec) -> Slot:
-        """A new slot."""
-        window = self._window if self.as_one else Window(spec.max_restarts, spec.period_s)
+        """Add a slot."""
+        window = self._window if self.as_one else RestartWindow(spec.max_restarts, spec.period_s)
         slot = Slot(spec, self, window)
         self.slots = sorted([*self.slots, slot], key=lambda s: s.index)
         return slot
 
-    def spec_of(self, index: int) -> SlotSpec:
-        """Rules of the slot of that index."""
-        return msgspec.structs.replace(self.template, slot=f"{self.kind}/{index}")
-
     def begin_good_time(self, slot: Slot, now: float) -> None:
-        """The slot is ready; what counts as one does well once all of it is."""
+        """The slot is ready; good time of slots that count as one begins once all of them are."""
         if not self.as_one or all(s.state in ("ready", "ended") for s in self.slots):
             slot.window.begin(now)
 
     def restarted_with(self, slot: Slot) -> list[Slot]:
-        """Who starts again when this slot has failed, itself included."""
+        """Return the slots that restart when this one has failed, itself included."""
         if self.rules.gang:
             return [s for s in self.slots if not s.drained]
         if self.rules.strategy == "one_for_one":
@@ -74,14 +343,14 @@ class RoleNode:
         return [s for s in others if s is slot or s.index >= first]
 
     def restarted_as_one(self, slot: Slot) -> list[Slot]:
-        """Who starts again when the whole role does, on account of this slot; those given up as well."""
+        """Return the slots that restart when the whole role does because of this one; also those given up."""
         if self.rules.gang:
             return self.restarted_with(slot)
         down = ("pending", "ended")
         return [s for s in self.slots if s is slot or s.given_up or not (s.retired or s.drained or s.state in down)]
 
     def can_spare(self, slot: Slot) -> bool:
-        """Whether enough others remain if this slot is given up."""
+        """Return whether enough others remain if this slot is given up."""
         if self.rules.gang or self.rules.strategy != "one_for_one":
             return False
         others = [s for s in self.slots if s is not slot and s.state != "ended" and not s.retired]
@@ -89,7 +358,7 @@ class RoleNode:
         return len(others) >= needed
 
     def may_restart(self, slot: Slot) -> bool:
-        """Whether the role as a whole may be restarted once more because of this slot."""
+        """Return whether the role as a whole may be restarted once more because of this slot."""
         period_s = self.rules.role_period_s
         held = [r for r in self.restarts if not r.slot.retired and r.slot.window.good_s - r.good_s < period_s]
         self.restarts = deque(held, maxlen=self.restarts.maxlen)
@@ -103,14 +372,18 @@ class RoleNode:
         least = len(wanted) if self.rules.min_ready is None else min(self.rules.min_ready, len(wanted))
         return [] if len(ready) >= least else [s for s in wanted if s.state != "ready"]
 
-    def holdup(self, slot: Slot) -> str:
-        """Why a slot that should run is not started; empty when it is not held up."""
-        if slot.state == "backoff" and slot.cohort is not None:
-            return slot.cohort.holdup
+    def blocked_by(self, slot: Slot) -> str:
+        """Return what a slot that should run waits for, in words; empty when it waits for nothing."""
+        if slot.state == "backoff" and slot.cohort is not None and (waits := slot.cohort.missing):
+            return f"waits until {_listed(waits)} {'has' if len(waits) == 1 else 'have'} exited"
         if slot.state == "pending" and slot.gated and (waits := self._tree.not_ready_below(self.tier)):
-            names = [s.name for s in waits]
-            return f"waits until {listed(names)} {'is' if len(names) == 1 else 'are'} ready"
+            return f"waits until {_listed(waits)} {'is' if len(waits) == 1 else 'are'} ready"
         return ""
+
+
+def _listed(slots: list[Slot], most: int = 4) -> str:
+    names, more = ", ".join(slot.name for slot in slots[:most]), len(slots) - most
+    return names + (f" and {more} more" if more > 0 else "")
 
 
 class Tree:
@@ -119,9 +392,8 @@ class Tree:
     def __init__(self, specs: Iterable[SlotSpec], rules: Iterable[RoleSpec]) -> None:
         self.slots: dict[str, Slot] = {}
         self.roles: dict[str, RoleNode] = {}
-        of = {role.kind: role for role in rules}
         specs = list(specs)
-        for role in of.values():
+        for role in {role.kind: role for role in rules}.values():
             template = role.slot or next((spec for spec in specs if spec.kind == role.kind), None)
             if template is not None:
                 self.roles[role.kind] = RoleNode(role, template, self)
@@ -134,24 +406,24 @@ class Tree:
         return iter(list(self.slots.values()))
 
     def ordered(self) -> list[Slot]:
-        """All slots in start order."""
+        """Return all slots in start order."""
         return [slot for role in self.by_tier() for slot in role.slots]
 
     def by_tier(self) -> list[RoleNode]:
-        """All roles in start order."""
+        """Return all roles in start order."""
         return sorted(self.roles.values(), key=lambda role: role.tier)
 
     def not_ready_below(self, tier: int) -> list[Slot]:
-        """Slots of lower tiers that this tier waits for."""
+        """Return the slots of lower tiers that this tier waits for."""
         return [slot for role in self.roles.values() if role.tier < tier for slot in role.unready]
 
     def add(self, role: RoleNode, index: int) -> Slot:
-        """A new slot of a role."""
-        slot = role.add(role.spec_of(index))
+        """Add a slot of a role."""
+        slot = role.add(msgspec.structs.replace(role.template, slot=f"{role.kind}/{index}"))
         self.slots[slot.name] = slot
         return slot
 
-    def forget(self, slot: Slot) -> None:
-        """A slot that was scaled away."""
+    def remove(self, slot: Slot) -> None:
+        """Remove a slot that was scaled away."""
         del self.slots[slot.name]
         slot.role.slots.remove(slot)

@@ -30,8 +30,8 @@ from relax_rt.roles.agentic.tokens import Episode, PromptPlan, Sampled, TokenLed
 from relax_rt.roles.data.media.taking import looked_at
 from relax_rt.roles.rewards.loader import user_line
 from relax_rt.roles.rollout.engines.routing import PART_TOKENS
-from relax_rt.roles.rollout.generation import CHUNK_TOKENS
-from relax_rt.roles.rollout.router import NotGenerated, Outcome, RouterEnded, RouterFull, Wanted
+from relax_rt.roles.rollout.router import GenerationRequest, NotGenerated, Outcome, RouterEnded, RouterFull
+from relax_rt.roles.rollout.router.interface import CHUNK_TOKENS
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Generate = Callable[[Wanted], Awaitable[Outcome]]
+Generate = Callable[[GenerationRequest], Awaitable[Outcome]]
 CLOSE_S = 5.0
 ROOM_S = 0.1
 """After that a router that had no room is asked again."""
@@ -293,10 +293,10 @@ class Talk:
         finally:
             self._open.discard(task)
 
-    def _wanted(self, plan: PromptPlan, turn: int) -> Wanted:
+    def _wanted(self, plan: PromptPlan, turn: int) -> GenerationRequest:
         sampling = self._sampling
         left_s = max(0.001, self.ends_at - time.monotonic())
-        return Wanted(
+        return GenerationRequest(
             prompt=plan.tokens,
             seed=turn_seed(sampling.seed, turn),
             temperature=sampling.temperature,

@@ -81,7 +81,7 @@ class HeldOut:
         self._ctx.event("evaluation_started", **about, items=len(tasks))
         found = await self._all([self._episode(task, sample) for task in tasks for sample in range(recipe.samples)])
         if found and all(one == LOST for one in found):
-            why = f"each was lost {ATTEMPTS} times; the events episode_lost and episode_not_made say why"
+            why = f"each was lost {ATTEMPTS} times; the events episode_lost and episode_not_generated say why"
             hint = "see the engines: `relax-rt why`; they are played again"
             raise Fruitless(f"{len(found)} held-out episodes, {when}", why=why, hint=hint)
         scores = scored(found, recipe.samples, self._success, self.course.before)
@@ -122,7 +122,7 @@ class HeldOut:
                 except Lost as error:
                     self._ctx.event("episode_lost", episode=name, why=str(error))
                 except NotMade as error:
-                    self._ctx.event("episode_not_made", episode=name, item=task.item, why=str(error))
+                    self._ctx.event("episode_not_generated", episode=name, item=task.item, why=str(error))
                     return LOST
                 except (Stuck, Broken) as error:
                     stuck = isinstance(error, Stuck)

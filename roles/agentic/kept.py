@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from relax_rt.roles.data.media.pictures import Shown, digest_of
-from relax_rt.roles.rollout.router.requests import Outcome
+from relax_rt.roles.rollout.router.core import Outcome
 
 FOLDER = "episodes"
 LENGTH = struct.Struct("<I")

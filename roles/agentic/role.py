@@ -142,7 +142,7 @@ class EnvRole(RLRole[EnvSettings]):
         from relax_rt.roles.agentic.loading import load_factory
         from relax_rt.roles.agentic.speech import load_chat, speech_of
         from relax_rt.roles.agentic.tasks import load_tasks
-        from relax_rt.roles.base.role import model_folder
+        from relax_rt.roles.base.locations import model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
         from relax_rt.roles.rollout.engines.routing import sparse_layers
         from relax_rt.roles.rollout.engines.settings import RolloutSettings
@@ -254,7 +254,7 @@ class EnvRole(RLRole[EnvSettings]):
         self.ctx.progress.waiting(f"{what} blocks the event loop at {line}")
 
     def _unblocked(self, seconds: float) -> None:
-        self.ctx.event("loop_answers", seconds=seconds)
+        self.ctx.event("loop_unblocked", seconds=seconds)
         self.ctx.progress.waiting(f"what there is to play: the event loop was blocked for {seconds:g} s")
 
     async def _leave_groups(self, why: str, losses: int = 0, also: Sequence[asyncio.Task[Any]] = ()) -> int:
@@ -440,7 +440,7 @@ class EnvRole(RLRole[EnvSettings]):
                 # Not again with the same seed, and not the environment's fault either.
                 self._tally.failed += 1
                 group.failed, group.late = str(error), False
-                self.ctx.event("episode_not_made", episode=name, item=task.item, why=str(error))
+                self.ctx.event("episode_not_generated", episode=name, item=task.item, why=str(error))
                 forget(kept)
                 self._standstill.lost(ticket.prompt, f"{name} was not made: {error}")
                 return []
@@ -460,7 +460,7 @@ class EnvRole(RLRole[EnvSettings]):
                 return []
             finally:
                 if used := sum(one.used for one in kept):
-                    self.ctx.event("episode_gone_on", episode=name, item=task.item, replies=used)
+                    self.ctx.event("episode_resumed", episode=name, item=task.item, replies=used)
             self._standstill.played()
             return [found[member % seats] for member in members]
         return []

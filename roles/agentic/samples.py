@@ -140,7 +140,7 @@ def made_record(slot: str, sample: Sample) -> dict[str, Any]:
     versions = sorted({span.version for span in sample.versions})
     name = f"{sample.meta.group}.{sample.meta.member}"
     return {
-        "kind": "made",
+        "kind": "produced",
         "slot": slot,
         "samples": [(name, content_digest(sample), versions)],
         "prompts": {sample.meta.group: sample.meta.prompt},

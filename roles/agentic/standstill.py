@@ -11,7 +11,7 @@ from relax_rt.interfaces.role import RoleContext
 from relax_rt.observe.metrics import read_metrics
 from relax_rt.transport.rpc.errors import GivenUp, RelaxError
 
-KIND = "env_standstill"
+KIND = "env_stalled"
 """Kind of the metrics record and of the event of such a restart."""
 LOSSES = 3
 """Attempts at an episode that is lost through no fault of its own, before its group goes to other slots."""
@@ -60,7 +60,7 @@ class Standstill:
             self._prompts.add(prompt)
         if self._has_played and self._begun >= self._most and len(self._prompts) >= PROMPTS:
             what = f"{self._begun} times in a row an episode was begun, and none came to its end"
-            hint = "see the events episode_lost, episode_not_made and environment_failed, and `relax-rt why`"
+            hint = "see the events episode_lost, episode_not_generated and environment_failed, and `relax-rt why`"
             raise Fruitless(what, why=f"the last one: {why}", hint=hint)
 
     def failed(self, prompt: int, why: str) -> None:
@@ -87,7 +87,7 @@ def ending(ctx: RoleContext, error: Fruitless) -> RelaxError:
     finished episode in between. The count starts at 0 when the run is resumed."""
     times = 1
     for record in read_metrics(ctx.run_dir):
-        if record.get("kind") in ("made", "evaluation"):
+        if record.get("kind") in ("produced", "evaluation"):
             times = 1
         elif record.get("kind") == KIND and record.get("run") == ctx.run_id:
             times += 1

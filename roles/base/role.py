@@ -10,8 +10,6 @@ from typing import Any, Generic, TypeVar, cast
 
 from relax_rt.config.schema import MIB, RoleSettings, Table
 from relax_rt.interfaces.role import Role, RoleContext
-from relax_rt.roles.models.resolve import resolve_model
-from relax_rt.roles.models.settings import ModelTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.client import LeasedBatch, QueueClient
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Unreachable
@@ -21,13 +19,6 @@ T = TypeVar("T", bound=Table)
 
 TAKE_WAIT_S = 30.0
 FINAL_POLL_S = 0.2
-MODEL_CODE = ("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3")
-"""Code of the models that the examples train, to preload: transformers imports it only when such a model is made."""
-
-
-def model_folder(ctx: RoleContext) -> Path:
-    """Return the Hugging Face folder of the model; a package was converted at the launch."""
-    return resolve_model(ctx.config.table(ModelTable).path, Path(ctx.config.config_dir))
 
 
 class RLRole(Role, Generic[S]):

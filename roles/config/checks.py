@@ -22,11 +22,11 @@ from relax_rt.roles.rewards.settings import RewardSettings
 from relax_rt.roles.rollout.engines.checks import check_engines, check_mode
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
 from relax_rt.roles.training.algorithms.checks import check_algorithm
+from relax_rt.roles.training.algorithms.learning_rate import check_rates
 from relax_rt.roles.training.algorithms.objective import read_parts
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.megatron.limits import unsupported
 from relax_rt.roles.training.publication.checks import check_publication
-from relax_rt.roles.training.rates import check_rates
 from relax_rt.roles.training.reference.settings import ReferenceSettings
 from relax_rt.roles.training.sft.checks import check_cold_start
 

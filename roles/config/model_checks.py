@@ -17,7 +17,7 @@ from relax_rt.roles.gateway.settings import GatewaySettings
 from relax_rt.roles.rollout.engines.routing import RoutingShape, sparse_layers
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
 from relax_rt.roles.rollout.engines.sglang.options import unlike_the_model
-from relax_rt.roles.rollout.generation import MOST_ROW_BYTES
+from relax_rt.roles.rollout.router.interface import MAX_ROW_BYTES
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.rpc.codec import DEFAULT_MAX_MESSAGE_BYTES
@@ -74,11 +74,11 @@ def _messages(config: RLConfig, shape: RoutingShape) -> Iterator[Problem]:
     env = env_settings(config)
     if env is None:
         return
-    if config.sampling.max_new_tokens * shape.row_bytes > MOST_ROW_BYTES:
-        most = MOST_ROW_BYTES // shape.row_bytes
+    if config.sampling.max_new_tokens * shape.row_bytes > MAX_ROW_BYTES:
+        most = MAX_ROW_BYTES // shape.row_bytes
         message = (
             f"routing rows take {shape.row_bytes} bytes a token, and a reply that another engine goes on with brings "
-            f"{MOST_ROW_BYTES >> 20} MiB at most: sampling.max_new_tokens = {config.sampling.max_new_tokens} is above "
+            f"{MAX_ROW_BYTES >> 20} MiB at most: sampling.max_new_tokens = {config.sampling.max_new_tokens} is above "
             f"{most}"
         )
         yield Problem(ROUTING, message, f"set sampling.max_new_tokens to {most} at most, or leave it out")

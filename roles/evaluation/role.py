@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.base.role import MODEL_CODE, RLRole
+from relax_rt.roles.base.locations import MODEL_CODE
+from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.evaluation.settings import EvaluationTable, EvaluatorSettings
 from relax_rt.roles.rewards.settings import RewardTable
@@ -81,7 +82,7 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
         await self.engine.start(self.asker.arrive, self.failure)
 
     def _load(self) -> None:
-        from relax_rt.roles.base.role import model_folder
+        from relax_rt.roles.base.locations import model_folder
         from relax_rt.roles.data.source import PromptSource
         from relax_rt.roles.models.tokenizer import load_tokenizer
         from relax_rt.roles.rollout.engines import make_engine

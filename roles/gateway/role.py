@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.cluster.nodes.links import Links
@@ -16,12 +15,12 @@ from relax_rt.config.schema import MIB, RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.process.limits import raise_open_files
 from relax_rt.roles.base.role import RLRole
-from relax_rt.roles.gateway.admission import Load, Marks
 from relax_rt.roles.gateway.api import Access, Closed, GatewayApi, Name, Nonce, SessionLimits
-from relax_rt.roles.gateway.gate import Gate
 from relax_rt.roles.gateway.keys import FILE, Keys, run_token
 from relax_rt.roles.gateway.settings import LOOPBACK, OF_THE_NODE, GatewaySettings
 from relax_rt.roles.rollout.engines.settings import RolloutSettings, SamplingTable
+from relax_rt.roles.rollout.router.admission import AdmissionLimits
+from relax_rt.roles.rollout.router.router import AdmissionQueue, Router
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from relax_rt.roles.gateway.service import Service
     from relax_rt.roles.gateway.sessions import Sessions
     from relax_rt.roles.models.tokenizer import ChatTokenizer
-    from relax_rt.roles.rollout.router import Router
 
 LOAD_ALLOWANCE_S = 60.0
 REPORT_EVERY_S = 1.0
@@ -137,7 +135,7 @@ class GatewayRole(RLRole[GatewaySettings]):
 
     def _load(self) -> None:
         from relax_rt.roles.agentic.speech import Speech, load_chat
-        from relax_rt.roles.base.role import model_folder
+        from relax_rt.roles.base.locations import model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
 
         table, folder = self.settings, model_folder(self.ctx)
@@ -162,11 +160,11 @@ class GatewayRole(RLRole[GatewaySettings]):
     async def run(self) -> None:
         from relax_rt.roles.gateway.app import Bounds, Gateway
         from relax_rt.roles.gateway.server import make_server
-        from relax_rt.roles.rollout.router import Router
+        from relax_rt.roles.rollout.router.router import Router
 
         table = self.settings
-        async with Router(self.ctx) as router, self._gate(router) as gate:
-            self._serve_calls(router, gate)
+        async with Router(self.ctx) as router, self._admission(router) as admission:
+            self._serve_calls(router, admission)
             bounds = Bounds(
                 body_bytes=table.body_mib * MIB,
                 held_bytes=table.held_mib * MIB,
@@ -186,7 +184,7 @@ class GatewayRole(RLRole[GatewaySettings]):
             try:
                 await self._tell_where()
                 await self.ctx.ready()
-                await self._until_stopped(serving, gate, router)
+                await self._until_stopped(serving, admission)
             finally:
                 server.should_exit = True
                 with contextlib.suppress(TimeoutError):
@@ -201,14 +199,14 @@ class GatewayRole(RLRole[GatewaySettings]):
 
     # --- inside
 
-    @contextlib.asynccontextmanager
-    async def _gate(self, router: Router) -> AsyncIterator[Gate]:
+    def _admission(self, router: Router) -> AdmissionQueue:
         table = self.settings
-        marks = Marks(first=min(16, table.at_work), most=table.at_work, waiting=table.waiting, wait_s=table.wait_s)
-        async with Gate(marks, lambda: load_of(router)) as gate:
-            yield gate
+        limits = AdmissionLimits(
+            first=min(16, table.at_work), most=table.at_work, waiting=table.waiting, wait_s=table.wait_s
+        )
+        return AdmissionQueue(limits, router.load)
 
-    def _serve_calls(self, router: Router, gate: Gate) -> None:
+    def _serve_calls(self, router: Router, admission: AdmissionQueue) -> None:
         from relax_rt.roles.gateway.service import Service, Terms
 
         table, sampling = self.settings, self.table(SamplingTable)
@@ -227,7 +225,7 @@ class GatewayRole(RLRole[GatewaySettings]):
         self.service = Service(
             router,
             self.tokenizer,
-            gate,
+            admission,
             terms,
             behind=lambda v: router.core.fleet.lag(v),
             sight=self.template.sight,
@@ -261,16 +259,16 @@ class GatewayRole(RLRole[GatewaySettings]):
     def _file(self) -> Path:
         return self.ctx.run_dir / f"{self.ctx.who.slot.replace('/', '-')}.json"
 
-    async def _until_stopped(self, serving: asyncio.Task[None], gate: Gate, router: Router) -> None:
+    async def _until_stopped(self, serving: asyncio.Task[None], admission: AdmissionQueue) -> None:
         stop = asyncio.create_task(self.ctx.stopping.wait())
         reported_at = 0.0
         try:
             while not stop.done():
-                self._report(gate)
+                self._report(admission)
                 self.sessions.tick()
                 if (now := time.monotonic()) - reported_at >= METRICS_EVERY_S:
                     reported_at = now
-                    self._metrics(gate)
+                    self._metrics(admission)
                 await asyncio.wait({stop, serving}, timeout=REPORT_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
                 if serving.done():
                     serving.result()
@@ -278,23 +276,23 @@ class GatewayRole(RLRole[GatewaySettings]):
         finally:
             stop.cancel()
 
-    def _report(self, gate: Gate) -> None:
+    def _report(self, admission: AdmissionQueue) -> None:
         """Waiting for calls, or for tokens: in both cases what tells that it lives is its loop's answer."""
-        core = gate.core
+        core = admission.core
         line = f", {core.waiting} wait for their turn" if core.waiting else ""
-        work = f"tokens for {core.at_work} calls{line}" if core.at_work or core.waiting else "calls"
+        work = f"tokens for {core.running} calls{line}" if core.running or core.waiting else "calls"
         self.ctx.progress.waiting(f"{work} at {self.url}/v1, {len(self.sessions)} sessions")
         if (done := self.service.answered) > self._told.get("answered", 0):
             self.ctx.progress.advance(done - self._told.get("answered", 0), f"{done} calls answered")
             self._told["answered"] = done
 
-    def _metrics(self, gate: Gate) -> None:
-        core = gate.core
+    def _metrics(self, admission: AdmissionQueue) -> None:
+        core = admission.core
         record = {
             "kind": "gateway",
             "slot": self.ctx.who.slot,
             "sessions": len(self.sessions),
-            "at_work": core.at_work,
+            "at_work": core.running,
             "waiting": core.waiting,
             "cap": core.cap,
             "answered": self.service.answered,
@@ -314,19 +312,6 @@ class GatewayRole(RLRole[GatewaySettings]):
         if not self._worked:
             self._worked = True
             self.ctx.event("first_work", what="a call answered")
-
-
-def load_of(router: Router) -> Load:
-    """How the engines do, by what the router knows of them."""
-    core = router.core
-    fleet, now = core.fleet, asyncio.get_running_loop().time()
-    able = [slot for slot in fleet.engines if fleet.state(slot) in ("healthy", "stale")]
-    signs = [sign for slot in able if (sign := fleet.engines[slot].sign) is not None]
-    return Load(
-        room=sum(max(0, fleet.room(now, slot, core.limits.first_room)) for slot in able),
-        stalled=sum(life.place is None for life in core.lives.values()),
-        kv_used=max((sign.kv_used for sign in signs), default=0.0),
-    )
 
 
 def context_of(folder: Path) -> int:

@@ -19,15 +19,13 @@ from relax_rt.roles.data.media.taking import look_at, new_pictures, with_digests
 from relax_rt.roles.gateway.bounds import CHARACTERS_A_TOKEN, LONG_BYTES, characters
 from relax_rt.roles.gateway.calls import Answer, Call, Choice, Head, Message, Sink
 from relax_rt.roles.gateway.errors import CallError, bad
-from relax_rt.roles.gateway.gate import Gate
 from relax_rt.roles.gateway.messages import not_seen
 from relax_rt.roles.gateway.reading import Reader, tokens_before
 from relax_rt.roles.gateway.sessions import Session
 from relax_rt.roles.gateway.streams import Streamed, Taken, go_on
 from relax_rt.roles.rollout.engines.routing import PART_TOKENS
-from relax_rt.roles.rollout.router.core import Deliver
-from relax_rt.roles.rollout.router.requests import Outcome, Wanted
-from relax_rt.roles.rollout.router.router import NotGenerated
+from relax_rt.roles.rollout.router.core import Deliver, GenerationRequest, Outcome
+from relax_rt.roles.rollout.router.router import AdmissionQueue, AdmissionRejected, NotGenerated
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
@@ -41,10 +39,10 @@ MAY_OPEN_A_THOUGHT = 64
 class Tokens(Protocol):
     """What makes tokens: a Router."""
 
-    async def generate(self, wanted: Wanted) -> Outcome:
+    async def generate(self, wanted: GenerationRequest) -> Outcome:
         """A sequence. Raises NotGenerated."""
 
-    def stream(self, wanted: Wanted) -> AsyncIterator[Deliver]:
+    def stream(self, wanted: GenerationRequest) -> AsyncIterator[Deliver]:
         """The same in parts."""
 
 
@@ -72,7 +70,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         unsupported: what cannot be done is refused, or left out and named in the answer's head.
         new_tokens: of an answer at most. context: tokens of prompt and answer together.
         timeout_s: from a call's turn to its end.
-        lag: see Wanted. seed: of the run.
+        lag: see GenerationRequest. seed: of the run.
     """
 
     models: tuple[str, ...]
@@ -114,7 +112,7 @@ class Service:
     """See the module.
 
     Args:
-        tokens: makes them. tokenizer: the model's. gate: whose turn it is.
+        tokens: makes them. tokenizer: the model's. admission: has calls wait for their turn.
         now: seconds since 1970.
         behind: publications from a version to the newest.
         sight: looks at pictures, if the model sees.
@@ -124,13 +122,13 @@ class Service:
         self,
         tokens: Tokens,
         tokenizer: Tokenizer,
-        gate: Gate,
+        admission: AdmissionQueue,
         terms: Terms,
         now: Callable[[], float] = time.time,
         behind: Callable[[int], float] = lambda version: 0,
         sight: Sight | None = None,
     ) -> None:
-        self.terms, self.gate, self._sight = terms, gate, sight
+        self.terms, self.admission, self._sight = terms, admission, sight
         self._tokens, self._tokenizer, self._now, self._behind = tokens, tokenizer, now, behind
         self.answered = self.failed = self.sampled = self.left = 0
 
@@ -198,9 +196,7 @@ class Service:
                 ignored=(*ignored, *(["tools"] if any(plan.unseen for plan in plans) else [])),
             )
             job = _Job(self, call, session, head, temperature, sink, streamed)
-            choices = await self.gate.pass_through(
-                session.group, lambda hold: job.run(wanted, hold), sequences=len(wanted)
-            )
+            choices = await self.admission.run(session.group, lambda pin: job.run(wanted, pin), sequences=len(wanted))
             self.answered += 1
             session.answered += 1
             session.trouble, session.never = "", False
@@ -372,7 +368,7 @@ class Service:
             logprobs=call.logprobs,
         )
 
-    def wanted(self, call: Call, session: Session, one: _One, temperature: float, *, pieces: bool) -> Wanted:
+    def wanted(self, call: Call, session: Session, one: _One, temperature: float, *, pieces: bool) -> GenerationRequest:
         """The order for one sequence."""
         terms = self.terms
         room = terms.context - len(one.prompt)
@@ -380,7 +376,7 @@ class Service:
         limit = min(call.max_tokens or terms.new_tokens, session.limits.new_tokens or terms.new_tokens, room)
         if limit < 1:
             raise session.no_tokens(f"session {session.name!r} has no tokens left for an answer")
-        return Wanted(
+        return GenerationRequest(
             prompt=one.prompt,
             seed=one.seed,
             temperature=temperature,
@@ -405,7 +401,7 @@ class Service:
         behind = self._behind(session.oldest) if session.oldest and weights == "episode" else 0
         return int(behind) if behind < float("inf") else 0
 
-    async def pieces(self, wanted: Wanted, *, whole: bool) -> AsyncIterator[Deliver]:
+    async def pieces(self, wanted: GenerationRequest, *, whole: bool) -> AsyncIterator[Deliver]:
         """Tokens as they come, or all at the end."""
         if not whole:
             async with aclosing(self._tokens.stream(wanted)) as stream:  # type: ignore[type-var]
@@ -434,9 +430,9 @@ class _Job:
         self._begun = self._claimed = False
         self.versions = (0, 0)
 
-    async def run(self, wanted: Sequence[_One], hold: Callable[[], bool]) -> list[Choice]:
+    async def run(self, wanted: Sequence[_One], pin: Callable[[], bool]) -> list[Choice]:
         """All sequences at once."""
-        self._hold, self.versions = hold, (0, 0)
+        self._pin, self.versions = pin, (0, 0)
         if len(wanted) == 1:
             return [await self._one(wanted[0])]
         try:
@@ -505,7 +501,7 @@ class _Job:
     async def _claim(self) -> None:
         """From here on it is not begun anew; if it is to be, that has been decided, and nothing more is done here."""
         if not self._claimed:
-            if not self._hold():
+            if not self._pin():
                 await asyncio.Event().wait()
             self._claimed = True
 
@@ -577,6 +573,8 @@ def _as_call_error(error: BaseException) -> BaseException:
     if isinstance(error, NotGenerated):
         late = error.outcome.kind == "late"
         return CallError(504 if late else 503, str(error), code="late" if late else "not_generated", retry_after_s=1.0)
+    if isinstance(error, AdmissionRejected):
+        return CallError(429, str(error), code="busy", retry_after_s=error.retry_after_s)
     if isinstance(error, RelaxError):
         return CallError(503, str(error), code="not_generated", retry_after_s=1.0)
     return error

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from relax_rt.config.loader import load_config
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
-from relax_rt.roles.rollout.router.requests import Outcome, Wanted
+from relax_rt.roles.rollout.router.core import GenerationRequest, Outcome
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class Debug:
 
     # --- prompts
 
-    async def _answer(self, index: int, split: Split, seed: int, generate: Callable[[Wanted], Any]) -> Shown:
+    async def _answer(self, index: int, split: Split, seed: int, generate: Callable[[GenerationRequest], Any]) -> Shown:
         from relax_rt.roles.rewards.dry_run import offered
         from relax_rt.roles.rewards.scoring import Request
 
@@ -166,7 +166,7 @@ class Debug:
         item = _one_of(self._source.held_out, index) if held_out else self._source.prompt(index)
         temperature = self.config.evaluation.temperature if held_out else self.config.sampling.temperature
         outcome: Outcome = await generate(
-            Wanted(
+            GenerationRequest(
                 prompt=tuple(item.tokens),
                 seed=seed,
                 temperature=temperature,
@@ -190,7 +190,9 @@ class Debug:
 
     # --- episodes
 
-    async def _episode(self, index: int, split: Split, seed: int, generate: Callable[[Wanted], Any]) -> Shown:
+    async def _episode(
+        self, index: int, split: Split, seed: int, generate: Callable[[GenerationRequest], Any]
+    ) -> Shown:
         from relax_rt.roles.agentic.loading import load_factory
         from relax_rt.roles.agentic.player import Player
         from relax_rt.roles.agentic.pool import Broken
@@ -244,7 +246,7 @@ class Debug:
             played.info,
         )
 
-    async def _of_the_model(self, wanted: Wanted) -> Outcome:
+    async def _of_the_model(self, wanted: GenerationRequest) -> Outcome:
         if self._model is None:
             self._model = Model(self.config)
             await self._model.start()
@@ -294,7 +296,7 @@ class Scripted:
         self._tokenizer, self._words = tokenizer, words
         self._said = 0
 
-    async def __call__(self, wanted: Wanted) -> Outcome:
+    async def __call__(self, wanted: GenerationRequest) -> Outcome:
         from relax_rt.transport.queue.ledger.messages import VersionSpan
 
         words, number = self._words, self._said
@@ -347,7 +349,7 @@ class Model:
         self._assembly = Assembly()
         await self._engine.start(self._arrive, self._fail)
 
-    async def generate(self, wanted: Wanted) -> Outcome:
+    async def generate(self, wanted: GenerationRequest) -> Outcome:
         """One reply.
 
         Raises:

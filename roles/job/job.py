@@ -114,14 +114,14 @@ class RLJob(Job):
 
     def past(self, run_dir: Path) -> dict[str, str]:
         """Refuse a new learning rate for a cold start that has finished."""
-        from relax_rt.roles.training.sft.kept import finished
+        from relax_rt.roles.training.checkpoints.cold_start import finished
 
         folder = finished(run_dir)
         return {"cold_start.learning_rate": f"the cold start is over: {folder} has the weights"} if folder else {}
 
     def resumes_at(self, run_dir: Path) -> int | None:
         """Return the step of the newest checkpoint."""
-        from relax_rt.roles.training.checkpoint import newest_step
+        from relax_rt.roles.training.checkpoints.store import newest_step
 
         return newest_step(run_dir / "checkpoints")
 

@@ -46,8 +46,8 @@ def newest_checkpoint(run_dir: Path) -> tuple[Path, int]:
         RelaxError: the run has no checkpoint yet, none can be read, or the weights are not those that were written, as
             far as it says.
     """
-    from relax_rt.roles.training.checkpoint import find_checkpoints
-    from relax_rt.roles.training.digests import compare
+    from relax_rt.roles.training.checkpoints.digests import compare
+    from relax_rt.roles.training.checkpoints.store import find_checkpoints
 
     found = find_checkpoints(run_dir / "checkpoints")
     for folder, state, _ in found:

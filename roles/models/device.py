@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from relax_rt.interfaces.role import RoleContext
     from relax_rt.roles.models.settings import ShardedSettings
 
+
 CPU = torch.device("cpu")
 PINNED_BYTES = 16 << 20
 """Of each of the two buffers through which values leave a GPU."""
@@ -156,3 +157,14 @@ def _put(target: torch.Tensor, arrived: tuple[int, torch.Tensor, torch.cuda.Even
         at, buffer, there = arrived
         there.synchronize()
         target[at : at + len(buffer)].copy_(buffer)
+
+
+SIGNS = ("can't allocate memory", "not enough memory", "bad_alloc", "out of memory")
+"""In the messages of what torch raises on a CPU, and of what NCCL and cuBLAS make of it."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory could not be had."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)

@@ -23,7 +23,7 @@ def check_computed(config: RunConfig, folder: Path) -> Iterator[Problem]:
     from transformers import AutoConfig
 
     from relax_rt.roles.models.forward import OTHER_MODELS, not_computed
-    from relax_rt.roles.training.attention import UNLIKE
+    from relax_rt.roles.training.batch.attention import UNLIKE
 
     try:
         text = AutoConfig.from_pretrained(folder).get_text_config()

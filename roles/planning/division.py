@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.models.settings import ShardedSettings
+from relax_rt.roles.models.shape import ModelShape
 from relax_rt.roles.planning.models import Shapes, is_pool
-from relax_rt.roles.planning.shape import ModelShape
 from relax_rt.roles.rollout.engines.settings import EngineSettings
 
 

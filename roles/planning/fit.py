@@ -13,6 +13,7 @@ from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.config.checks import batch_samples
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.models.settings import ShardedSettings, TrainedSettings
+from relax_rt.roles.models.shape import ModelShape
 from relax_rt.roles.planning.estimate import (
     DELTA_PART,
     FOLLOWERS,
@@ -43,7 +44,6 @@ from relax_rt.roles.planning.memory import (
 )
 from relax_rt.roles.planning.models import Shapes
 from relax_rt.roles.planning.placement import Placed
-from relax_rt.roles.planning.shape import ModelShape
 from relax_rt.roles.rollout.engines.settings import EngineSettings
 from relax_rt.roles.training.publication.checks import communicator_of
 

@@ -11,12 +11,12 @@ import msgspec
 from relax_rt.config.inventory import Inventory, NodeTable
 from relax_rt.config.problems import Problem
 from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.models.parallel import Group, Sizes, groups, stage_layers
 from relax_rt.roles.models.settings import ShardedSettings
+from relax_rt.roles.models.shape import ModelShape
 from relax_rt.roles.planning.memory import WIDTH
 from relax_rt.roles.planning.models import is_pool
-from relax_rt.roles.planning.parallel import Group, Sizes, groups, stage_layers
 from relax_rt.roles.planning.placement import Placed
-from relax_rt.roles.planning.shape import ModelShape
 from relax_rt.roles.rollout.engines.settings import EngineSettings
 
 Device = tuple[str, int]

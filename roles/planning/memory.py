@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from relax_rt.roles.models.parallel import Sizes, stage_layers
 from relax_rt.roles.models.settings import ShardedSettings, TrainedSettings
-from relax_rt.roles.planning.parallel import Sizes, stage_layers
-from relax_rt.roles.planning.shape import ModelShape, Weights
+from relax_rt.roles.models.shape import ModelShape, Weights
 from relax_rt.roles.rollout.engines.settings import EngineSettings
 from relax_rt.roles.training.backend.settings import LoraTable, TrainerSettings
 

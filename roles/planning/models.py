@@ -9,7 +9,7 @@ import msgspec
 from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.models.settings import ShardedSettings
-from relax_rt.roles.planning.shape import ModelShape, read_shape
+from relax_rt.roles.models.shape import ModelShape, read_shape
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 from relax_rt.roles.training.reference.settings import ReferenceSettings
 from relax_rt.transport.rpc.errors import RelaxError

@@ -10,7 +10,9 @@ import msgspec
 from relax_rt.config.inventory import Inventory
 from relax_rt.config.problems import Problem
 from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.models.parallel import ORDER, Group, Sizes, coordinates
 from relax_rt.roles.models.settings import ShardedSettings
+from relax_rt.roles.models.shape import ModelShape, read_shape
 from relax_rt.roles.planning.division import divides_model, divisible
 from relax_rt.roles.planning.fit import (
     GpuAccount,
@@ -25,9 +27,7 @@ from relax_rt.roles.planning.flow import Figure, figures, longest_sample
 from relax_rt.roles.planning.links import Communicator, Port, communicators, gang_groups, gang_sizes, ports
 from relax_rt.roles.planning.memory import FRAGMENTATION, LOGIT_BYTES
 from relax_rt.roles.planning.models import is_pool
-from relax_rt.roles.planning.parallel import ORDER, Group, Sizes, coordinates
 from relax_rt.roles.planning.placement import Placed, check_gpus, place
-from relax_rt.roles.planning.shape import ModelShape, read_shape
 from relax_rt.transport.rpc.errors import RelaxError
 
 HEADING = "planned, not run on this hardware"

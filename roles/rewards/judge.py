@@ -17,7 +17,7 @@ from relax_rt.roles.rewards.settings import JudgeTable
 
 if TYPE_CHECKING:
     from relax_rt.roles.models.tokenizer import ChatTokenizer
-    from relax_rt.roles.rollout.router import Outcome, Wanted
+    from relax_rt.roles.rollout.router import GenerationRequest, Outcome
 
 SHOWN = 200
 AT_A_TIME = 256
@@ -124,7 +124,7 @@ class Judging:
         return Verdict(sum(numbers) / len(numbers), words)
 
 
-Generate = Callable[["Wanted"], Awaitable["Outcome"]]
+Generate = Callable[["GenerationRequest"], Awaitable["Outcome"]]
 """A router's `generate`."""
 
 
@@ -172,12 +172,12 @@ class Judge:
         return self._judging.verdict(answers)
 
     async def _answer(self, question: Question) -> list[int]:
-        from relax_rt.roles.rollout.router import Wanted
+        from relax_rt.roles.rollout.router import GenerationRequest
 
         table = self._judging.table
         async with self._room:
             outcome = await self._generate(
-                Wanted(
+                GenerationRequest(
                     prompt=question.prompt,
                     seed=question.seed,
                     temperature=table.temperature,

@@ -89,7 +89,7 @@ class RewardRole(RLRole[RewardSettings]):
         await self.open_queue(slab_bytes=SLAB_BYTES, capacity_bytes=CAPACITY_BYTES, fetch_s=FETCH_S)
 
     def _load(self) -> None:
-        from relax_rt.roles.base.role import model_folder
+        from relax_rt.roles.base.locations import model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
 
         self.tokenizer = load_tokenizer(model_folder(self.ctx))

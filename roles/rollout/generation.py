@@ -1,7 +1,7 @@
-"""Generation for others: what every rollout serves beside its own work, so that routers can send it requests.
+"""Serves an engine to the routers of the run, beside the work that the engine's owner has for it.
 
-A request is a stream of pieces. The first one says whether the engine takes it; then come tokens, and between them at
-least every `BEAT_S` a piece without tokens that says how the engine does. Who leaves the stream has the sequence ended.
+The first update of a stream says whether the engine accepts the sequence. Then come tokens, and at least every `BEAT_S`
+an update without tokens as a heartbeat. Whoever closes the stream has the sequence ended.
 """
 
 from __future__ import annotations
@@ -10,147 +10,56 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import msgspec
 
-from relax_rt.roles.data.media.pictures import MOST_PICTURES, Shown
-from relax_rt.roles.rollout.engines.base import MAX_TEMPERATURE, EngineEnded, GroupRequest, Partial
-from relax_rt.roles.rollout.intake import Intake, Marks
-from relax_rt.transport.queue.ledger.messages import Finite, VersionSpan
-from relax_rt.transport.rpc.interface import idempotent
-
-if TYPE_CHECKING:
-    from relax_rt.interfaces.role import RoleContext
-    from relax_rt.roles.rollout.engines.base import Chunk, Engine
+from relax_rt.interfaces.role import RoleContext
+from relax_rt.roles.rollout.engines.base import Chunk, Engine, EngineEnded, GroupRequest, Partial
+from relax_rt.roles.rollout.router.admission import CapLimits, EngineCap
+from relax_rt.roles.rollout.router.interface import (
+    EngineReport,
+    Generation,
+    Rejection,
+    SequenceRequest,
+    SequenceUpdate,
+)
 
 FIRST_REQUEST = 1 << 48
-"""Numbers of our requests begin here: those of the engine's owner lie below."""
+"""Request numbers of this service begin here: those of the engine's owner lie below."""
 BEAT_S = 0.5
-CHUNK_TOKENS = 8
-MOST_REQUESTS = 64
-MAX_TOKENS = 1 << 20
-MOST_ROW_BYTES = 32 << 20
-
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-Tokens = Annotated[list[TokenId], msgspec.Meta(max_length=MAX_TOKENS)]
-Temperature = Annotated[float, msgspec.Meta(ge=0, le=MAX_TEMPERATURE)]
-TurnedAway = Literal["", "stale", "full", "stopping"]
-
-
-class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to generate.
-
-    Attributes:
-        prompt: token ids.
-        seed: with the weights it decides the tokens.
-        temperature: 0 is greedy.
-        max_new_tokens: of the whole completion, what there is already included.
-        stop_ids: one of these ends it.
-        tokens, logprobs, versions: what another engine has made of the completion: it is gone on with behind that.
-        routing: routing rows are wanted (see engines.routing), of the prompt from position `rows_from` on; rows: those
-            of `tokens`.
-        media: the pictures in the prompt.
-        allowed: policy versions that the caller takes, the committed one last; a newer one than that will do too.
-        chunk_tokens: a piece has about so many.
-        left_s: after that the sequence is ended, seconds.
-    """
-
-    prompt: Tokens
-    seed: Annotated[int, msgspec.Meta(ge=0)]
-    temperature: Temperature = 1.0
-    max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
-    stop_ids: Annotated[list[TokenId], msgspec.Meta(max_length=4096)] = []
-    tokens: Tokens = []
-    logprobs: Annotated[list[Finite], msgspec.Meta(max_length=MAX_TOKENS)] = []
-    versions: Annotated[list[VersionSpan], msgspec.Meta(max_length=MAX_TOKENS)] = []
-    routing: bool = False
-    rows_from: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)] = 0
-    media: Annotated[list[Shown], msgspec.Meta(max_length=MOST_PICTURES)] = []
-    rows: Annotated[bytes, msgspec.Meta(max_length=MOST_ROW_BYTES)] = b""
-    allowed: Annotated[list[int], msgspec.Meta(min_length=1, max_length=1024)]
-    chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=4096)] = CHUNK_TOKENS
-    left_s: Annotated[float, msgspec.Meta(ge=0)] = 600.0
-
-
-class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine does; see roles.router.fleet.Sign."""
-
-    epoch: int
-    version: int
-    generated: int
-    running: int = 0
-    waiting: int = 0
-    outstanding_tokens: int = 0
-    kv_used: float = 0.0
-    room: int = 0
-    waiting_on: str = ""
-    stopping: bool = False
-
-
-class Piece(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a sequence has got since its last piece; without tokens it is a sign of life.
-
-    Attributes:
-        start: position of the first of `tokens` in the completion.
-        logprobs: behaviour log-probability of each.
-        versions: policy versions over positions of the completion.
-        finish_reason: stop, length or abort, with its last piece.
-        turned_away: why the sequence was not begun, or is not gone on with here; then it is the last piece.
-        report: how the engine does.
-        routing: a routing row for each of `tokens`, if they are wanted. prompt_routing: those of the prompt, from
-            `rows_from` on, with the first tokens that this engine makes.
-    """
-
-    start: int = 0
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    versions: list[VersionSpan] = []
-    finish_reason: str = ""
-    turned_away: TurnedAway = ""
-    report: EngineReport
-    routing: bytes = b""
-    prompt_routing: bytes = b""
-
-
-class Generation(Protocol):
-    """Sequences made by one engine, for anybody in the run."""
-
-    def generate(self, order: Order) -> AsyncIterator[Piece]:
-        """Make one sequence. Refused when the engine can never do it."""
-
-    @idempotent
-    async def load(self) -> EngineReport:
-        """How the engine does."""
+MAX_REQUESTS = 64
 
 
 def admissible(version: int, allowed: Sequence[int]) -> bool:
-    """Whether an engine at this version may begin what is wanted of certain versions: the router's word is as old as
-    its news, and a new incarnation may have answered at the old one's address. Without weights it is at version 0."""
+    """Whether an engine at this version may begin a request.
+
+    The engine checks it again, since the router's word is as old as its news, and a new incarnation may have answered
+    at the old one's address: without weights it is at version 0.
+    """
     return version in allowed or version > max(allowed)
 
 
-class _Open:
-    """A sequence of a caller: what the engine made of it and the caller has not yet."""
+class _OpenSequence:
+    """A sequence of a caller: what the engine made of it and the caller has not read yet."""
 
     def __init__(self) -> None:
         self.chunks: list[Chunk] = []
-        self.news = asyncio.Event()
+        self.changed = asyncio.Event()
         self.ended = False
 
     def add(self, chunk: Chunk) -> None:
         """Bounded by the sequence's length: a caller that reads slowly gets more at a time."""
         self.chunks.append(chunk)
         self.ended = self.ended or bool(chunk.finish_reason)
-        self.news.set()
+        self.changed.set()
 
-    def take(self, report: EngineReport) -> Piece:
-        """All of it, as one piece."""
+    def take(self, report: EngineReport) -> SequenceUpdate:
+        """All of it, as one update."""
         chunks, self.chunks = self.chunks, []
-        self.news.clear()
+        self.changed.clear()
         if not chunks:
-            return Piece(report=report)
-        return Piece(
+            return SequenceUpdate(report=report)
+        return SequenceUpdate(
             start=chunks[0].start,
             tokens=[token for chunk in chunks for token in chunk.tokens],
             logprobs=[logprob for chunk in chunks for logprob in chunk.logprobs],
@@ -163,43 +72,51 @@ class _Open:
 
 
 class GenerationService:
-    """Serves Generation with an engine that has other work too. All of it on the event loop.
+    """Implements Generation with an engine that has other work too; everything runs on the event loop.
 
     Args:
         epoch: of the process. engine: what generates.
-        stopping: set when the process is asked to end: sequences go on elsewhere.
-        intake: bounds the sequences taken in from callers by the use of the KV cache.
+        stopping: set when the process is asked to end: its sequences continue elsewhere.
+        cap: bounds the sequences accepted from routers by the use of the KV cache.
     """
 
     def __init__(
-        self, epoch: int, engine: Engine, stopping: asyncio.Event, intake: Intake | None = None, beat_s: float = BEAT_S
+        self,
+        epoch: int,
+        engine: Engine,
+        stopping: asyncio.Event,
+        cap: EngineCap | None = None,
+        beat_s: float = BEAT_S,
     ) -> None:
         self._epoch, self._engine, self._stopping = epoch, engine, stopping
-        self.intake = intake or Intake(Marks(most=MOST_REQUESTS))
+        self.cap = cap or EngineCap(CapLimits(most=MAX_REQUESTS))
         self._beat_s = beat_s
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenSequence] = {}
         self._numbers = itertools.count(FIRST_REQUEST)
-        self._held = ""
-        self.begun = self.turned_away = self.tokens = 0
+        self._paused = ""
+        self.accepted = self.rejected = self.tokens = 0
 
     def statistics(self) -> dict[str, int]:
-        """Sequences begun and turned away, tokens given out, sequences at work."""
+        """Sequences accepted and rejected, tokens delivered, sequences running."""
         return {
-            "begun": self.begun,
-            "turned_away": self.turned_away,
+            "accepted": self.accepted,
+            "rejected": self.rejected,
             "tokens": self.tokens,
             "running": len(self._open),
         }
 
-    def hold(self, why: str) -> None:
-        """Make nothing for callers from now on, until it is called with an empty reason: what is under way goes back to
-        them with its tokens."""
-        self._held = why
-        for number in list(self._open) if why else []:
+    def pause(self, why: str) -> None:
+        """Abort what runs, which goes back to the callers with its tokens, and accept nothing until `resume`."""
+        self._paused = why
+        for number in list(self._open):
             self._engine.abort(number)
 
-    def sift(self, chunks: list[Chunk]) -> list[Chunk]:
-        """Take what is ours out of the engine's chunks; the rest is its owner's."""
+    def resume(self) -> None:
+        """Accept sequences again."""
+        self._paused = ""
+
+    def take_chunks(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Take the chunks of this service's sequences out of the engine's; the rest is its owner's."""
         others = []
         for chunk in chunks:
             if chunk.request < FIRST_REQUEST:
@@ -208,79 +125,77 @@ class GenerationService:
                 self.tokens += len(chunk.tokens)
                 one.add(chunk)
                 if one.ended:
-                    # The engine has its place free, and reports are to say so, whenever the caller reads.
+                    # The engine's slot is free from now on and reports must say so, whenever the caller reads.
                     del self._open[chunk.request]
         return others
 
     async def load(self) -> EngineReport:
-        """See Generation."""
+        """Report the engine's load."""
         return self._report()
 
-    async def generate(self, order: Order) -> AsyncIterator[Piece]:
-        """See Generation."""
-        if order.media and (sight := self._engine.sight) is not None:
-            # In a thread; the engine finds them looked at.
-            await asyncio.to_thread(sight.check, order.prompt, order.media)
-        if away := self._no(order):
-            self.turned_away += 1
-            yield Piece(turned_away=away, report=self._report())
+    async def generate(self, request: SequenceRequest) -> AsyncIterator[SequenceUpdate]:
+        """Generate one sequence."""
+        if request.media and (sight := self._engine.sight) is not None:
+            # Processed in a thread here; the engine then finds the images' features ready.
+            await asyncio.to_thread(sight.check, request.prompt, request.media)
+        if why := self._rejection(request):
+            self.rejected += 1
+            yield SequenceUpdate(rejected=why, report=self._report())
             return
-        number, one = next(self._numbers), _Open()
-        request = _request(number, order)
+        number, one = next(self._numbers), _OpenSequence()
         self._open[number] = one
         try:
             try:
-                self._engine.submit([request])
+                self._engine.submit([_group_request(number, request)])
             except EngineEnded:
-                # It is not the request's fault: another engine may take it.
-                self.turned_away += 1
+                # Not the request's fault: another engine may take it.
+                self.rejected += 1
                 one.ended = True
                 del self._open[number]
-                yield Piece(turned_away="stopping", report=self._report())
+                yield SequenceUpdate(rejected="stopping", report=self._report())
                 return
-            self.begun += 1
-            yield Piece(report=self._report())
-            ends_at = time.monotonic() + order.left_s
+            self.accepted += 1
+            yield SequenceUpdate(report=self._report())
+            ends_at = time.monotonic() + request.left_s
             while not one.ended or one.chunks:
-                piece = await self._next(one, ends_at)
-                yield piece
-                if piece.turned_away or piece.finish_reason:
+                update = await self._next(one, ends_at)
+                yield update
+                if update.rejected or update.finish_reason:
                     return
         finally:
             self._open.pop(number, None)
             if not one.ended:
                 self._engine.abort(number)
 
-    async def _next(self, one: _Open, ends_at: float) -> Piece:
-        """What there is within a beat."""
+    async def _next(self, one: _OpenSequence, ends_at: float) -> SequenceUpdate:
+        """What there is within a heartbeat."""
         left_s = ends_at - time.monotonic()
         try:
-            # Not wait_for, which forgets a cancellation that comes together with the news.
+            # Not wait_for, which swallows a cancellation that arrives together with the result.
             async with asyncio.timeout(max(0.0, min(self._beat_s, left_s))):
-                await one.news.wait()
+                await one.changed.wait()
         except TimeoutError:
             if left_s <= self._beat_s and not one.chunks:
-                # Its caller's deadline, which he knows of himself.
-                return Piece(finish_reason="abort", report=self._report())
+                # The caller's deadline, which it watches itself.
+                return SequenceUpdate(finish_reason="abort", report=self._report())
         if self._stopping.is_set() and not one.ended:
-            return msgspec.structs.replace(one.take(self._report()), turned_away="stopping")
+            return msgspec.structs.replace(one.take(self._report()), rejected="stopping")
         return one.take(self._report())
 
-    def _no(self, order: Order) -> TurnedAway:
-        """Why a sequence is not begun."""
+    def _rejection(self, request: SequenceRequest) -> Rejection:
         if self._stopping.is_set():
             return "stopping"
-        if self._held:
+        if self._paused:
             return "full"
         load = self._engine.load()
-        self.intake.observe(time.monotonic(), load.kv_used, len(self._open))
-        if not admissible(load.version, order.allowed):
+        self.cap.observe(time.monotonic(), load.kv_used, len(self._open))
+        if not admissible(load.version, request.allowed):
             return "stale"
-        return "" if self.intake.room(len(self._open)) else "full"
+        return "" if self.cap.room(len(self._open)) else "full"
 
     def _report(self) -> EngineReport:
         load = self._engine.load()
-        self.intake.observe(time.monotonic(), load.kv_used, len(self._open))
+        self.cap.observe(time.monotonic(), load.kv_used, len(self._open))
         return EngineReport(
             epoch=self._epoch,
             version=load.version,
@@ -289,36 +204,32 @@ class GenerationService:
             waiting=load.waiting,
             outstanding_tokens=load.outstanding_tokens,
             kv_used=load.kv_used,
-            room=0 if self._held else self.intake.room(len(self._open)),
-            waiting_on=self._held or load.paused,
+            room=0 if self._paused else self.cap.room(len(self._open)),
+            waiting_on=self._paused or load.paused,
             stopping=self._stopping.is_set(),
         )
 
 
-def _request(number: int, order: Order) -> GroupRequest:
-    had = (tuple(order.tokens), tuple(order.logprobs), tuple(order.versions), order.rows)
-    partial = Partial(*had) if order.tokens else None
+def _group_request(number: int, request: SequenceRequest) -> GroupRequest:
+    had = (tuple(request.tokens), tuple(request.logprobs), tuple(request.versions), request.rows)
+    partial = Partial(*had) if request.tokens else None
     return GroupRequest(
         id=number,
-        prompt=tuple(order.prompt),
-        seeds=(order.seed,),
-        temperature=order.temperature,
-        max_new_tokens=order.max_new_tokens,
-        stop_ids=frozenset(order.stop_ids),
+        prompt=tuple(request.prompt),
+        seeds=(request.seed,),
+        temperature=request.temperature,
+        max_new_tokens=request.max_new_tokens,
+        stop_ids=frozenset(request.stop_ids),
         partials=(partial,),
-        chunk_tokens=order.chunk_tokens,
-        routing=order.routing,
-        rows_from=order.rows_from,
-        media=tuple(order.media),
+        chunk_tokens=request.chunk_tokens,
+        routing=request.routing,
+        rows_from=request.rows_from,
+        media=tuple(request.media),
     )
 
 
-def serve_generation(ctx: RoleContext, engine: Engine, most: int = MOST_REQUESTS) -> GenerationService:
-    """Offer Generation at a role's address; call it in setup, and give the engine's chunks through `sift`.
-
-    Args:
-        most: sequences of callers at once.
-    """
-    service = GenerationService(ctx.who.epoch, engine, ctx.stopping, Intake(Marks(most=most)))
+def serve_generation(ctx: RoleContext, engine: Engine, max_requests: int = MAX_REQUESTS) -> GenerationService:
+    """Offer Generation at a role's address; call it in setup, and pass the engine's chunks through `take_chunks`."""
+    service = GenerationService(ctx.who.epoch, engine, ctx.stopping, EngineCap(CapLimits(most=max_requests)))
     ctx.serve(Generation, service)
     return service

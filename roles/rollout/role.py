@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.agentic.settings import env_settings
+from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.progress import without_retired
-from relax_rt.roles.base.role import MODEL_CODE, RLRole
+from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.rollout.engines.settings import RolloutSettings, SamplingTable
 from relax_rt.roles.rollout.engines.turns import Gate
+from relax_rt.roles.rollout.router.admission import CapLimits, EngineCap
 from relax_rt.roles.rollout.sharing import SharedDevice
 from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
 from relax_rt.transport.base.versions import VersionRecord
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from relax_rt.roles.rollout.engines.base import Chunk, Engine, GroupRequest
     from relax_rt.roles.rollout.engines.routing import RoutingShape
     from relax_rt.roles.rollout.generation import GenerationService
-    from relax_rt.roles.rollout.intake import Intake
     from relax_rt.roles.rollout.samples import SampleMaker
     from relax_rt.roles.rollout.work import Due, Job, Work
     from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
@@ -89,7 +90,7 @@ class RolloutRole(RLRole[RolloutSettings]):
         self.device = SharedDevice(self) if self.table(AlgorithmTable).mode in SHARING else None
         self.engine: Engine
         self.routing: RoutingShape | None = None
-        self.intake: Intake | None = None
+        self.cap: EngineCap | None = None
         self.work: Work
         self.maker: SampleMaker
         self.tokenizer: ChatTokenizer
@@ -99,7 +100,7 @@ class RolloutRole(RLRole[RolloutSettings]):
         self.generation: GenerationService
 
     async def setup(self) -> None:
-        from relax_rt.roles.rollout.generation import MOST_REQUESTS, serve_generation
+        from relax_rt.roles.rollout.generation import MAX_REQUESTS, serve_generation
         from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
 
         if self.device is not None:
@@ -110,12 +111,12 @@ class RolloutRole(RLRole[RolloutSettings]):
         await self.queue.warm()
         self.failure = EngineFailure()
         self.follower = WeightFollower(self.ctx, self.engine, self.settings.kv_on_update)
-        most = self.settings.max_sequences if self.only_serves else MOST_REQUESTS
+        most = self.settings.max_sequences if self.only_serves else MAX_REQUESTS
         self.generation = serve_generation(self.ctx, self.engine, most)
         await self.engine.start(self._arrive, self._engine_failed)
 
     def _load(self) -> None:
-        from relax_rt.roles.base.role import model_folder
+        from relax_rt.roles.base.locations import model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
         from relax_rt.roles.rollout.engines import make_engine
         from relax_rt.roles.rollout.samples import SampleMaker
@@ -141,9 +142,7 @@ class RolloutRole(RLRole[RolloutSettings]):
             )
         if self.engine.name != "embedded":
             # The embedded engine has room for every slot; where the cache is shared, its use bounds what is begun.
-            from relax_rt.roles.rollout.intake import Intake, Marks
-
-            self.intake = Intake(Marks(most=self.settings.groups_in_flight * size, least=size))
+            self.cap = EngineCap(CapLimits(most=self.settings.groups_in_flight * size, least=size))
 
     @property
     def _row_bytes(self) -> int:
@@ -209,13 +208,13 @@ class RolloutRole(RLRole[RolloutSettings]):
                     await self._keep(self.work.take_all())
                 if self.queue.groups:
                     lost = self.work.tokens_unmarked
-                    self.ctx.event("groups_left", groups=len(self.queue.groups), tokens_lost=lost)
+                    self.ctx.event("groups_released", groups=len(self.queue.groups), tokens_lost=lost)
                     # What an engine fails on may be in one of them.
                     await self.queue.give_back(list(self.queue.groups), LEFT, losses=int(self._doubtful))
 
     async def _follow(self) -> None:
+        from relax_rt.roles.training.checkpoints.cold_start import wait_for_weights
         from relax_rt.roles.training.publication.follower import committed_versions
-        from relax_rt.roles.training.sft.waiting import wait_for_weights
 
         self.ctx.progress.waiting("the first committed weights")
         await wait_for_weights(self.ctx)
@@ -276,8 +275,8 @@ class RolloutRole(RLRole[RolloutSettings]):
         """
         size = self.table(AlgorithmTable).group_size
         room = self.settings.groups_in_flight * size - self.work.members
-        if self.intake is not None:
-            room = min(room, self.intake.room(self.work.sequences))
+        if self.cap is not None:
+            room = min(room, self.cap.room(self.work.sequences))
         return -(-room // size)
 
     async def _wait_for_room(self) -> None:
@@ -300,7 +299,7 @@ class RolloutRole(RLRole[RolloutSettings]):
             requests.append(request)
             if request.partials:
                 had = [len(one.tokens) if one else 0 for one in request.partials]
-                self.ctx.event("group_gone_on_with", group=ticket.group, members=ticket.wanted(), tokens=had)
+                self.ctx.event("group_resumed", group=ticket.group, members=ticket.wanted(), tokens=had)
         self.engine.submit(requests)
 
     def _request(self, number: int, ticket: Ticket, origin: bytes, found: dict[Any, Begun]) -> GroupRequest:
@@ -323,7 +322,7 @@ class RolloutRole(RLRole[RolloutSettings]):
     def _arrive(self, chunks: list[Chunk]) -> None:
         if self._doubtful:
             return
-        self.work.arrive(self.generation.sift(chunks))
+        self.work.arrive(self.generation.take_chunks(chunks))
         for job in self.work.interrupted():
             self.give_up([job], STOPPED)
         self._news.set()
@@ -411,8 +410,8 @@ class RolloutRole(RLRole[RolloutSettings]):
         """One metrics record, of the time since the last one."""
         load, now = self.engine.load(), time.monotonic()
         tokens, then = self._measured
-        if self.intake is not None:
-            self.intake.observe(now, load.kv_used, self.work.sequences)
+        if self.cap is not None:
+            self.cap.observe(now, load.kv_used, self.work.sequences)
             self._room.set()
         if self.only_serves and self.follower.record.version:
             self.ctx.progress.waiting("" if load.running or load.waiting else "replies that environments ask for")
@@ -427,9 +426,9 @@ class RolloutRole(RLRole[RolloutSettings]):
                 "tokens_per_s": (load.tokens_generated - tokens) / (now - then),
                 "running": load.running,
                 "waiting": load.waiting,
-                "marked_tokens": self.work.tokens_marked,
-                "marks_not_kept": self.work.marks_not_kept,
-                "gone_on_with_tokens": self.work.tokens_gone_on_with,
+                "journaled_tokens": self.work.journaled_tokens,
+                "partials_dropped": self.work.partials_dropped,
+                "resumed_tokens": self.work.resumed_tokens,
             }
         )
         self._measured = (load.tokens_generated, now)

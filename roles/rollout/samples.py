@@ -106,11 +106,11 @@ def as_put(sample: Sample) -> NewSample:
 def made_record(slot: str, made: list[tuple[Job, Completion, Sample]]) -> dict[str, Any]:
     """Our own word of what we made, apart from the queue's: the checker holds the trainer's records against it.
 
-    gone_on_with: of samples that another ticket began, how many tokens, and the digest of these and their
+    resumed: of samples that another ticket began, how many tokens, and the digest of these and their
     log-probabilities as they are in the finished sample.
     """
     record: dict[str, Any] = {
-        "kind": "made",
+        "kind": "produced",
         "slot": slot,
         "samples": [(_name(s), content_digest(s), sorted({span.version for span in s.versions})) for _, _, s in made],
         "prompts": {s.meta.group: s.meta.prompt for _, _, s in made},
@@ -123,7 +123,7 @@ def made_record(slot: str, made: list[tuple[Job, Completion, Sample]]) -> dict[s
             digest = xxhash.xxh3_64(sample.tokens[start : start + count].tobytes())
             digest.update(sample.behaviour_logprobs[start : start + count].tobytes())
             begun[_name(sample)] = (count, digest.hexdigest())
-    return {**record, "gone_on_with": begun} if begun else record
+    return {**record, "resumed": begun} if begun else record
 
 
 def _name(sample: Sample) -> str:

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relax_rt.roles.models.heap import give_back
 from relax_rt.roles.rollout.engines.settings import ColocationTable
 from relax_rt.roles.rollout.engines.turns import EngineTurns
-from relax_rt.roles.training.memory import give_back
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Unreachable
 
@@ -35,7 +35,7 @@ class SharedDevice:
     async def _leave(self) -> None:
         role, engine = self._role, self._role.engine
         await role.gate.close()
-        role.generation.hold(WHY)
+        role.generation.pause(WHY)
         role.give_up(list(role.work.jobs.values()), WHY)
         # What has ended is put on the queue, and what has not is marked and given back, by the role's own tasks.
         while role.work.jobs or (load := engine.load()).running or load.waiting:  # noqa: ASYNC110 - nothing tells of both
@@ -51,7 +51,7 @@ class SharedDevice:
         await role.engine.resume_memory()
         if role.follower.record.version:
             await self._follow_newest()
-        role.generation.hold("")
+        role.generation.resume()
         role.gate.open()
 
     async def _follow_newest(self) -> None:

@@ -83,7 +83,7 @@ class Work:
         self._assembly = Assembly()
         self._finished: list[tuple[Job, Completion]] = []
         self._due: dict[tuple[int, int], Job] = {}
-        self.tokens_gone_on_with = self.tokens_marked = self.marks_not_kept = 0
+        self.resumed_tokens = self.journaled_tokens = self.partials_dropped = 0
 
     def __len__(self) -> int:
         return len(self.jobs)
@@ -104,7 +104,7 @@ class Work:
         job = Job(number, ticket, request, origin, had, set(range(len(request.seeds))))
         self.jobs[number] = job
         self._assembly.expect(request)
-        self.tokens_gone_on_with += sum(had)
+        self.resumed_tokens += sum(had)
         return job
 
     def arrive(self, chunks: Iterable[Chunk]) -> None:
@@ -194,11 +194,11 @@ class Work:
         lengths: dict[tuple[int, int], int] = {}
         for one, tokens in zip(due, held, strict=True):
             wanted = one.mark.start + len(one.mark.tokens) // TOKEN_BYTES
-            self.tokens_marked += max(0, tokens - one.mark.start)
+            self.journaled_tokens += max(0, tokens - one.mark.start)
             if tokens >= 0:
                 one.job.marked[one.place] = tokens
             if tokens != wanted:
-                self.marks_not_kept += 1
+                self.partials_dropped += 1
                 lengths[one.job.number, one.place] = wanted
         for number, job, place in {(one.job.number, one.job, one.place) for one in due}:
             times, _ = job.refused.pop(place, (0, 0))

@@ -78,7 +78,7 @@ class Scalars:
 
 def _prefix(kind: str, record: Mapping[str, Any]) -> str | None:
     """What the record's numbers stand under; None: it has none to show."""
-    if kind in ("", "made"):
+    if kind in ("", "produced"):
         return None
     if kind == "step":
         return "train"

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.training.algorithms.tensors import LOG_RATIO_LIMIT, Metrics
-from relax_rt.roles.training.base import StepResult
+from relax_rt.roles.training.backend.interface import StepResult
 
 if TYPE_CHECKING:
     from relax_rt.roles.training.algorithms.objective import Objective
-    from relax_rt.roles.training.base import TrainerBackend
+    from relax_rt.roles.training.backend.interface import TrainerBackend
 
 MEANS = {"ratio_mean": "ratio", "kl_behaviour": "kl", "difference_mean": "difference", "clip_fraction": "clipped"}
 """Fields of a StepResult that are means over tokens, and the sums that they are of."""

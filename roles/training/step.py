@@ -1,26 +1,26 @@
-"""One optimizer step: its groups are taken from the queue, and their gradients accumulated."""
+"""One optimizer step: its batch, gradients and updates, and its record in the metrics. Called by the trainer role."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from relax_rt.roles.base.sample import Sample, content_digest, read_sample
-from relax_rt.roles.training.algorithms.own import OwnPartFailed
-from relax_rt.roles.training.algorithms.tensors import Metrics
-from relax_rt.transport.rpc.errors import RelaxError
+import numpy as np
+
+from relax_rt.roles.base.sample import Sample, content_digest
+from relax_rt.roles.training.algorithms.tensors import Metrics, merge
+from relax_rt.roles.training.backend.interface import StepResult
+from relax_rt.roles.training.batch.rows import chosen, mini_batches
+from relax_rt.roles.training.mismatch import before_updates, beside_gradients, completed, sampled_entropy
+from relax_rt.transport.base.versions import VersionRecord
 
 if TYPE_CHECKING:
-    from relax_rt.interfaces.role import Progress
     from relax_rt.roles.training.algorithms.objective import Objective
-    from relax_rt.roles.training.base import TrainerBackend
-    from relax_rt.roles.training.sieve import Sieve
-    from relax_rt.transport.queue.client import LeasedBatch, LeasedSample, QueueClient
-
-TAKE_WAIT_S = 1.0
-"""Short, so that a request to stop is soon seen."""
+    from relax_rt.roles.training.backend.interface import TrainerBackend
+    from relax_rt.transport.queue.client import LeasedBatch, LeasedSample
 
 
 class Spent:
@@ -56,7 +56,7 @@ class Batch:
         beside: what compares the policies over tokens without gradients (`mismatch.beside_gradients`).
         left_out_tokens: whose advantage the loss took away before the update.
         refused_tokens: of samples that the queue refused as over-stale since the step before.
-        spent: on `wait`, `train` and `publish`. held_s: how long the update waited for the weights to be copied.
+        spent: on `wait`, `train` and `publish`. stage_wait_s: how long the update waited for the weights to be copied.
     """
 
     spent: Spent = field(default_factory=Spent)
@@ -74,7 +74,7 @@ class Batch:
     beside: Metrics = field(default_factory=dict)
     left_out_tokens: int = 0
     refused_tokens: int = 0
-    held_s: float = 0.0
+    stage_wait_s: float = 0.0
 
     def add(self, lease: LeasedBatch, samples: list[Sample]) -> None:
         """Further groups: those of a lease, with its samples as they were read."""
@@ -89,94 +89,6 @@ class Batch:
         prompts = {(s.meta.group, s.prompt_length) for s in self.samples[self.accumulated :]}
         own = sum(len(s.tokens) - s.prompt_length for s in self.samples[self.accumulated :])
         return own + sum(length for _, length in prompts)
-
-
-class Collector:
-    """Takes the groups of one step after the other.
-
-    Args:
-        groups: of a step.
-        parts: take groups as they become ready, instead of all of a step at once.
-        sieve: judges them as they come; goes with `parts`.
-    """
-
-    def __init__(
-        self,
-        queue: QueueClient,
-        progress: Progress,
-        *,
-        groups: int,
-        parts: bool = False,
-        sieve: Sieve | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._queue, self._progress, self._groups, self._clock = queue, progress, groups, clock
-        self._parts, self.sieve = parts or sieve is not None, sieve
-        self._batch: Batch | None = None
-        self.waiting_on = ""
-        """What the last call waited for when it timed out."""
-
-    async def collect(self, step: int) -> Batch | None:
-        """Take what is ready of a step's groups; None if nothing is. Waits for a second at most.
-
-        Returns:
-            All that the step has so far; when it is full, the next call begins another one.
-
-        Raises:
-            OwnPartFailed: a filter of a user's own failed; what it was to judge is given back.
-        """
-        if self._batch is None:
-            # A wait may take many calls; it counts from the first of them.
-            self._batch = Batch(Spent(self._clock))
-            if self.sieve is not None:
-                await self.sieve.begin()
-        batch = self._batch
-        lacking = self._groups - batch.groups
-        lease = await self._queue.take("train", groups=lacking, at_least=int(self._parts), wait_s=TAKE_WAIT_S)
-        if not lease:
-            there = f"{batch.groups} of {self._groups} groups are there; " if batch.groups else ""
-            self.waiting_on = there + (lease.waiting_on or "whole groups with rewards")
-            self._progress.waiting(self.waiting_on)
-            return None
-        self._progress.waiting("")
-        batch.spent.on("wait")
-        if self.sieve is None:
-            batch.add(lease, [read_sample(one) for one in lease.samples])
-        else:
-            try:
-                await self.sieve.sift(lease, batch, step)
-            except OwnPartFailed:
-                await self._queue.abandon(lease, "a filter failed")
-                raise
-        batch.full = batch.full or batch.groups >= self._groups
-        if batch.full:
-            self._batch = None
-        return batch
-
-    async def give_up(self, reason: str) -> None:
-        """Give back what was taken for a step that will not be taken. Raises as `give_back` does."""
-        await give_back(self._queue, self.let_go(), reason)
-
-    def let_go(self) -> list[LeasedBatch]:
-        """The leases of a step that will not be taken; whoever asks gives them back."""
-        batch, self._batch = self._batch, None
-        return batch.leases if batch is not None else []
-
-
-async def give_back(queue: QueueClient, leases: Sequence[LeasedBatch], reason: str) -> None:
-    """Give leases back undone: each of them, though others fail.
-
-    Raises:
-        RelaxError: the first failure, when all have been tried.
-    """
-    failures = list[RelaxError]()
-    for lease in leases:
-        try:
-            await queue.abandon(lease, reason)
-        except RelaxError as error:
-            failures.append(error)
-    if failures:
-        raise failures[0]
 
 
 def accumulate(batch: Batch, backend: TrainerBackend, objective: Objective, version: int) -> None:
@@ -212,3 +124,152 @@ def set_proximal(samples: Sequence[Sample], backend: TrainerBackend, version: in
     if wanted and any(sample.proximal_logprobs is None for sample in samples):
         for sample, values in zip(samples, backend.log_probabilities(samples), strict=True):
             sample.proximal_logprobs, sample.proximal_version = values, version
+
+
+T = TypeVar("T")
+
+OVER_MEASURED = ("ratio_mean", "clip_fraction", "kl_behaviour", "difference_mean", "sampled_entropy")
+"""Fields of a StepResult that are means over its measured tokens; so are those that may be None."""
+PERHAPS = ("drift_mean", "entropy", "kl_reference")
+ADDED = ("tokens", "measured_tokens", "rejected_tokens", "updates")
+LARGEST = ("ratio_max_deviation", "difference_max")
+
+
+def take_updates(
+    batch: Batch,
+    backend: TrainerBackend,
+    objective: Objective,
+    *,
+    updates: int,
+    version: int,
+    number: int,
+    over: Literal["trained", "all"] = "trained",
+    before_update: Callable[[], None] = lambda: None,
+) -> StepResult:
+    """The updates of a step whose groups are all there. Blocks.
+
+    Advantages are of the whole batch, and so are the proximal log-probabilities, where they are needed: both are
+    computed before the first update, and what the latter say of trainer and engine stands in the result. Each update
+    is divided by the count of its own mini-batch. One that is not finite is thrown away, and the others are taken.
+
+    Args:
+        version: the published one that the step begins with. number: of the step; all its updates have its rate.
+        over: see `beside_gradients`. before_update: called, and may block, before each update.
+    """
+    proximal = "proximal" in objective.needs
+    if proximal:
+        set_proximal(batch.samples, backend, version)
+    batch.left_out_tokens = objective.advantages(batch.samples)
+    if not proximal:
+        batch.beside = beside_gradients(batch.samples, backend, objective, over)
+    parts, results = list(_parts(batch.samples, updates)), []
+    for part in parts:
+        count = backend.accumulate(part).count
+        results.append(backend.apply(count, number, before_update))
+        batch.parts += 1
+    batch.accumulated = len(batch.samples)
+    result = together(results)
+    if not proximal:
+        return result
+    counted = [part for part, one in zip(parts, results, strict=True) if one.applied or not result.applied]
+    return before_updates(result, [sample for part in counted for sample in part])
+
+
+def _parts(samples: Sequence[Sample], updates: int) -> Iterator[list[Sample]]:
+    for places in mini_batches([sample.meta.group for sample in samples], updates):
+        yield chosen(samples, places)
+
+
+def together(results: Sequence[StepResult]) -> StepResult:
+    """The result of a step with these updates.
+
+    Of updates that were thrown away only that they were: what they measured may be no numbers. If all were, the step
+    was.
+
+    Args:
+        results: of at least one update.
+    """
+    applied = [one for one in results if one.applied]
+    counted = applied or results
+    moved = [one for one in applied if one.changed]
+    others: Metrics = {}
+    for one in counted:
+        merge(others, one.others)
+    if moved:
+        others["grad_norm_max"] = max(one.grad_norm for one in moved)
+    bad = [f"update {place} of {len(results)}: {one.why}" for place, one in enumerate(results, 1) if not one.applied]
+    fields: dict[str, Any] = {name: _mean(counted, name) for name in OVER_MEASURED}
+    fields |= {name: _mean(counted, name) for name in PERHAPS if any(getattr(one, name) is not None for one in counted)}
+    fields |= {name: sum(getattr(one, name) for one in counted) for name in ADDED}
+    fields |= {name: max(getattr(one, name) for one in counted) for name in LARGEST}
+    return StepResult(
+        applied=bool(applied),
+        changed=bool(moved),
+        why="; ".join(bad) if bad or moved else results[0].why,
+        loss=float(np.mean([one.loss for one in counted])),
+        grad_norm=float(np.mean([one.grad_norm for one in moved])) if moved else counted[0].grad_norm,
+        learning_rate=results[0].learning_rate,
+        computed_tokens=sum(one.computed_tokens for one in results),
+        updates_skipped=len(bad),
+        others=others,
+        **fields,
+    )
+
+
+def _mean(results: Sequence[StepResult], name: str) -> float:
+    """Over the measured tokens of all of them."""
+    tokens = sum(one.measured_tokens for one in results)
+    whole = math.fsum((getattr(one, name) or 0.0) * one.measured_tokens for one in results if one.measured_tokens)
+    return whole / max(tokens, 1)
+
+
+def step_record(
+    batch: Batch, result: StepResult, *, step: int, weights: VersionRecord, epoch: int, elapsed_s: float
+) -> dict[str, Any]:
+    """The record of a step that is done.
+
+    Args:
+        weights: those that the step made. epoch: of the trainer. elapsed_s: since the run began to train.
+    """
+    samples = batch.samples
+    rewards = np.array([s.reward or 0.0 for s in samples])
+    names = sorted({name for s in samples for name in s.rewards})
+    result = completed(result, batch.beside)
+    return {
+        "kind": "step",
+        "step": step,
+        "version": weights.version,
+        "epoch": epoch,
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "rewards": {n: float(np.mean([s.rewards.get(n, 0.0) for s in samples])) for n in names},
+        "staleness": [s.staleness for s in batch.leased],
+        "versions": [sorted({span.version for span in s.versions}) for s in samples],
+        "trained_version": weights.parent,
+        "keys": [str(s.key) for s in batch.leased],
+        "sample_rewards": rewards.tolist(),
+        "prompts": sorted({s.meta.prompt for s in samples}),
+        "truncated_fraction": float(np.mean([s.meta.truncated for s in samples])),
+        "length_mean": float(np.mean([int(s.loss_mask.sum()) for s in samples])),
+        **{k: getattr(result, k) for k in result.__struct_fields__ if k not in ("applied", "why")},
+        "sampled_entropy": sampled_entropy(samples),
+        "refused_tokens": batch.refused_tokens,
+        "stale_tokens": sum(end - start for s in batch.leased for start, end in s.masked),
+        "masked_tokens": batch.left_out_tokens,
+        "parts": batch.parts,
+        **_filtered(batch),
+        "skipped": "" if result.applied else result.why,
+        "wait_s": batch.spent["wait"],
+        "train_s": batch.spent["train"],
+        "stage_wait_s": batch.stage_wait_s,
+        "publish_s": batch.spent["publish"],
+        "elapsed_s": elapsed_s,
+        "digests": batch.digests,
+    }
+
+
+def _filtered(batch: Batch) -> dict[str, Any]:
+    """What filters did, where there are any: groups that came, those left out by filter, the share kept."""
+    if not batch.scored:
+        return {}
+    return {"scored": batch.scored, "filtered": batch.filtered, "kept_fraction": batch.groups / batch.scored}

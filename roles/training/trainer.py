@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from relax_rt.config.problems import BadInput
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.interfaces.role import RoleContext
+from relax_rt.roles.base.locations import MODEL_CODE, model_folder
 from relax_rt.roles.base.progress import NoProgress, no_progress
-from relax_rt.roles.base.role import MODEL_CODE, RLRole, model_folder
+from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.base.settings import ProgressTable
 from relax_rt.roles.models.opening import refused_for_good
 from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable
@@ -30,15 +31,16 @@ from relax_rt.transport.rpc.errors import DeadlineExceeded, GivenUp, RelaxError,
 if TYPE_CHECKING:
     from relax_rt.roles.rollout.engines.turns import TrainerTurns
     from relax_rt.roles.training.algorithms.objective import Objective
-    from relax_rt.roles.training.base import StepResult, TrainerBackend
-    from relax_rt.roles.training.checkpoint import CheckpointState, CheckpointStore
-    from relax_rt.roles.training.choices import PromptChoices
-    from relax_rt.roles.training.critic.link import CriticLink
-    from relax_rt.roles.training.gang import Follower
+    from relax_rt.roles.training.backend.gang import Follower
+    from relax_rt.roles.training.backend.interface import StepResult, TrainerBackend
+    from relax_rt.roles.training.checkpoints.store import CheckpointState, CheckpointStore
+    from relax_rt.roles.training.collector import Collector
+    from relax_rt.roles.training.critic.client import CriticLink
+    from relax_rt.roles.training.dynamic_sampling import Sieve
+    from relax_rt.roles.training.prompt_sampling import PromptChoices
     from relax_rt.roles.training.publication.files import WeightFiles
     from relax_rt.roles.training.publication.publisher import Publisher
-    from relax_rt.roles.training.sieve import Sieve
-    from relax_rt.roles.training.step import Batch, Collector
+    from relax_rt.roles.training.step import Batch
     from relax_rt.transport.weights.stage import WeightStage
 
 T = TypeVar("T")
@@ -66,9 +68,9 @@ class TrainerRole(RLRole[TrainerSettings]):
     preload: ClassVar[tuple[str, ...]] = (
         "torch",
         "transformers",
-        "relax_rt.roles.training.torch_backend",
-        "relax_rt.roles.training.keeping",
-        "relax_rt.roles.training.record",
+        "relax_rt.roles.training.torch.backend",
+        "relax_rt.roles.training.checkpoints.resume",
+        "relax_rt.roles.training.step",
         "relax_rt.roles.training.publication.publisher",
         "relax_rt.roles.training.algorithms.objective",
         "relax_rt.transport.queue.client",
@@ -107,10 +109,10 @@ class TrainerRole(RLRole[TrainerSettings]):
 
     async def setup(self) -> None:
         algorithm = self.table(AlgorithmTable)
+        from relax_rt.roles.base.locations import stage_folder
         from relax_rt.roles.training.algorithms.objective import Objective
-        from relax_rt.roles.training.checkpoint import CheckpointStore
-        from relax_rt.roles.training.identity import identity_of
-        from relax_rt.roles.training.publication.place import stage_folder
+        from relax_rt.roles.training.checkpoints.digests import identity_of
+        from relax_rt.roles.training.checkpoints.store import CheckpointStore
         from relax_rt.transport.weights.stage import WeightStage
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
@@ -137,23 +139,23 @@ class TrainerRole(RLRole[TrainerSettings]):
         await self.open_queue(fetch_s=FETCH_S)
         self._open_collector()
         if algorithm.sampler is not None:
-            from relax_rt.roles.training.choices import PromptChoices
+            from relax_rt.roles.training.prompt_sampling import PromptChoices
 
             history = self._sieve.history if self._sieve is not None else None
             make, objective = PromptChoices.of, self.objective
             with refused_for_good():
                 self._choices = await asyncio.to_thread(make, self.ctx, self.config, self.queue, objective, history)
         if "values" in self.objective.needs:
-            from relax_rt.roles.training.critic.link import CriticLink
+            from relax_rt.roles.training.critic.client import CriticLink
 
             self.critic = CriticLink(self.ctx)
 
     def _open_collector(self) -> None:
-        from relax_rt.roles.training.step import Collector
+        from relax_rt.roles.training.collector import Collector
 
         table = self.table(AlgorithmTable)
         if table.filters:
-            from relax_rt.roles.training.sieve import Sieve
+            from relax_rt.roles.training.dynamic_sampling import Sieve
 
             with refused_for_good():
                 self._sieve = Sieve.of(self.config, self.queue, self.objective, self.ctx.event)
@@ -172,15 +174,15 @@ class TrainerRole(RLRole[TrainerSettings]):
 
     def _load(self) -> None:
         """Of a gang, rank 0 does all that a trainer does; the others do as it tells them."""
-        from relax_rt.roles.training.gang import Follower
+        from relax_rt.roles.training.backend.gang import Follower
 
         opened: TrainerBackend | Follower
         if self.settings.backend == "megatron":
-            from relax_rt.roles.training.megatron.start import open_rank
+            from relax_rt.roles.training.open_backend import open_megatron
 
-            opened = open_rank(self.ctx, self.objective)
+            opened = open_megatron(self.ctx, self.objective)
         else:
-            from relax_rt.roles.training.torch.start import open_torch
+            from relax_rt.roles.training.open_backend import open_torch
 
             opened = open_torch(self.ctx, self.objective)
         if isinstance(opened, Follower):
@@ -232,7 +234,7 @@ class TrainerRole(RLRole[TrainerSettings]):
 
     async def _give_back(self, reason: str) -> None:
         """All groups that were taken and not trained on."""
-        from relax_rt.roles.training.step import give_back
+        from relax_rt.roles.training.collector import give_back
 
         held, self._held = self._held, None
         leases = held.leases if held is not None else []
@@ -321,8 +323,8 @@ class TrainerRole(RLRole[TrainerSettings]):
         Raises:
             BadInput: the run has checkpoints, and none can be read. GivenUp: the queue forgot what one was trained on.
         """
-        from relax_rt.roles.training.checkpoint import read_sampling
-        from relax_rt.roles.training.keeping import take_newest
+        from relax_rt.roles.training.checkpoints.resume import take_newest
+        from relax_rt.roles.training.checkpoints.store import read_sampling
 
         async def take(folder: Path, state: CheckpointState) -> None:
             await asyncio.to_thread(self.backend.restore, folder)
@@ -433,10 +435,10 @@ class TrainerRole(RLRole[TrainerSettings]):
     def _train(self, batch: Batch) -> StepResult:
         """The gradients that are not there yet, and the update; or all updates of the step. Blocks."""
         from relax_rt.roles.training.mismatch import beside_gradients
-        from relax_rt.roles.training.updates import take_updates
+        from relax_rt.roles.training.step import take_updates
 
         def before_update() -> None:
-            batch.held_s += self.publisher.weights_may_change()
+            batch.stage_wait_s += self.publisher.weights_may_change()
 
         number, over, updates = self.step + 1, self.settings.mismatch, self.table(AlgorithmTable).updates_per_step
         if updates > 1:
@@ -518,13 +520,13 @@ class TrainerRole(RLRole[TrainerSettings]):
 
     def _record(self, batch: Batch, result: StepResult) -> None:
         """The step's record, and a line of the log."""
-        from relax_rt.roles.training.record import step_record
+        from relax_rt.roles.training.step import step_record
 
         epoch, steps = self.ctx.who.epoch, self.table(AlgorithmTable).steps
         elapsed_s = self._trained_before_s + time.monotonic() - self._started
         record = step_record(batch, result, step=self.step, weights=self.weights, epoch=epoch, elapsed_s=elapsed_s)
         reported = self._empty >= self.table(ProgressTable).empty_steps
-        record |= {"empty_steps": self._empty, "empty_why": self._empty_why if reported else ""}
+        record |= {"empty_steps": self._empty, "empty_reason": self._empty_why if reported else ""}
         self.ctx.metrics(record)
         if not self._worked:
             self._worked = True
@@ -580,8 +582,8 @@ class TrainerRole(RLRole[TrainerSettings]):
 
     async def _saved(self) -> None:
         """Wait for the checkpoint that is being written, if there is one."""
-        from relax_rt.roles.training.critic.link import SCRATCH
-        from relax_rt.roles.training.keeping import through
+        from relax_rt.roles.training.checkpoints.resume import through
+        from relax_rt.roles.training.critic.client import SCRATCH
 
         if self._saving is not None:
             # Until its version is committed nothing of it is written.
@@ -597,7 +599,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         objective: dict[str, float],
         sampling: dict[str, Any],
     ) -> None:
-        from relax_rt.roles.training.checkpoint import CheckpointState, write_sampling
+        from relax_rt.roles.training.checkpoints.store import CheckpointState, write_sampling
 
         # The checkpoint names the version by its digest, so it is complete only after the version is.
         await asyncio.wait([publication])

@@ -13,7 +13,7 @@ from gang_objectives import FAMILIES, TABLES, arrivals, cut, episodes, judged, o
 
 from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.training.algorithms.objective import Objective
-from relax_rt.roles.training.sharing import share
+from relax_rt.roles.training.batch.rows import share
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "roles" / "training"))
 from packing_ways import alone, gradients_alone, load_exactly

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from relax_rt.roles.base.sample import Sample, bare_meta
-from relax_rt.roles.training.blocks import file_of
-from relax_rt.roles.training.digests import BESIDE, compare, digest_of, digests_of
+from relax_rt.roles.training.checkpoints.digests import BESIDE, compare, digest_of, digests_of
+from relax_rt.roles.training.checkpoints.optimizer_state import file_of
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Corrupt
 

@@ -15,11 +15,10 @@ import torch.distributed as dist
 from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.base import StepResult
-from relax_rt.roles.training.gang import Follower, Leader
-from relax_rt.roles.training.sharing import share
-from relax_rt.roles.training.step import Batch, accumulate
-from relax_rt.roles.training.updates import take_updates
+from relax_rt.roles.training.backend.gang import Follower, Leader
+from relax_rt.roles.training.backend.interface import StepResult
+from relax_rt.roles.training.batch.rows import share
+from relax_rt.roles.training.step import Batch, accumulate, take_updates
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 STEP_S = 60.0

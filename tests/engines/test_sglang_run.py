@@ -69,7 +69,7 @@ def test_each_sample_is_of_versions_that_were_committed_and_that_its_engine_had(
     (first, second) = [had[by] for by in had if by.startswith(f"{ROLE}#")]
     assert first == sorted(first) and max(first) < struck, "it never had what it was struck at"
     assert second == sorted(second) and min(second) >= struck
-    made = {version for record in run.records("made") for _, _, of in record["samples"] for version in of}
+    made = {version for record in run.records("produced") for _, _, of in record["samples"] for version in of}
     assert made <= set(first + second) <= set(committed)
     for step in run.records("step"):
         trained = step["trained_version"]

@@ -11,8 +11,9 @@ import pytest
 from harness import DEADLINE_S, reference, torch
 from sglang_parts import make_engine, needs_server
 
-from relax_rt.roles.rollout.generation import EngineReport, GenerationService, Order, Piece
-from relax_rt.roles.rollout.intake import Intake, Marks
+from relax_rt.roles.rollout.generation import GenerationService
+from relax_rt.roles.rollout.router.admission import CapLimits, EngineCap
+from relax_rt.roles.rollout.router.interface import EngineReport, SequenceRequest, SequenceUpdate
 
 pytestmark = [pytest.mark.engines, needs_server]
 
@@ -20,7 +21,7 @@ KV_TOKENS = 1024
 PROMPT = tuple(range(20, 40))
 SEQUENCES, NEW = 12, 180
 """Together 2,400 positions. Five have room for all that is to come of them: these end first, the cache full."""
-MARKS = Marks(most=SEQUENCES + 1)
+MARKS = CapLimits(most=SEQUENCES + 1)
 
 
 async def test_a_full_cache_takes_nothing_in_until_it_has_emptied(
@@ -29,17 +30,17 @@ async def test_a_full_cache_takes_nothing_in_until_it_has_emptied(
     folder = tmp_path_factory.mktemp("k")
     engine = make_engine(conformance_model, folder, arguments={"max-total-tokens": KV_TOKENS})
     failed: list[BaseException] = []
-    service = GenerationService(1, engine, asyncio.Event(), Intake(MARKS))
+    service = GenerationService(1, engine, asyncio.Event(), EngineCap(MARKS))
     try:
-        await engine.start(lambda chunks: service.sift(chunks) and None, failed.append)
+        await engine.start(lambda chunks: service.take_chunks(chunks) and None, failed.append)
         players = [asyncio.create_task(played(service, seed, NEW)) for seed in range(SEQUENCES)]
         begun = await told(service, lambda report: report.running == SEQUENCES)
         assert begun.room == 1 and begun.kv_used < MARKS.high
 
         shut = await told(service, lambda report: not report.room)
         assert shut.kv_used >= MARKS.high and shut.running > 1
-        assert [piece.turned_away for piece in await played(service, 99, 8)] == ["full"]
-        assert service.intake.cap <= MARKS.shrink * SEQUENCES, "and fewer are to be under way from now on"
+        assert [piece.rejected for piece in await played(service, 99, 8)] == ["full"]
+        assert service.cap.cap <= MARKS.shrink * SEQUENCES, "and fewer are to be under way from now on"
 
         emptied = await told(service, lambda report: report.room > 0)
         assert emptied.kv_used <= MARKS.low and emptied.running > 0
@@ -51,9 +52,9 @@ async def test_a_full_cache_takes_nothing_in_until_it_has_emptied(
         await engine.close(10.0)
 
 
-async def played(service: GenerationService, seed: int, new: int) -> list[Piece]:
+async def played(service: GenerationService, seed: int, new: int) -> list[SequenceUpdate]:
     """A sequence of so many tokens."""
-    order = Order(prompt=list(PROMPT), seed=seed, max_new_tokens=new, allowed=[0])
+    order = SequenceRequest(prompt=list(PROMPT), seed=seed, max_new_tokens=new, allowed=[0])
     return [piece async for piece in service.generate(order)]
 
 
@@ -65,7 +66,7 @@ async def told(service: GenerationService, condition: Callable[[EngineReport], b
     return report
 
 
-def check(model: Path, pieces: list[Piece], new: int) -> None:
+def check(model: Path, pieces: list[SequenceUpdate], new: int) -> None:
     """A sequence is whole, each token with the log-probability that a plain forward pass gives it."""
     tokens = [token for piece in pieces for token in piece.tokens]
     got = [logprob for piece in pieces for logprob in piece.logprobs]

@@ -42,7 +42,7 @@ def sample_of(request: GroupRequest, member: int, completion: Completion) -> Sam
 
 def by_trainer(folder: Path, version: int, samples: Sequence[Sample], into: Path) -> list[NDArray[np.float32]]:
     """Log-probabilities of a trainer that holds the weights of a version: publishing, it gives engines these bytes."""
-    from relax_rt.roles.training.torch_backend import TorchBackend
+    from relax_rt.roles.training.torch.backend import TorchBackend
 
     model_of(folder, version).save_pretrained(into)
     trainer = TorchBackend(

@@ -9,8 +9,9 @@ from typing import Any
 
 from faulty_gloo import harm
 
-from relax_rt.transport.weights.collective.communicator import Memory, Rendezvous, View
-from relax_rt.transport.weights.collective.nccl import NcclCommunicator
+from relax_rt.transport.weights.broadcast.messages import Rendezvous
+from relax_rt.transport.weights.broadcast.nccl import NcclCommunicator
+from relax_rt.transport.weights.memory import Memory, View
 
 
 class FaultyNccl(NcclCommunicator):

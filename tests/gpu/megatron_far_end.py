@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from relax_rt.roles.planning.parallel import Sizes
-from relax_rt.roles.planning.shape import shape_of
-from relax_rt.roles.training.resharding import Division, naming_of, plan_buckets
-from relax_rt.roles.training.resharding.assemble import assemble, check_shards, contribute
+from relax_rt.roles.models.parallel import Sizes
+from relax_rt.roles.models.shape import shape_of
+from relax_rt.roles.training.resharding.layout import Division, naming_of
+from relax_rt.roles.training.resharding.plan import plan_buckets
+from relax_rt.roles.training.resharding.transfer import assemble, check_shards, contribute
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from relax_rt.transport.weights import device
-from relax_rt.transport.weights.collective.communicator import CollectiveFailed, DuplicateDevice, Memory
-from relax_rt.transport.weights.collective.events import Limits, Outcome
-from relax_rt.transport.weights.collective.group import Collective, RankSpec, error_of
-from relax_rt.transport.weights.collective.nccl import SHARED_DEVICES
-from relax_rt.transport.weights.collective.worker import digest_of
+from relax_rt.transport.weights.broadcast.communicator import BroadcastFailed, DuplicateDevice
+from relax_rt.transport.weights.broadcast.group import BroadcastGroup, RankSpec, error_of
+from relax_rt.transport.weights.broadcast.machine import Limits, Outcome
+from relax_rt.transport.weights.broadcast.nccl import SHARED_DEVICES
+from relax_rt.transport.weights.broadcast.rank import digest_of
 from relax_rt.transport.weights.device import DeviceBuffer
+from relax_rt.transport.weights.memory import Memory
 
 UNIT = Path(__file__).resolve().parents[1] / "unit" / "transport" / "weights"
 
@@ -53,7 +54,7 @@ class Ranks:
             "RELAX_LONELY": "1" if lonely else "0",
             **({SHARED_DEVICES: "1"} if shared else {}),
         }
-        self.collective = Collective(
+        self.collective = BroadcastGroup(
             [RankSpec(name, visible[index]) for name, index in zip(names, self.devices, strict=True)],
             "faulty_nccl:FaultyNccl",
             LIMITS,
@@ -130,7 +131,7 @@ async def test_nccl_itself_that_finds_a_device_twice_ends_with_a_reason(tmp_path
         try:
             outcome, _ = await ranks.send()
             assert outcome.lost and not outcome.delivered
-        except CollectiveFailed as error:
+        except BroadcastFailed as error:
             assert error.outcome is not None and not error.outcome.delivered
     assert not ranks.collective.ranks.living
 

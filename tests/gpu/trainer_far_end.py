@@ -19,9 +19,9 @@ from gang_harness import samples
 from harness import VOCABULARY
 
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.sharing import share
-from relax_rt.roles.training.torch.ranks import TorchRanks
-from relax_rt.roles.training.torch_backend import TorchBackend
+from relax_rt.roles.training.batch.rows import share
+from relax_rt.roles.training.torch.backend import TorchBackend
+from relax_rt.roles.training.torch.sharding import TorchRanks
 
 
 def main(model: Path, folder: Path, rank: int, world: int) -> None:

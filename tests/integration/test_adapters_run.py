@@ -115,8 +115,8 @@ def test_versions_are_made_of_the_base_and_adapters_whoever_dies(runs: list[Tiny
     for events in incarnations.values():
         assert {(event["payload"], event["bytes"]) for event in events} == {("full", whole)}
     # At the resume engines wait for the trainer: what was committed before is not in the new shared memory.
-    assert all("not on the stage" in event["why"] for event in run.events("weights_not_prepared"))
-    assert not run.events("engine_out")
+    assert all("not on the stage" in event["why"] for event in run.events("weights_prepare_failed"))
+    assert not run.events("engine_removed")
     check_digests(run)
     run.gone(run.run_id())
 

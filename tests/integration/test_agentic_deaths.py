@@ -111,12 +111,12 @@ def command(pid: int) -> bytes:
 
 def made(run: TinyRun) -> dict[str, str]:
     """Digests of samples as the env role says that it made them, by name."""
-    return {name: digest for record in run.records("made") for name, digest, _ in record["samples"]}
+    return {name: digest for record in run.records("produced") for name, digest, _ in record["samples"]}
 
 
 def made_for(run: TinyRun) -> list[tuple[str, int, int]]:
     """By whom samples were made, in which group, and for which prompt."""
-    return [(r["by"], int(group), prompt) for r in run.records("made") for group, prompt in r["prompts"].items()]
+    return [(r["by"], int(group), prompt) for r in run.records("produced") for group, prompt in r["prompts"].items()]
 
 
 def told(run: TinyRun, kind: str) -> set[str]:

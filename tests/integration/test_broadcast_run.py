@@ -71,7 +71,7 @@ def reaches_both(run: TinyRun, more: int = 2) -> None:
 def rank_of(run: TinyRun) -> int:
     """The process of a receiver: the youngest that the trainer's launcher has forked."""
     trainer = psutil.Process(run.slot("trainer/0")["pid"])
-    (launcher,) = (p for p in trainer.children() if "relax_rt.transport.weights.collective.launcher" in p.cmdline())
+    (launcher,) = (p for p in trainer.children() if "relax_rt.transport.weights.broadcast.rank" in p.cmdline())
     return max(launcher.children(), key=lambda p: (p.create_time(), p.pid)).pid
 
 
@@ -85,7 +85,7 @@ def test_the_run_did_all_its_work_and_left_nothing(run: TinyRun) -> None:
 def test_only_the_engine_that_was_killed_ended(run: TinyRun) -> None:
     failed = [event["slot"] for event in run.events("slot_exited") if event["diagnosis"]["kind"] != "clean"]
     assert failed == ["rollout/1"] * 2
-    assert not run.events("engine_out") and not run.events("broadcasts_off")
+    assert not run.events("engine_removed") and not run.events("broadcast_disabled")
 
 
 def test_every_version_of_every_engine_says_how_it_came(run: TinyRun) -> None:
@@ -116,5 +116,5 @@ def test_who_was_lost_is_told_and_was_served_from_the_stage(run: TinyRun) -> Non
 
 
 def test_the_trainer_waited_for_nobody(run: TinyRun) -> None:
-    held = [record["held_s"] + record["publish_s"] for record in run.records("step")]
+    held = [record["stage_wait_s"] + record["publish_s"] for record in run.records("step")]
     assert max(held) < json.loads(str(OVERRIDES["publication.broadcast_timeout_s"])), "nor for the one that was stopped"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny_run import TinyRun, steps_that_count
 
-from relax_rt.roles.training.sft.kept import finished, read_mark
+from relax_rt.roles.training.checkpoints.cold_start import finished, read_mark
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.integration, pytest.mark.long]
@@ -68,7 +68,7 @@ def test_a_killed_cold_start_goes_on_where_it_was_and_is_never_done_again(start:
     folder = finished(run.run_dir)
     assert folder is not None and folder.name == f"step-{COLD:06d}"
     # The second death was of RL: its weights come from the cold start's end, which is not repeated.
-    assert len(run.events("cold_start_taken_up")) == 2 and len(run.events("cold_start_finished")) == 1
+    assert len(run.events("cold_start_adopted")) == 2 and len(run.events("cold_start_finished")) == 1
     rl = steps_that_count(run.records("step"))
     assert sorted(rl) == list(range(1, STEPS + 1))
     keys = [key for record in rl.values() for key in record["keys"]]

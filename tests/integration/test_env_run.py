@@ -118,10 +118,10 @@ def check(run: TinyRun) -> None:
     assert sorted(path) == list(range(1, steps + 1))
     keys = [key for record in path.values() for key in record["keys"]]
     assert len(set(keys)) == len(keys) == 16 * steps
-    made = {name: digest for record in run.records("made") for name, digest, _ in record["samples"]}
+    made = {name: digest for record in run.records("produced") for name, digest, _ in record["samples"]}
     for record in path.values():
         assert [made[key] for key in record["keys"]] == record["digests"]
-    assert {record["slot"] for record in run.records("made")} == {"env/0"}
+    assert {record["slot"] for record in run.records("produced")} == {"env/0"}
     when = [(record["when"], record["step"]) for record in run.records("evaluation")]
     assert when[0] == ("before", 0) and when[-1] == ("after", steps)
     assert all(record["failed"] == 0 and record["turns"] == 2 for record in run.records("evaluation"))
@@ -197,7 +197,7 @@ def test_two_slots_play_and_the_second_one_waits_for_the_first_evaluation(make: 
     assert run.wait() == 0, run.text()
     path = steps_that_count(run.records("step"))
     assert sorted(path) == list(range(1, 7))
-    assert {record["slot"] for record in run.records("made")} == {"env/0", "env/1"}
+    assert {record["slot"] for record in run.records("produced")} == {"env/0", "env/1"}
     first = run.records("evaluation")[0]
     assert first["when"] == "before" and first["versions"] == [first["version"]] * 2
 
@@ -231,7 +231,7 @@ def test_a_run_whose_episodes_are_all_too_slow_ends_and_says_why(make: Make) -> 
     run = make(**SLOW, **{"roles.env.options.slow": '"all"'}).start()
     assert run.wait() == 1, run.text()
     assert not run.records("step")
-    assert run.events("no_progress") and not run.events("env_standstill"), "another process would mend nothing"
+    assert run.events("no_progress") and not run.events("env_stalled"), "another process would mend nothing"
     assert "groups of 4 or more prompts failed in a row" in run.text() and "not over within 7 s" in run.text()
     assert not run.events("item_retired"), "no other item was played"
     assert "roles.env.episode_timeout_s" in run.text()

@@ -66,7 +66,7 @@ def test_groups_of_equal_rewards_are_never_trained_on_though_the_trainer_dies(ma
         groups = {key.split(".")[0] for key in record["keys"]}
         assert len(groups) == GROUPS or record["step"] in short
         assert record["scored"] == len(groups) + sum(record["filtered"].values())
-        assert record["kept_share"] == pytest.approx(len(groups) / record["scored"])
+        assert record["kept_fraction"] == pytest.approx(len(groups) / record["scored"])
     assert sum(record["filtered"].get("zero_variance", 0) for record in records) > 0
     # Each prompt: trained once, left out, or still there.
     account = account_of(run)

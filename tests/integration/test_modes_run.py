@@ -37,7 +37,7 @@ def start(tmp_path: Path, runs: list[TinyRun]) -> Any:
 
 def turns_of(run: TinyRun) -> tuple[int, int]:
     """Turns begun and ended by the trainer."""
-    return len(run.events("device_taken")), len(run.events("device_given_back"))
+    return len(run.events("device_acquired")), len(run.events("device_released"))
 
 
 def of_slot(run: TinyRun, kind: str, slot: str) -> list[dict[str, Any]]:
@@ -51,8 +51,8 @@ def kill_in_turn(run: TinyRun, slot: str, *, trainers: bool) -> None:
     pid = of_slot(run, "slot_spawned", slot)[-1]["pid"]
 
     def its_turn() -> bool:
-        changes = sorted(run.events("device_taken") + run.events("device_given_back"), key=lambda event: event["t"])
-        return len(changes) > 4 and (changes[-1]["kind"] == "device_taken") == trainers
+        changes = sorted(run.events("device_acquired") + run.events("device_released"), key=lambda event: event["t"])
+        return len(changes) > 4 and (changes[-1]["kind"] == "device_acquired") == trainers
 
     deadline = time.monotonic() + DEADLINE_S
     while not its_turn():
@@ -68,7 +68,7 @@ def check_account(run: TinyRun, steps: int) -> None:
     assert sorted(path) == list(range(1, steps + 1))
     keys = [key for record in path.values() for key in record["keys"]]
     assert len(set(keys)) == len(keys) == 64 * steps
-    assert not run.events("engine_out_of_turn"), "an engine did not give way"
+    assert not run.events("engine_not_released"), "an engine did not give way"
 
 
 def test_engines_give_their_memory_back_for_the_trainers_turn_and_it_learns(start: Any) -> None:
@@ -120,7 +120,7 @@ def test_hybrid_keeps_the_tokens_of_what_is_in_flight_when_a_batch_is_there(star
     kill_in_turn(run, "rollout/0", trainers=True)
     assert run.wait() == 0, run.text()
     check_account(run, steps)
-    gone_on = run.events("group_gone_on_with")
+    gone_on = run.events("group_resumed")
     assert any(tokens for event in gone_on for tokens in event["tokens"]), "nothing was gone on with"
     records = run.records("step")
     assert max(s for record in records for s in record["staleness"]) == 1

@@ -89,14 +89,14 @@ class Held:
 def check_gone_on_with(run: TinyRun, tmp_path: Path) -> int:
     """Every sample that another rollout began has the journaled tokens; answers with how many there are."""
     held = Held(run.run_dir / "queue", tmp_path / "journal")
-    for event in run.events("group_gone_on_with"):
+    for event in run.events("group_resumed"):
         names = [str(SampleKey(event["group"], member)) for member in event["members"]]
         told = dict(zip(names, event["tokens"], strict=True))
         assert any(all(then.get(name, 0) == count for name, count in told.items()) for then in held.when_ended), told
     found = 0
-    for record in run.records("made"):
+    for record in run.records("produced"):
         versions = {key: set(of) for key, _, of in record["samples"]}
-        for key, (count, digest) in record.get("gone_on_with", {}).items():
+        for key, (count, digest) in record.get("resumed", {}).items():
             assert held.digest(key, count) == digest, f"{key}: its first {count} tokens are not those marked"
             assert held.versions[key] <= versions[key]
             found += 1
@@ -120,7 +120,7 @@ def kill_until(run: TinyRun, signum: int, what: str, happened: Callable[[], bool
             time.sleep(1.0)
         return happened()
 
-    run.until("marks", lambda: any(record["marked_tokens"] for record in run.records("rollout")))
+    run.until("marks", lambda: any(record["journaled_tokens"] for record in run.records("rollout")))
     run.until(what, struck)
 
 
@@ -131,7 +131,7 @@ def test_a_killed_rollout_costs_what_it_sampled_since_its_last_mark(run: TinyRun
         run,
         signal.SIGKILL,
         "a sample that was gone on with",
-        lambda: any(record.get("gone_on_with") for record in run.records("made")),
+        lambda: any(record.get("resumed") for record in run.records("produced")),
     )
     assert run.wait() == 0, run.text()
     assert check_gone_on_with(run, tmp_path) > 0

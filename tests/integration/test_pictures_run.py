@@ -88,7 +88,7 @@ def test_a_model_that_sees_is_trained_on_episodes_of_pictures(make: Make) -> Non
     assert run.start().wait() == 0, run.text()
     path = steps_that_count(run.records("step"))
     assert sorted(path) == [1, 2]
-    made = {name: digest for record in run.records("made") for name, digest, _ in record["samples"]}
+    made = {name: digest for record in run.records("produced") for name, digest, _ in record["samples"]}
     for record in path.values():
         assert [made[key] for key in record["keys"]] == record["digests"]
         assert record["measured_tokens"] and record["difference_max"] < 1e-3, "engine and trainer see otherwise"

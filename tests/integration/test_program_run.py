@@ -108,7 +108,7 @@ def check(run: TinyRun, steps: int) -> None:
     assert sorted(path) == list(range(1, steps + 1))
     keys = [key for record in path.values() for key in record["keys"]]
     assert len(set(keys)) == len(keys) == 16 * steps
-    made = {name: digest for record in run.records("made") for name, digest, _ in record["samples"]}
+    made = {name: digest for record in run.records("produced") for name, digest, _ in record["samples"]}
     for record in path.values():
         assert [made[key] for key in record["keys"]] == record["digests"]
     told = run.records("env")

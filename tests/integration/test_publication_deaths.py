@@ -71,7 +71,7 @@ def test_only_the_engine_that_was_struck_ended(run: TinyRun) -> None:
 
 
 def test_engines_that_could_not_be_whole_say_why(run: TinyRun) -> None:
-    why = [event["why"] for event in run.events("engine_out")]
+    why = [event["why"] for event in run.events("engine_removed")]
     assert len(why) == 3, "the others had no chance to say anything"
     assert "it answered that it swapped, and samples from version" in why[0]
     assert "struck by the test" in why[1], "newer versions came all the while, and it could take none"
@@ -93,7 +93,7 @@ def test_no_engine_says_that_it_has_what_it_was_struck_at(run: TinyRun) -> None:
         assert had_by == sorted(had_by)
     committed = {event["version"] for event in run.events("version_committed")}
     had = {version for versions in swapped.values() for version in versions}
-    for record in run.records("made"):
+    for record in run.records("produced"):
         for _, _, versions in record["samples"]:
             assert set(versions) <= had & committed, record
 
@@ -112,7 +112,7 @@ def test_a_successor_begins_at_the_committed_version(run: TinyRun) -> None:
 
 def test_the_trainer_waited_for_nobody(run: TinyRun) -> None:
     # Before the optimizer, for the copy, and behind it, for the publication before.
-    held = [record["held_s"] + record["publish_s"] for record in run.records("step")]
+    held = [record["stage_wait_s"] + record["publish_s"] for record in run.records("step")]
     assert max(held) < OVERRIDES["publication.ack_timeout_s"], "not even for one that hung or was stopped"
     assert {event["engine"].partition("#")[0] for event in run.events("engine_lost")} <= {FRAGILE}
     lost = run.events("engine_lost")

@@ -13,7 +13,7 @@ from tiny_run import TinyRun
 
 from relax_rt.cluster import discovery
 from relax_rt.roles.models.resolve import resolve_model
-from relax_rt.roles.rollout.router import Outcome, Router, Wanted
+from relax_rt.roles.rollout.router import GenerationRequest, Outcome, Router
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.integration, pytest.mark.long]
@@ -43,15 +43,17 @@ class Clients:
         round_ = 0
         while not self.stopped.is_set():
             round_ += 1
-            wanted = Wanted(
+            wanted = GenerationRequest(
                 prompt=tuple(range(4, 10)), seed=1000 * number + round_, max_new_tokens=TOKENS, lag=1, timeout_s=60.0
             )
             self.done.append(await self.router.generate(wanted))
 
     def at(self, slot: str) -> int:
         """Sequences that an engine has begun and not finished."""
-        lives = self.router.core.lives.values()
-        return sum(life.place is not None and life.place.slot == slot and len(life.tokens) > 4 for life in lives)
+        requests = self.router.core.requests.values()
+        return sum(
+            life.assignment is not None and life.assignment.slot == slot and len(life.tokens) > 4 for life in requests
+        )
 
 
 async def until(run: TinyRun, what: str, condition: Callable[[], object]) -> None:
@@ -71,9 +73,9 @@ async def test_sequences_survive_the_death_of_their_engine_amid_publications(run
         begun = router.statistics().committed
         await until(run, "it is in mid-sequence", lambda: clients.at("rollout/0"))
         os.kill(pid, signal.SIGKILL)
-        await until(run, "sequences went on elsewhere", lambda: router.core.counts["continued"])
+        await until(run, "sequences went on elsewhere", lambda: router.core.counts["resumed"])
         await until(run, "publications went on", lambda: router.statistics().committed >= begun + 3)
-        await until(run, "it is back", lambda: router.core.fleet.state("rollout/0") in ("healthy", "stale"))
+        await until(run, "it is back", lambda: router.core.fleet.health("rollout/0") in ("healthy", "stale"))
         sent = router.statistics().sent["rollout/0"]
         await until(run, "it is sent work again", lambda: router.statistics().sent["rollout/0"] > sent)
         clients.stopped.set()

@@ -151,7 +151,7 @@ def check_run(run: TinyRun, steps: int) -> None:
     """All steps were taken, on what the env role made; nobody ended because rows were lacking."""
     path = steps_that_count(run.records("step"))
     assert sorted(path) == list(range(1, steps + 1))
-    made = {name: digest for record in run.records("made") for name, digest, _ in record["samples"]}
+    made = {name: digest for record in run.records("produced") for name, digest, _ in record["samples"]}
     for record in path.values():
         assert [made[key] for key in record["keys"]] == record["digests"]
     assert not [event for event in run.events("slot_exited") if "routing rows" in json.dumps(event)]
@@ -217,7 +217,7 @@ def test_every_token_of_an_episode_has_the_row_it_was_sampled_with_though_roles_
             found.append(check_rows(model, dict(sample)))
     # Two experts may be as good as alike for a token.
     assert sum(wrong for wrong, _ in found) <= sum(count for _, count in found) / 1000
-    assert any(event["replies"] for event in run.events("episode_gone_on")), "no reply was given again with its rows"
+    assert any(event["replies"] for event in run.events("episode_resumed")), "no reply was given again with its rows"
 
 
 def test_programs_have_them_by_the_gateway(run: TinyRun) -> None:

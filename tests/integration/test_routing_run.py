@@ -83,9 +83,9 @@ def routed(model: torch.nn.Module, ids: list[int]) -> NDArray[np.int16]:
 def check_rows(run: TinyRun, model: Path, held: RowsHeld) -> None:
     """Marked rows are those of the pass that gave the token: of the position before it."""
     plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    source, made = prompts_of(run, model), run.records("made")
+    source, made = prompts_of(run, model), run.records("produced")
     asked = {int(group): prompt for record in made for group, prompt in record["prompts"].items()}
-    taken_over = {key for record in made for key in record.get("gone_on_with", {})}
+    taken_over = {key for record in made for key in record.get("resumed", {})}
     known = [key for key, group in held.groups.items() if group in asked]
     chosen = sorted(known, key=lambda key: key not in taken_over)[:60]
     assert len(chosen) > 30 and taken_over & set(chosen)
@@ -106,12 +106,12 @@ def check_rows(run: TinyRun, model: Path, held: RowsHeld) -> None:
 
 def test_no_sample_lacks_a_row_though_rollouts_are_killed(run: TinyRun, tmp_path: Path) -> None:
     run.start()
-    kill_until(run, signal.SIGKILL, "group_gone_on_with")
+    kill_until(run, signal.SIGKILL, "group_resumed")
     assert run.wait() == 0, run.text()
     shape, sparse = sparse_layers(tmp_path / "model")
     assert (shape.row_bytes, sparse) == (12, (True, False, True))
     check_rows(run, tmp_path / "model", RowsHeld(run.run_dir / "queue", tmp_path / "journal", shape.row_bytes))
     # A sample that lacked one would have ended its rollout with the reason.
-    assert sum(len(record["samples"]) for record in run.records("made")) >= 12 * 16
-    assert any(record.get("gone_on_with") for record in run.records("made"))
+    assert sum(len(record["samples"]) for record in run.records("produced")) >= 12 * 16
+    assert any(record.get("resumed") for record in run.records("produced"))
     assert not [event for event in run.events("slot_exited") if "routing rows" in json.dumps(event)]

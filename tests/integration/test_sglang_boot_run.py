@@ -113,7 +113,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
 def test_nobody_else_ended_and_nothing_is_left(run: TinyRun) -> None:
     failed = [event["diagnosis"] for event in run.events("slot_exited") if event["diagnosis"]["kind"] != "clean"]
     assert [(one["slot"], one["kind"], one["signal"]) for one in failed] == [(ROLE, "killed", "SIGKILL")] * len(STAGES)
-    assert not run.events("agent_died") and not run.events("unkillable")
+    assert not run.events("agent_died") and not run.events("processes_unkillable")
     assert len(run.events("run_started")) == 1
     run.gone(run.run_id())
 

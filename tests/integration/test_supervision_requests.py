@@ -39,7 +39,7 @@ def test_drained_role_stays_down_until_it_is_restarted(tmp_path: Path) -> None:
     with LiveRun(tmp_path, "[roles.worker]\n[roles.aide]") as run:
         run.ready("worker/0", "aide/0")
         control.drain(run.run_dir, "aide")
-        run.event("drained", slot="aide/0")
+        run.event("slot_drained", slot="aide/0")
         drained = next(s for s in control.status(run.run_dir).slots if s.slot == "aide/0")
         assert (drained.state, drained.pid) == ("ended", 0)
         assert drained.waiting.startswith("drained")

@@ -95,7 +95,7 @@ def test_rollouts_elsewhere_follow_the_trainer_by_one_stream_a_version(nodes: No
     # The folder has the last version, and no other.
     (folder,) = (tmp_path / "files").iterdir()
     assert [path.name for path in folder.glob("v*")] == [f"v{max(published):08d}"]
-    assert not run.events("weights_not_filed")
+    assert not run.events("weights_save_failed")
 
 
 def digest_of_checkpoint(folder: Path) -> str:

@@ -31,9 +31,8 @@ from relax_rt.cluster.nodes.api import (
 from relax_rt.cluster.nodes.fleet import RemoteExecutor
 from relax_rt.cluster.nodes.head import TICK_S, Departure, HeadCore
 from relax_rt.cluster.nodes.limb import LimbCore
-from relax_rt.supervision.core import InvalidTransition, Supervisor
 from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.supervision.executor import Rendezvous, StartOrder, gang_orders
+from relax_rt.supervision.executor import PendingStarts, Rendezvous, StartAttempt, StartOrder, gang_orders
 from relax_rt.supervision.placement import Node, Placer
 from relax_rt.supervision.protocol import (
     Done,
@@ -50,7 +49,7 @@ from relax_rt.supervision.protocol import (
     Stop,
     Tick,
 )
-from relax_rt.supervision.starts import Attempt, Starts
+from relax_rt.supervision.supervisor import InvalidTransition, Supervisor
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
@@ -184,8 +183,8 @@ class Agent(Process):
         self.remote: dict[str, RemoteExecutor] = {}
         if world.nodes:
             self.thread(self._keep_door())
-        self._starts = Starts()
-        self._under_way: dict[Attempt, Thread] = {}
+        self._starts = PendingStarts()
+        self._under_way: dict[StartAttempt, Thread] = {}
         self._on_node: dict[str, str] = {}
         self._held: list[tuple[float, Seat, int, int, Callable[[Any], None]]] = []
         self._ended: dict[str, deque[Incarnation]] = {"registry/0": deque(), "queue/0": deque()}
@@ -255,7 +254,7 @@ class Agent(Process):
         self._on_node |= {start.slot: start.node for start in starts}
         self._under_way[attempt] = self.thread(self._orders(attempt, starts, gang))
 
-    def _orders(self, attempt: Attempt, starts: Sequence[Start], gang: StartGang | None) -> Steps:
+    def _orders(self, attempt: StartAttempt, starts: Sequence[Start], gang: StartGang | None) -> Steps:
         """What is ordered once the slots have their epochs."""
         epochs = []
         for start in starts:
@@ -277,7 +276,7 @@ class Agent(Process):
         ]
         self._order(attempt, orders if all(self.executor(start.node) for start in starts) else [])
 
-    def _order(self, attempt: Attempt, orders: Sequence[StartOrder], cause: str = "cannot be started") -> None:
+    def _order(self, attempt: StartAttempt, orders: Sequence[StartOrder], cause: str = "cannot be started") -> None:
         """Hand the orders over; without any, the slots' starts have failed or were called off."""
         self._under_way.pop(attempt, None)
         if not orders or attempt.broken:
@@ -312,7 +311,7 @@ class Agent(Process):
             self._cancel(attempt)
         return attempt is not None
 
-    def _cancel(self, attempt: Attempt) -> None:
+    def _cancel(self, attempt: StartAttempt) -> None:
         """As a task that is cancelled: it ends in a later turn of the loop."""
         thread = self._under_way.get(attempt)
         if thread is not None:

@@ -22,7 +22,7 @@ from relax_rt.cluster.nodes import head as head_module
 from relax_rt.cluster.nodes.api import Facts
 from relax_rt.supervision.executor import Rendezvous, StartOrder
 from relax_rt.supervision.protocol import DrainRequested, RestartRequested, ScaleRequested
-from relax_rt.supervision.spec import RoleSpec, SlotSpec
+from relax_rt.supervision.tree import RoleSpec, SlotSpec
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.errors import Refused
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from relax_rt.roles.rollout import generation
 from relax_rt.roles.rollout.engines.base import extend_spans
-from relax_rt.roles.rollout.generation import EngineReport, Order, Piece
-from relax_rt.roles.rollout.router.core import Open
+from relax_rt.roles.rollout.router.core import StartAttempt
+from relax_rt.roles.rollout.router.interface import EngineReport, SequenceRequest, SequenceUpdate
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def token(seed: int, position: int, version: int) -> int:
 class Seq:
     """A sequence that an engine has."""
 
-    order: Order
+    order: SequenceRequest
     ends_at: float
     tokens: list[int]
     fresh: list[int] = field(default_factory=list)
@@ -77,8 +77,8 @@ class SimEngine:
         while self.inbox and self.alive and self.world.kernel.now >= self.frozen_until:
             self.inbox.pop(0)[0](self)
 
-    def open(self, action: Open) -> None:
-        key, order = (action.number, action.place.attempt), action.order
+    def open(self, action: StartAttempt) -> None:
+        key, order = (action.number, action.assignment.attempt), action.request
         away = ""
         if self.stopping:
             away = "stopping"
@@ -87,7 +87,7 @@ class SimEngine:
         elif len(self.seqs) >= ROOM:
             away = "full"
         if away:
-            self.world.from_engine(self, key, Piece(turned_away=away, report=self.report()))  # type: ignore[arg-type]
+            self.world.from_engine(self, key, SequenceUpdate(rejected=away, report=self.report()))  # type: ignore[arg-type]
             return
         self.world.checker.begun(self, action)
         self.seqs[key] = Seq(order, self.world.kernel.now + order.left_s, list(order.tokens))
@@ -100,7 +100,7 @@ class SimEngine:
         """In order: what it has goes on elsewhere."""
         self.stopping = True
         for key in list(self.seqs):
-            self._say(key, turned_away="stopping")
+            self._say(key, rejected="stopping")
 
     def _steps(self) -> None:
         if self.alive:
@@ -130,19 +130,19 @@ class SimEngine:
         extend_spans(seq.spans, VersionSpan(at, at + 1, self.version, self.version))
         self.generated += 1
 
-    def _say(self, key: tuple[int, int], *, ended: bool = False, turned_away: str = "") -> None:
+    def _say(self, key: tuple[int, int], *, ended: bool = False, rejected: str = "") -> None:
         seq = self.seqs[key]
         fresh, spans, seq.fresh, seq.spans, seq.said_at = seq.fresh, seq.spans, [], [], self.world.kernel.now
         reason = ("stop" if seq.tokens[-1] == STOP else "length") if ended else ""
-        if ended or turned_away:
+        if ended or rejected:
             del self.seqs[key]
-        piece = Piece(
+        piece = SequenceUpdate(
             start=len(seq.tokens) - len(fresh),
             tokens=fresh,
             logprobs=[-float(t) for t in fresh],
             versions=spans,
             finish_reason=reason,
-            turned_away=turned_away,  # type: ignore[arg-type]
+            rejected=rejected,  # type: ignore[arg-type]
             report=self.report(),
         )
         self.world.from_engine(self, key, piece)

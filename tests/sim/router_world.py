@@ -8,10 +8,20 @@ from dataclasses import dataclass, field
 from router_engine import SimEngine, length, token
 from sim_kernel import Kernel
 
-from relax_rt.roles.rollout.generation import Piece
-from relax_rt.roles.rollout.router.core import Action, Close, Deliver, End, Limits, Open, Probe, RouterCore
-from relax_rt.roles.rollout.router.fleet import EngineNews, Patience
-from relax_rt.roles.rollout.router.requests import Outcome, Wanted
+from relax_rt.roles.rollout.router.core import (
+    CancelAttempt,
+    Deliver,
+    Finish,
+    GenerationRequest,
+    Outcome,
+    ProbeEngine,
+    RouterAction,
+    RouterCore,
+    RouterLimits,
+    StartAttempt,
+)
+from relax_rt.roles.rollout.router.fleet import EngineEntry, HealthLimits
+from relax_rt.roles.rollout.router.interface import SequenceUpdate
 from relax_rt.transport.base.versions import VersionRecord
 
 TWICE, NONE, WRONG, STALE, ROUTED, LEAK, STUCK, UNJUST, ACCOUNT = (
@@ -26,7 +36,7 @@ TWICE, NONE, WRONG, STALE, ROUTED, LEAK, STUCK, UNJUST, ACCOUNT = (
     "accounts that do not add up",
 )
 SLOTS = ("rollout/0", "rollout/1", "rollout/2")
-LIMITS = Limits(silent_s=2.0, patience=Patience(stuck_s=3.0, paused_s=6.0, dead_s=8.0))
+LIMITS = RouterLimits(silent_s=2.0, health=HealthLimits(stuck_s=3.0, paused_s=6.0, dead_s=8.0))
 STUCK_S, LEAK_S = 9.0, 1.5
 SECONDS = 40.0
 
@@ -35,7 +45,7 @@ SECONDS = 40.0
 class Request:
     """What a caller wanted, and has got."""
 
-    wanted: Wanted
+    wanted: GenerationRequest
     began: float
     until: float
     tokens: list[int] = field(default_factory=list)
@@ -89,21 +99,21 @@ class Checker:
         committed = self.told_committed
         return bool(version) and (version > committed or self.distance(version, committed) <= lag)
 
-    def sent(self, action: Open, lag: int) -> None:
-        place = action.place
+    def sent(self, action: StartAttempt, lag: int) -> None:
+        place = action.assignment
         version = self.told_version.get((place.slot, place.epoch), 0)
         if not self.may(version, lag):
             self.found(ROUTED, f"{action.number} to {place} at {version}, committed {self.told_committed}")
 
-    def begun(self, engine: SimEngine, action: Open) -> None:
-        request, order = self.world.requests[action.number], action.order
+    def begun(self, engine: SimEngine, action: StartAttempt) -> None:
+        request, order = self.world.requests[action.number], action.request
         # What was committed since it was sent nobody can hold against it.
         committed = max(order.allowed)
         near = engine.version > committed or self.distance(engine.version, committed) <= request.wanted.lag
         if not engine.version or not near:
             self.found(STALE, f"{action.number} at {engine.slot}#{engine.epoch}, version {engine.version}")
         # One that was left before it was read, by an engine that stood still, is over as soon as it has begun.
-        if action.place.attempt == request.attempt and order.tokens != request.tokens and not request.outcomes:
+        if action.assignment.attempt == request.attempt and order.tokens != request.tokens and not request.outcomes:
             self.found(WRONG, f"{action.number} goes on with {len(order.tokens)} of {len(request.tokens)} tokens")
         self.kept += len(order.tokens)
         self.moved += bool(order.tokens)
@@ -142,25 +152,29 @@ class Checker:
             if not request.outcomes and self.world.kernel.now > request.until + 1.0:
                 request.outcomes.append(Outcome(kind="late"))
                 self.found(NONE, f"{number}")
-            life = self.world.core.lives.get(number)
+            routed = self.world.core.requests.get(number)
             still_s = self.world.kernel.now - max(request.placed_at, request.moved_at)
-            if life is not None and life.place is not None and still_s > STUCK_S:
-                self.found(STUCK, f"{number} at {life.place} for {still_s:.1f} s")
+            if routed is not None and routed.assignment is not None and still_s > STUCK_S:
+                self.found(STUCK, f"{number} at {routed.assignment} for {still_s:.1f} s")
 
     def _add_up(self) -> None:
         """What the core keeps account of as it goes, against a count of all its requests."""
         core = self.world.core
-        placed = [life for life in core.lives.values() if life.place is not None]
+        placed = [request for request in core.requests.values() if request.assignment is not None]
         for slot, engine in core.fleet.engines.items():
-            at = [life for life in placed if life.place and (life.place.slot, life.place.epoch) == (slot, engine.epoch)]
+            at = [
+                request
+                for request in placed
+                if request.assignment and (request.assignment.slot, request.assignment.epoch) == (slot, engine.epoch)
+            ]
             have = core.outstanding(slot, engine.epoch), core._loads.longs(slot, engine.epoch)
-            if have != (sum(life.expected for life in at), sum(life.long for life in at)):
+            if have != (sum(request.expected for request in at), sum(request.long for request in at)):
                 self.found(
-                    ACCOUNT, f"{slot}#{engine.epoch} has {have}, its sequences are {[life.number for life in at]}"
+                    ACCOUNT, f"{slot}#{engine.epoch} has {have}, its sequences are {[request.number for request in at]}"
                 )
         waiting = sum(core._waiting.by_lag().values())
-        if waiting != len(core.lives) - len(placed) or len(core._loads._of) != len(placed):
-            self.found(ACCOUNT, f"{len(core.lives)} requests, {len(placed)} placed, {waiting} waiting")
+        if waiting != len(core.requests) - len(placed) or len(core._loads._of) != len(placed):
+            self.found(ACCOUNT, f"{len(core.requests)} requests, {len(placed)} placed, {waiting} waiting")
 
 
 class World:
@@ -172,7 +186,7 @@ class World:
         self.checker = Checker(self)
         self.core = RouterCore(LIMITS)
         self.engines: dict[str, SimEngine] = {}
-        self.members: dict[str, EngineNews] = {}
+        self.members: dict[str, EngineEntry] = {}
         self.versions: list[VersionRecord] = []
         self.requests: dict[int, Request] = {}
         self.harms: list[Harm] = []
@@ -195,10 +209,10 @@ class World:
 
     # --- the router's actions, and what reaches it
 
-    def do(self, actions: Sequence[Action]) -> None:
+    def do(self, actions: Sequence[RouterAction]) -> None:
         for action in actions:
             match action:
-                case Open(number, place):
+                case StartAttempt(number, place):
                     request = self.requests[number]
                     request.placed_at, request.attempt = self.kernel.now, place.attempt
                     self.checker.sent(action, request.wanted.lag)
@@ -206,21 +220,21 @@ class World:
                         request.harm += 1
                     else:
                         self._to_engine(place.slot, lambda e, a=action: e.open(a), self._refusal(action), 2.0)  # type: ignore[misc]
-                case Close(number, place):
+                case CancelAttempt(number, place):
                     key = number, place.attempt
                     self._to_engine(place.slot, lambda e, k=key: e.close(k), lambda: None)  # type: ignore[misc]
                 case Deliver():
                     self.checker.delivered(action)
-                case End(number, outcome):
+                case Finish(number, outcome):
                     self.checker.ended(number, outcome)
-                case Probe(slot, epoch):
+                case ProbeEngine(slot, epoch):
                     self._probe(slot, epoch)
 
-    def _refusal(self, action: Open) -> Callable[[], None]:
+    def _refusal(self, action: StartAttempt) -> Callable[[], None]:
         """Nobody is there: the connection is refused."""
 
         def refused() -> None:
-            self.do(self.core.failed(self.kernel.now, action.number, action.place.attempt, "nobody answers"))
+            self.do(self.core.on_failure(self.kernel.now, action.number, action.assignment.attempt, "nobody answers"))
 
         return refused
 
@@ -243,7 +257,7 @@ class World:
         at = self._line[slot] = max(self._line.get(slot, 0.0), self.kernel.now + self.random.uniform(0.001, 0.02))
         self.kernel.after(at - self.kernel.now, arrive)
 
-    def from_engine(self, engine: SimEngine, key: tuple[int, int], piece: Piece) -> None:
+    def from_engine(self, engine: SimEngine, key: tuple[int, int], piece: SequenceUpdate) -> None:
         """In order on a stream; now and then one is lost."""
         if piece.tokens and self._lost():
             self.requests[key[0]].harm += 1
@@ -253,7 +267,7 @@ class World:
 
         def arrive() -> None:
             self._told(engine.slot, piece.report.epoch, piece.report.version)
-            self.do(self.core.piece(self.kernel.now, key[0], key[1], piece))
+            self.do(self.core.on_update(self.kernel.now, key[0], key[1], piece))
 
         self.kernel.after(at - self.kernel.now, arrive)
 
@@ -274,14 +288,14 @@ class World:
                 if not answered:
                     answered.append(True)
                     self._told(slot, report.epoch, report.version)
-                    self.do(self.core.report(self.kernel.now, slot, report))
+                    self.do(self.core.on_report(self.kernel.now, slot, report))
 
             self.kernel.after(self.random.uniform(0.001, 0.02), arrive)
 
         def no_answer() -> None:
             if not answered:
                 answered.append(True)
-                self.do(self.core.no_report(self.kernel.now, slot, epoch, "no answer"))
+                self.do(self.core.on_no_report(self.kernel.now, slot, epoch, "no answer"))
 
         self._to_engine(slot, answer, no_answer)
         self.kernel.after(2.0, no_answer)
@@ -297,7 +311,7 @@ class World:
         rng = self.random
         if self.kernel.now < SECONDS:
             self.kernel.after(rng.expovariate(4.0), self._arrive)
-        wanted = Wanted(
+        wanted = GenerationRequest(
             prompt=(1, 2),
             seed=rng.randrange(10**6),
             max_new_tokens=rng.choice((20, 100, 200)),
@@ -343,7 +357,7 @@ class World:
 
     def _enter(self, slot: str, state: str) -> None:
         engine = self.engines[slot]
-        self.members[slot] = EngineNews(slot, engine.epoch, state, engine.version, engine.generated)
+        self.members[slot] = EngineEntry(slot, engine.epoch, state, engine.version, engine.generated)
         self._news()
 
     def _news(self) -> None:
@@ -357,7 +371,7 @@ class World:
                 self._told(member.slot, member.epoch, member.version)
             if versions:
                 self.checker.told_committed = versions[-1].version
-            self.do(self.core.news(self.kernel.now, members, versions))
+            self.do(self.core.on_members(self.kernel.now, members, versions))
 
         self.kernel.after(at - self.kernel.now, arrive)
 
@@ -410,7 +424,7 @@ class World:
             if self.random.random() < 0.8:
                 self.kernel.after(
                     self.random.uniform(0.001, 0.1),
-                    lambda k=key: self.do(self.core.failed(self.kernel.now, k[0], k[1], "cut")),  # type: ignore[misc]
+                    lambda k=key: self.do(self.core.on_failure(self.kernel.now, k[0], k[1], "cut")),  # type: ignore[misc]
                 )
 
     def _kill(self, engine: SimEngine) -> None:

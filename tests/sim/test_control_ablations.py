@@ -26,12 +26,10 @@ from relax_rt.cluster.nodes.head import HeadCore
 from relax_rt.cluster.nodes.limb import LimbCore
 from relax_rt.cluster.registry.core import RegistryCore
 from relax_rt.interfaces.registry import Member
-from relax_rt.supervision.core import Supervisor
 from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.supervision.lifecycle import Lifecycle
 from relax_rt.supervision.protocol import SlotExited
-from relax_rt.supervision.slots import Slot, Window
-from relax_rt.supervision.tree import RoleNode
+from relax_rt.supervision.supervisor import Supervisor
+from relax_rt.supervision.tree import RestartWindow, RoleNode, Slot
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.state import Callers
 from relax_rt.transport.rpc.errors import Refused
@@ -42,7 +40,7 @@ RUNS = 1000
 """The most that an ablation may take to be found: as many as the suite plays. Where a safeguard matters only in runs of
 one kind, these alone are played."""
 KIND_OF = {"stage: epochs": "three hosts", "gang: generations": "three hosts"}
-ENTER, REGROUP, FLUSH = Lifecycle._enter, Lifecycle._regroup, Registry._flush
+ENTER, REGROUP, FLUSH = Supervisor._enter, Supervisor._restart_together, Registry._flush
 
 
 def hear_all(core: RegistryCore, who: Incarnation) -> Member:
@@ -88,7 +86,7 @@ def nothing_known(core: HeadCore, seat: Seat, first: int, count: int) -> int:
     return 0
 
 
-def regroup_at_once(core: Lifecycle, members: Any, wait_s: float, cause: str, **how: Any) -> None:
+def regroup_at_once(core: Supervisor, members: Any, wait_s: float, cause: str, **how: Any) -> None:
     """Restarts follow each other without a wait."""
     REGROUP(core, members, 0.0, cause, **how)
 
@@ -98,7 +96,7 @@ def give_up_quietly(core: Supervisor, s: Slot, diagnosis: Diagnosis) -> None:
     core._end(s, failed=True)
 
 
-def enter_without_deadline(core: Lifecycle, s: Slot, state: Any, timeout_s: float | None) -> None:
+def enter_without_deadline(core: Supervisor, s: Slot, state: Any, timeout_s: float | None) -> None:
     """A stop is waited for, however long it takes."""
     ENTER(core, s, state, None if state == "stopping" else timeout_s)
 
@@ -122,11 +120,11 @@ ABLATIONS: dict[str, tuple[Any, set[str]]] = {
     ),
     "queue: calls that are made again": (patch.object(Callers, "answer", lambda *_: None), {DOUBLED, TWICE}),
     "agent: death is confirmed": (patch.object(Executor, "kill", tell_when_killed), {TWO}),
-    "supervisor: intensity": (patch.object(Window, "failed", lambda *_: 0), {UNESCALATED}),
-    "supervisor: back-off": (patch.object(Lifecycle, "_regroup", regroup_at_once), {UNESCALATED}),
+    "supervisor: intensity": (patch.object(RestartWindow, "failed", lambda *_: 0), {UNESCALATED}),
+    "supervisor: back-off": (patch.object(Supervisor, "_restart_together", regroup_at_once), {UNESCALATED}),
     "supervisor: escalation": (patch.object(Supervisor, "_escalate", give_up_quietly), {UNANSWERED}),
-    "supervisor: deadline of a stop": (patch.object(Lifecycle, "_enter", enter_without_deadline), {OVERDUE}),
-    "supervisor: beats of who waits": (patch.object(Supervisor, "_patience_s", forever_when_waiting), {OVERDUE}),
+    "supervisor: deadline of a stop": (patch.object(Supervisor, "_enter", enter_without_deadline), {OVERDUE}),
+    "supervisor: beats of who waits": (patch.object(Supervisor, "_hang_timeout_s", forever_when_waiting), {OVERDUE}),
     "gang: generations": (patch.object(RoleNode, "generation", ONE_GENERATION, create=True), {MIXED}),
     "gang: all or none": (
         patch.object(RoleNode, "restarted_with", lambda _, slot: [slot]),

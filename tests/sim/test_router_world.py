@@ -15,9 +15,8 @@ from msgspec.structs import replace
 from router_world import LEAK, NONE, ROUTED, STALE, STUCK, UNJUST, WRONG, World
 
 from relax_rt.roles.rollout import generation
-from relax_rt.roles.rollout.router.core import RouterCore
-from relax_rt.roles.rollout.router.fleet import Fleet, Patience
-from relax_rt.roles.rollout.router.requests import Life
+from relax_rt.roles.rollout.router.core import RequestState, RouterCore
+from relax_rt.roles.rollout.router.fleet import Fleet, HealthLimits
 from relax_rt.transport.base.versions import VersionTree
 
 SEEDS = range(6)
@@ -25,40 +24,48 @@ SEEDS = range(6)
 ABLATION_SEEDS = range(12)
 
 
-def forgetful(life: Life, why: str) -> None:
-    life.place, life.waiting_on = None, why
-    life.tokens, life.logprobs, life.versions = [], [], []
+def forgetful(request: RequestState, why: str) -> None:
+    request.assignment, request.waiting_on = None, why
+    request.tokens, request.logprobs, request.versions = [], [], []
 
 
 def patient(**kept: float) -> Any:
-    """Patience without one bound."""
-    limits = replace(router_world.LIMITS, patience=Patience(**{"stuck_s": 3.0, "paused_s": 6.0, "dead_s": 8.0} | kept))
+    """The limits of the world without one timeout."""
+    limits = replace(
+        router_world.LIMITS, health=HealthLimits(**{"stuck_s": 3.0, "paused_s": 6.0, "dead_s": 8.0} | kept)
+    )
     return patch.object(router_world, "LIMITS", limits)
 
 
 ABLATIONS: dict[str, tuple[list[Any], set[str]]] = {
-    "pieces are looked at": ([patch.object(Life, "wrong", lambda *_: "")], {WRONG}),
-    "old attempts are not listened to": ([patch.object(Life, "takes", lambda *_: True)], {WRONG, UNJUST}),
-    "tokens are kept": ([patch.object(Life, "give_back", forgetful)], {WRONG}),
-    "the engine looks at its version": ([patch.object(generation, "admissible", lambda *_: True)], {STALE}),
+    "updates are checked": ([patch.object(RequestState, "_mismatch", lambda *_: "")], {WRONG}),
+    "old attempts are not listened to": (
+        [patch.object(RouterCore, "_current", lambda core, number, _: core.requests.get(number))],
+        {WRONG, UNJUST},
+    ),
+    "tokens are kept": ([patch.object(RequestState, "unassign", forgetful)], {WRONG}),
+    "the engine checks its version": ([patch.object(generation, "admissible", lambda *_: True)], {STALE}),
     "stale is not routable": (
-        [patch.object(Fleet, "routable", lambda fleet, slot, lag: fleet.state(slot) in ("healthy", "stale"))],
+        [patch.object(Fleet, "routable", lambda fleet, slot, lag: fleet.health(slot) in ("healthy", "stale"))],
         {ROUTED},
     ),
     "lineage": ([patch.object(VersionTree, "distance", lambda _, a, b: abs(a - b))], {STALE, ROUTED}),
-    "an engine hears that it is left": (
-        [patch.object(RouterCore, "_leave", lambda core, life: core._release(life))],
+    "an engine is told to end a sequence": (
+        [patch.object(RouterCore, "_cancel_attempt", lambda core, request: core._release(request))],
         {LEAK},
     ),
     "silence is noticed": (
         [
             patch.object(router_world, "LIMITS", replace(router_world.LIMITS, silent_s=1e9)),
-            patch.object(Fleet, "stuck", lambda *_: ""),
+            patch.object(Fleet, "why_revoke", lambda *_: ""),
         ],
         {STUCK},
     ),
-    "progress is looked at": ([patient(stuck_s=1e9, paused_s=1e9)], {STUCK}),
-    "the deadline": ([patch.object(Life, "deadline", property(lambda _: 1e9, lambda *_: None), create=True)], {NONE}),
+    "progress is watched": ([patient(stuck_s=1e9, paused_s=1e9)], {STUCK}),
+    "the deadline": (
+        [patch.object(RequestState, "deadline", property(lambda _: 1e9, lambda *_: None), create=True)],
+        {NONE},
+    ),
 }
 
 

@@ -26,12 +26,9 @@ from relax_rt.actors.directory import Directory
 from relax_rt.cluster.registry.core import RegistryCore, Stored
 from relax_rt.interfaces.registry import Changes, RegistryApi
 from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
-from relax_rt.roles.gateway.admission import Marks
 from relax_rt.roles.gateway.api import SessionLimits
 from relax_rt.roles.gateway.app import Bounds, Gateway
-from relax_rt.roles.gateway.gate import Gate
 from relax_rt.roles.gateway.keys import Keys
-from relax_rt.roles.gateway.role import load_of
 from relax_rt.roles.gateway.server import listen, make_server, url_of
 from relax_rt.roles.gateway.service import Service, Terms
 from relax_rt.roles.gateway.sessions import Sessions
@@ -39,10 +36,10 @@ from relax_rt.roles.gateway.settings import GatewaySettings
 from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.engines.base import Chunk, EngineLoad, GroupRequest
-from relax_rt.roles.rollout.generation import Generation, GenerationService
-from relax_rt.roles.rollout.intake import Intake
-from relax_rt.roles.rollout.intake import Marks as IntakeMarks
-from relax_rt.roles.rollout.router import Router
+from relax_rt.roles.rollout.generation import GenerationService
+from relax_rt.roles.rollout.router.admission import AdmissionLimits, CapLimits, EngineCap
+from relax_rt.roles.rollout.router.interface import Generation
+from relax_rt.roles.rollout.router.router import AdmissionQueue, Router
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.identity import Incarnation
@@ -97,15 +94,15 @@ class ScriptedEngine:
         self._tasks.pop(request.id, None)
         count = len(self._answer)
         spans = [VersionSpan(0, count, VERSION, VERSION)]
-        self.service.sift([Chunk(request.id, 0, 0, list(self._answer), [-1.0] * count, spans, "stop")])
+        self.service.take_chunks([Chunk(request.id, 0, 0, list(self._answer), [-1.0] * count, spans, "stop")])
 
 
 async def engine(path: str, slots: int, median_s: float, stack: AsyncExitStack) -> Slots:
     """Serve Generation at a unix socket, with room for as many sequences as there are slots."""
     made = Slots(slots, median_s)
     script = ScriptedEngine(made)
-    intake = Intake(IntakeMarks(most=slots))
-    script.service = GenerationService(ENGINE.epoch, cast(Any, script), asyncio.Event(), intake)
+    cap = EngineCap(CapLimits(most=slots))
+    script.service = GenerationService(ENGINE.epoch, cast(Any, script), asyncio.Event(), cap)
     server = Server(make_hello(RUN, ENGINE))
     server.offer(Generation, script.service)
     await server.listen(f"unix://{path}")
@@ -169,10 +166,12 @@ async def gateway(path: str, episodes: int, stack: AsyncExitStack) -> tuple[Any,
     fleet = Fleet(path)
     stack.push_async_callback(fleet.close)
     router = await stack.enter_async_context(Router(cast(Any, fleet)))
-    marks = Marks(first=min(16, table.at_work), most=table.at_work, waiting=table.waiting, wait_s=table.wait_s)
-    gate = await stack.enter_async_context(Gate(marks, lambda: load_of(router)))
+    limits = AdmissionLimits(
+        first=min(16, table.at_work), most=table.at_work, waiting=table.waiting, wait_s=table.wait_s
+    )
+    admission = await stack.enter_async_context(AdmissionQueue(limits, router.load))
     terms = Terms(models=("policy",), new_tokens=64, context=1 << 16, timeout_s=table.call_timeout_s)
-    service = Service(router, words, gate, terms)
+    service = Service(router, words, admission, terms)
     sessions = Sessions(
         lambda name, tokens: TokenLedger(template, max_tokens=tokens, session=name),
         tokens=table.session_tokens,
@@ -185,7 +184,7 @@ async def gateway(path: str, episodes: int, stack: AsyncExitStack) -> tuple[Any,
 
     def counted() -> dict[str, int]:
         sent = {f"router {name}": count for name, count in router.statistics().counts.items()}
-        return {"cap": gate.core.cap, **gate.core.counts, **sent}
+        return {"cap": admission.core.cap, **admission.core.counts, **sent}
 
     return Gateway(service, sessions, Keys(TOKEN), Bounds()).application(), counted
 

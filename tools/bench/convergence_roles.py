@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from relax_rt.roles.training.trainer import TrainerRole
 
 if TYPE_CHECKING:
-    from relax_rt.roles.training.base import StepResult
+    from relax_rt.roles.training.backend.interface import StepResult
     from relax_rt.roles.training.step import Batch
 
 PACE_S = 0.5

@@ -85,7 +85,7 @@ class Timed:
 
 def lead(backend: Any, rounds: int, timed: Timed) -> None:
     """Rank 0's side: a warm round, then those that count."""
-    from relax_rt.roles.training.gang import Leader
+    from relax_rt.roles.training.backend.gang import Leader
 
     leader, samples = Leader(backend), batch()
     into = memoryview(bytearray(leader.layout("bfloat16").nbytes))
@@ -128,7 +128,7 @@ def lead(backend: Any, rounds: int, timed: Timed) -> None:
 
 def follow(backend: Any, timed: Timed) -> None:
     """Another rank's side: how long an order to publish keeps it from the next one, and its optimizer from its step."""
-    from relax_rt.roles.training.gang import Follower
+    from relax_rt.roles.training.backend.gang import Follower
 
     began, order = 0.0, ""
 

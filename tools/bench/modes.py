@@ -222,7 +222,7 @@ def run(mode: str, what: Case, options: argparse.Namespace, number: int) -> Ran:
 def not_in_turns(kinds: Mapping[str, int], engines: int, turns: int) -> str:
     """Why these events are not of a run in which the trainer had the device so many times; empty: they are."""
     # An engine that starts late has nothing to give back in the first turn.
-    least = {"device_taken": turns, "engine_memory": max(0, turns - 1) * engines, "engine_out_of_turn": 0}
+    least = {"device_acquired": turns, "engine_memory": max(0, turns - 1) * engines, "engine_not_released": 0}
     most = least | {"engine_memory": turns * engines}
     seen = {kind: kinds.get(kind, 0) for kind in least}
     return ", ".join(

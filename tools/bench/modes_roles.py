@@ -29,8 +29,8 @@ from relax_rt.roles.rollout.engines.base import (
 )
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.rollout.role import RolloutRole
+from relax_rt.roles.training.backend.interface import Partial, StepResult
 from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.base import Partial, StepResult
 from relax_rt.roles.training.trainer import TrainerRole
 from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.queue.ledger.messages import VersionSpan
@@ -262,7 +262,7 @@ class SleepingEngine:
 
 
 class SleepingBackend:
-    """TrainerBackend of relax_rt.roles.training.base. Its time is proportional to the tokens of the batch."""
+    """TrainerBackend whose time is proportional to the tokens of the batch."""
 
     def __init__(self, settings: SleepingTrainerSettings) -> None:
         self._settings = settings

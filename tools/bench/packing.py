@@ -29,9 +29,8 @@ from relax_rt.roles.base.sample import Sample, bare_meta
 from relax_rt.roles.models.precision import cpu_dtype
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.layout import Costs, lay_out
-from relax_rt.roles.training.packing import Row, shared_rows
-from relax_rt.roles.training.torch_backend import TorchBackend
+from relax_rt.roles.training.batch.rows import Costs, Row, lay_out, shared_rows
+from relax_rt.roles.training.torch.backend import TorchBackend
 
 WORDS = 49_152
 SIGMA = 0.8

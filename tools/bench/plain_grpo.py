@@ -30,11 +30,11 @@ from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.rewards.loader import load_reward
 from relax_rt.roles.rewards.scoring import Caller, Failed, Request, Scorer
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
-from relax_rt.roles.training.algorithms.advantages.group import group_advantages
-from relax_rt.roles.training.algorithms.losses.ppo import DecoupledOptions
+from relax_rt.roles.training.algorithms.advantages import group_advantages
+from relax_rt.roles.training.algorithms.learning_rate import learning_rate
+from relax_rt.roles.training.algorithms.losses import DecoupledOptions
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.rates import learning_rate
 
 MICRO_BATCH = 16
 

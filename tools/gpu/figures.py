@@ -135,7 +135,7 @@ def ranks_of(folder: str, names: tuple[str, ...], *, shared: bool, lonely: bool)
 async def nccl_case(figure: str, *, shared: bool, lonely: bool, absent: bool) -> None:
     import torch
 
-    from relax_rt.transport.weights.collective.communicator import CollectiveFailed
+    from relax_rt.transport.weights.broadcast.communicator import BroadcastFailed
 
     with tempfile.TemporaryDirectory() as folder:
         before = torch.cuda.mem_get_info()[0]
@@ -147,7 +147,7 @@ async def nccl_case(figure: str, *, shared: bool, lonely: bool, absent: bool) ->
             try:
                 outcome, _ = await ranks.send()
                 error = ""
-            except CollectiveFailed as failure:
+            except BroadcastFailed as failure:
                 assert failure.outcome is not None
                 outcome, error = failure.outcome, str(failure)
             seconds = time.monotonic() - begin

@@ -45,7 +45,7 @@ from relax_rt.cluster import discovery
 from relax_rt.observe.events import read_events
 from relax_rt.observe.metrics import read_metrics
 from relax_rt.roles.models.resolve import resolve_model
-from relax_rt.roles.rollout.router import Limits, NotGenerated, Outcome, Router, Wanted
+from relax_rt.roles.rollout.router import GenerationRequest, NotGenerated, Outcome, Router, RouterLimits
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import RelaxError
 
@@ -54,7 +54,7 @@ TINY = HERE.parents[1] / "tests/tiny_job/roles.toml"
 ROLLOUTS, CALLERS, EVERY_TOKENS, LEARNING_RATE = 3, 6, 1, 3e-4
 LENGTHS = (12, 24, 24, 48, 96)
 START_S = 300.0
-LIMITS = Limits(losses=30)
+LIMITS = RouterLimits(losses=30)
 """Engines are lost here all the time, and not because of what callers want."""
 MOMENTS = ("generating", *STEPS)
 OVERRIDES: dict[str, Any] = {
@@ -90,7 +90,7 @@ class Callers:
         dice = random.Random(number)
         while not self.over.is_set():
             seed, lag = next(self._seeds), dice.choice((0, 1, 1))
-            wanted = Wanted(
+            wanted = GenerationRequest(
                 prompt=tuple(dice.randrange(4, 20) for _ in range(6)),
                 seed=seed,
                 max_new_tokens=dice.choice(LENGTHS),

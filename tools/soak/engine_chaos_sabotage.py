@@ -55,7 +55,7 @@ def apply(what: str) -> None:
 
 def _reachable(fleet: Fleet, slot: str, lag: int) -> bool:
     """Whether an engine answers, whatever its version."""
-    return fleet.state(slot) in ("healthy", "stale")
+    return fleet.health(slot) in ("healthy", "stale")
 
 
 def tamper(what: str, source: WeightSource) -> WeightSource:

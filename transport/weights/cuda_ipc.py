@@ -20,10 +20,9 @@ from relax_rt.transport.base.process_stat import start_time
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone, OutOfSpace, Refused
 from relax_rt.transport.weights import device
-from relax_rt.transport.weights.checks import check_manifest
-from relax_rt.transport.weights.collective.communicator import DeviceMemory
 from relax_rt.transport.weights.device import DeviceBuffer, DeviceFailed, DeviceView
-from relax_rt.transport.weights.manifest import Manifest, Sent, bucket_digest, bucket_slices
+from relax_rt.transport.weights.manifest import Manifest, Sent, bucket_digest, bucket_slices, check_manifest
+from relax_rt.transport.weights.memory import DeviceMemory
 
 SLOTS = 2
 """One version that readers may be at, one that is being made."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError
-from relax_rt.transport.weights.collective.communicator import DeviceMemory, Memory
+from relax_rt.transport.weights.memory import DeviceMemory, Memory
 
 COPY_HOST_TO_DEVICE, COPY_DEVICE_TO_HOST, COPY_DEVICE_TO_DEVICE = 1, 2, 3
 LOOK_EVERY_S = 0.0002

@@ -22,9 +22,7 @@ import xxhash
 
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, Refused
-from relax_rt.transport.weights.checks import check_manifest
-from relax_rt.transport.weights.fence import fence
-from relax_rt.transport.weights.manifest import Manifest, Sent, TensorEntry
+from relax_rt.transport.weights.manifest import Manifest, Sent, TensorEntry, check_manifest
 from relax_rt.transport.weights.safetensors_header import (
     LENGTH,
     FileTensor,
@@ -32,7 +30,7 @@ from relax_rt.transport.weights.safetensors_header import (
     encode_header,
     header_bytes,
 )
-from relax_rt.transport.weights.stage import verify
+from relax_rt.transport.weights.stage import fence, verify
 
 FORMAT = 1
 MANIFEST_FILE, INDEX_FILE = "weights.json", "model.safetensors.index.json"

@@ -1,4 +1,4 @@
-"""What a published set of weights looks like: tensors in one flat buffer, digests by bucket."""
+"""The manifest of a version: tensors in one flat buffer, digests by bucket; and the checks of one from elsewhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Literal
 import msgspec
 import xxhash
 
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.rpc.errors import Corrupt
+
 ALIGNMENT = 64
 BUCKET_BYTES = 16 << 20
 """Digests are taken over buckets of this size, so that a reader checks while it copies."""
@@ -15,6 +18,8 @@ MAX_DELTA = 0.5
 """A delta, or several, or adapters of more than this part of the whole are not worth the work of applying them."""
 MAX_DELTAS = 16
 """That are kept to be applied one behind the other."""
+MAX_WEIGHT_BYTES = 1 << 44
+MAX_WIRE_HEADER_BYTES = 64 << 20
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -122,3 +127,58 @@ def bucket_digest(data: memoryview) -> str:
 def total_digest(buckets: Iterable[str]) -> str:
     """The digest of a version: over its buckets' digests, in order."""
     return xxhash.xxh3_128_hexdigest("".join(buckets).encode())
+
+
+def check_manifest(manifest: Manifest, record: VersionRecord, what: str) -> None:
+    """Check a manifest against itself and the version's record, before a byte is read or reserved by it.
+
+    Raises:
+        Corrupt: it cannot be that of the version.
+    """
+    if manifest.version != record.version:
+        raise Corrupt(what, why=f"its manifest is of version {manifest.version}")
+    if record.digest and record.digest != manifest.digest:
+        raise Corrupt(what, why=f"committed with digest {record.digest}, here is {manifest.digest}")
+    if not 0 < manifest.layout.nbytes <= MAX_WEIGHT_BYTES:
+        raise Corrupt(what, why=f"it has {manifest.layout.nbytes} bytes")
+    if not 0 <= manifest.wire_bytes <= manifest.layout.nbytes + MAX_WIRE_HEADER_BYTES:
+        raise Corrupt(what, why=f"in fewer bits it has {manifest.wire_bytes} bytes of {manifest.layout.nbytes}")
+    if not 0 <= manifest.adapter_bytes <= manifest.layout.nbytes:
+        raise Corrupt(what, why=f"its adapters have {manifest.adapter_bytes} bytes of {manifest.layout.nbytes}")
+    _check_deltas(manifest, what)
+    if len(manifest.buckets) != len(bucket_slices(manifest.layout.nbytes)):
+        raise Corrupt(what, why=f"{len(manifest.buckets)} digests are not those of {manifest.layout.nbytes} bytes")
+    if total_digest(manifest.buckets) != manifest.digest:
+        raise Corrupt(what, why="the digests of its buckets do not make that of the whole")
+    check_layout(manifest.layout, what)
+
+
+def _check_deltas(manifest: Manifest, what: str) -> None:
+    """Check that each delta makes the next one's base, and that all together are within the size limit."""
+    deltas = manifest.deltas
+    if len(deltas) > MAX_DELTAS or any(delta.nbytes <= 0 for delta in deltas):
+        raise Corrupt(what, why=f"it has {len(deltas)} deltas, of {[delta.nbytes for delta in deltas]} bytes")
+    if (total := sum(delta.nbytes for delta in deltas)) > MAX_DELTA * manifest.layout.nbytes:
+        raise Corrupt(what, why=f"its deltas have {total} bytes of {manifest.layout.nbytes}")
+    made = [(delta.version, delta.digest) for delta in deltas]
+    wanted = [*((delta.base, delta.base_digest) for delta in deltas[1:]), (manifest.version, manifest.digest)]
+    if deltas and made != wanted:
+        raise Corrupt(what, why=f"its deltas make the versions {[version for version, _ in made]} one of another")
+
+
+def check_layout(layout: Layout, what: str) -> None:
+    """Check that tensors neither overlap, lie outside nor share a name.
+
+    Raises:
+        Corrupt: they do.
+    """
+    at, names = 0, set[str]()
+    for entry in layout.entries:
+        if entry.offset < at or entry.nbytes < 0:
+            raise Corrupt(f"tensor {entry.name} of {what}", why="it overlaps another one in the manifest")
+        if entry.name in names:
+            raise Corrupt(f"tensor {entry.name} of {what}", why="it is there twice in the manifest")
+        names.add(entry.name)
+        at = entry.offset + entry.nbytes
+    if at > layout.nbytes:
+        raise Corrupt(what, why="its tensors do not lie inside the layout")

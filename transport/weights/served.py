@@ -15,16 +15,19 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from relax_rt.transport.memory.payload.server import PayloadServer
 from relax_rt.transport.rpc.errors import Corrupt, Gone
+from relax_rt.transport.rpc.interface import idempotent
 from relax_rt.transport.rpc.zmq_keys import CurveKeys
 from relax_rt.transport.weights.manifest import Manifest
 from relax_rt.transport.weights.stage import adapters_of, delta_of, narrow, pinned, read_manifest
 
+STAGE_DIR = "weights"
+"""The stage's folder in the shared memory of a node."""
 MANIFEST_HEAD = struct.Struct("<8sQ")
 MANIFEST_MAGIC = b"RLXWMAN1"
 MAX_MANIFEST_BYTES = 64 << 20
@@ -65,6 +68,14 @@ def delta_name(version: int, digest: str) -> str:
 def stage_server(folder: Path, keys: CurveKeys | None, *, io_threads: int = 2) -> PayloadServer:
     """A server of the stage in `folder`, which need not be there yet. Readers without the key get nothing."""
     return PayloadServer(folder, keys=keys, served=StagedVersions(folder), io_threads=io_threads)
+
+
+class StageApi(Protocol):
+    """The interface that names the server of a run's stage to other nodes; the queue's role implements it."""
+
+    @idempotent
+    async def where(self) -> str:
+        """Return its ``tcp://host:port``; another one after a restart. Empty in a run of one node."""
 
 
 class _Pinned(NamedTuple):

@@ -14,9 +14,8 @@ from typing import Protocol
 
 from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.rpc.errors import Gone, Refused
-from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.delta import apply
-from relax_rt.transport.weights.manifest import Manifest, Sent
+from relax_rt.transport.weights.manifest import Manifest, Sent, check_manifest
 from relax_rt.transport.weights.payloads import Lora, decode_lora, merge_lora
 from relax_rt.transport.weights.stage import copy_verified, delta_of, pinned, read_manifest, verify
 

@@ -20,10 +20,8 @@ import numpy as np
 import xxhash
 
 from relax_rt.transport.base.versions import ROOT, VersionRecord
-from relax_rt.transport.rpc.errors import Corrupt, Gone, OutOfSpace
-from relax_rt.transport.weights.checks import check_manifest
+from relax_rt.transport.rpc.errors import Corrupt, Gone, OutOfSpace, StaleEpoch
 from relax_rt.transport.weights.delta import encode
-from relax_rt.transport.weights.fence import fence
 from relax_rt.transport.weights.manifest import (
     MAX_DELTA,
     Delta,
@@ -31,6 +29,7 @@ from relax_rt.transport.weights.manifest import (
     Manifest,
     bucket_digest,
     bucket_slices,
+    check_manifest,
     total_digest,
     worth_applying,
 )
@@ -93,6 +92,24 @@ def read_manifest(folder: Path, version: int) -> Manifest:
         raise Gone(what, why=f"not on the stage {folder}") from None
     except _UNREADABLE as error:
         raise Corrupt(f"the manifest of {what} on the stage {folder}", why=str(error)) from error
+
+
+def fence(folder: Path, epoch: int, what: str) -> None:
+    """Record that incarnation `epoch` writes in a folder of weights, and refuse an older one.
+
+    Raises:
+        StaleEpoch: a newer one does.
+    """
+    descriptor = os.open(folder / "epoch", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        newest = int(os.read(descriptor, 32) or b"0")
+        if newest > epoch:
+            raise StaleEpoch(f"{what} {folder}", why=f"epoch {newest} writes here, this is {epoch}")
+        if newest < epoch:
+            os.pwrite(descriptor, str(epoch).encode(), 0)
+    finally:
+        os.close(descriptor)
 
 
 class WeightStage:

@@ -39,9 +39,8 @@ from relax_rt.transport.rpc.errors import (
     Unreachable,
 )
 from relax_rt.transport.rpc.zmq_keys import CurveKeys
-from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.delta import apply
-from relax_rt.transport.weights.manifest import Delta, Manifest, Sent, bucket_digest, bucket_slices
+from relax_rt.transport.weights.manifest import Delta, Manifest, Sent, bucket_digest, bucket_slices, check_manifest
 from relax_rt.transport.weights.payloads import decode_wire, merge_lora
 from relax_rt.transport.weights.served import (
     MANIFEST_HEAD,

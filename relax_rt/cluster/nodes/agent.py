@@ -39,10 +39,10 @@ from relax_rt.observe.events import EventFollower, EventLog
 from relax_rt.process import procfs
 from relax_rt.supervision.api import WhereApi
 from relax_rt.supervision.local import KeeperWatch, LocalExecutor
-from relax_rt.supervision.notices import AGENT_SLOT
 from relax_rt.supervision.plan import RolePlan
 from relax_rt.supervision.protocol import Event, SlotExited, SlotSpawned
 from relax_rt.supervision.rundir import RunPaths, owner_of, slot_file, update_run
+from relax_rt.supervision.system_roles import AGENT_SLOT
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Client, CurveKeys, Server, make_hello
@@ -129,7 +129,7 @@ class NodeAgent:
         self._local.prepare()
         self._core.say(Began(os.getpid(), str(self.paths.run_dir)))
         self._said.set()
-        self._events.emit("node_began", node=self.seat.node, node_epoch=self.seat.epoch, pid=os.getpid())
+        self._events.emit("node_agent_started", node=self.seat.node, node_epoch=self.seat.epoch, pid=os.getpid())
         follower = EventFollower(self.paths.run_dir)
         # What an earlier seat wrote was reported by it.
         follower.poll()

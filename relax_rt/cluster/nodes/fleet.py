@@ -36,12 +36,13 @@ from relax_rt.cluster.nodes.machine import count_gpus, physical_mib
 from relax_rt.cluster.nodes.remote import RemoteExecutor
 from relax_rt.cluster.nodes.seat import read_keys
 from relax_rt.config.checks import check_listen
+from relax_rt.config.loader import SYSTEM_ROLES
 from relax_rt.config.schema import RunConfig
 from relax_rt.observe.events import CURRENT, Appender
 from relax_rt.supervision.api import NodeStatus
 from relax_rt.supervision.executor import EmitEvent, Executor, HeadAgent
 from relax_rt.supervision.placement import Node
-from relax_rt.supervision.plan import SYSTEM_ROLES, RolePlan
+from relax_rt.supervision.plan import RolePlan
 from relax_rt.supervision.protocol import DrainRequested, NodeJoined, NodeLost
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, read_run
 from relax_rt.transport.rpc.address import AddressError, parse_address

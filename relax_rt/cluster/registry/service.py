@@ -98,7 +98,7 @@ class RegistryService:
         answer = self.core.announce(who, pid, address, ttl_s, self._clock(), node=node, remote=remote)
         await self._done()
         place = {"node": node, "remote": remote} if node else {}
-        self._event("announced", slot=who.slot, epoch=who.epoch, pid=pid, address=address, **place)
+        self._event("slot_announced", slot=who.slot, epoch=who.epoch, pid=pid, address=address, **place)
         return answer
 
     async def renew(self, state: str, progress: int, detail: str, policy_version: int) -> Renewed:

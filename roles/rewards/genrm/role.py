@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.base.role import MODEL_CODE, RLRole
+from relax_rt.roles.base.locations import MODEL_CODE
+from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.models.settings import ModelTable
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 
@@ -99,7 +100,7 @@ class GenrmRole(RLRole[GenrmSettings]):
             await asyncio.gather(stop, *jobs, return_exceptions=True)
 
     def _arrive(self, chunks: list[Chunk]) -> None:
-        self.generation.sift(chunks)
+        self.generation.take_chunks(chunks)
 
     async def _follow(self) -> None:
         if self.settings.follow:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_rt.roles.planning.shape import read_shape
+from relax_rt.roles.models.shape import read_shape
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 NO_EXPERT = -1

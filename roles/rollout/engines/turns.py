@@ -74,7 +74,7 @@ class TrainerTurns:
             await self._settled()
             taken = time.monotonic()
             facts = {"turn": self.turns.number, "waited_s": round(taken - began, 3), "without": list(self._without)}
-            self._ctx.event("device_taken", **facts)
+            self._ctx.event("device_acquired", **facts)
             yield self._without
             await asyncio.to_thread(release_cache)
         finally:
@@ -82,7 +82,7 @@ class TrainerTurns:
             self.turns.done()
             self._tell()
             if held:
-                self._ctx.event("device_given_back", turn=self.turns.number, seconds=round(time.monotonic() - taken, 3))
+                self._ctx.event("device_released", turn=self.turns.number, seconds=round(time.monotonic() - taken, 3))
 
     async def _settled(self) -> None:
         loop = asyncio.get_running_loop()
@@ -137,7 +137,7 @@ class TrainerTurns:
         for action in actions:
             if isinstance(action, Out):
                 facts = {"engine": f"{action.slot}#{action.epoch}", "why": action.why}
-                self._ctx.event("engine_out_of_turn", **facts)
+                self._ctx.event("engine_not_released", **facts)
                 self._ctx.log.warning("an engine keeps its memory in the trainer's turn", **facts)
             elif isinstance(action, Train):
                 self._without = action.without

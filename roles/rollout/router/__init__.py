@@ -1,9 +1,8 @@
-"""Sends generation requests to the engines of a run, for whoever wants tokens and is no rollout. See docs/router.md."""
+"""Sends generation requests to the engines of a run, for every process that needs tokens (docs/router.md)."""
 
 from __future__ import annotations
 
-from relax_rt.roles.rollout.router.core import Limits, RouterFull
-from relax_rt.roles.rollout.router.requests import Outcome, Wanted
+from relax_rt.roles.rollout.router.core import GenerationRequest, Outcome, RouterFull, RouterLimits
 from relax_rt.roles.rollout.router.router import NotGenerated, Router, RouterEnded
 
-__all__ = ["Limits", "NotGenerated", "Outcome", "Router", "RouterEnded", "RouterFull", "Wanted"]
+__all__ = ["GenerationRequest", "NotGenerated", "Outcome", "Router", "RouterEnded", "RouterFull", "RouterLimits"]

@@ -1,21 +1,44 @@
-"""The router as any process embeds it: it follows the run's engines and carries out what the core decides."""
+"""The router as any process embeds it: follows the run's engines and carries out what `router.core` decides.
+
+`Router` sends requests to engines. `AdmissionQueue` stands before it where many clients compete: the HTTP gateway's.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from relax_rt.interfaces.members import Discovery, Members
 from relax_rt.interfaces.registry import RegistryApi
-from relax_rt.roles.rollout.generation import Generation
-from relax_rt.roles.rollout.router.core import Action, Close, Deliver, End, Limits, Open, Probe, RouterCore
-from relax_rt.roles.rollout.router.fleet import EngineNews
-from relax_rt.roles.rollout.router.requests import Outcome, Wanted
+from relax_rt.roles.rollout.router.admission import (
+    AdmissionAction,
+    AdmissionLimits,
+    Admit,
+    FairAdmission,
+    FleetLoad,
+    Preempt,
+    Reject,
+)
+from relax_rt.roles.rollout.router.core import (
+    CancelAttempt,
+    Deliver,
+    Finish,
+    GenerationRequest,
+    Outcome,
+    ProbeEngine,
+    RouterAction,
+    RouterCore,
+    RouterLimits,
+    StartAttempt,
+)
+from relax_rt.roles.rollout.router.fleet import EngineEntry
+from relax_rt.roles.rollout.router.interface import Generation
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Refused, RelaxError, Retiring
 
@@ -26,13 +49,15 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 VERSIONS_TIMEOUT_S = 2.0
 PROBE_TIMEOUT_S = 2.0
-AGAIN_S, LASTS_S = 0.2, 10.0
+RETRY_S = 0.2
+STABLE_S = 10.0
+"""A background task that ran for so long before it failed has its failures counted anew."""
+MAX_FAILURES = 5
+"""A background task that failed so often, each time before STABLE_S, ends the router."""
 LEFT = "its `async with` has ended"
-MOST_FAILURES = 5
-"""A background job that failed so often, each time before it had lasted, does so for good."""
 
 
-class Run(Protocol):
+class RunConnection(Protocol):
     """What a router needs of a run: discovery.RunDiscovery has it, and a role's context."""
 
     registry: RegistryApi
@@ -48,7 +73,13 @@ class NotGenerated(RelaxError):
 
 
 class RouterEnded(Refused):
-    """A router can go on no more, whatever it is asked: a new one is needed."""
+    """This router accepts nothing any more: a new one is needed."""
+
+
+class AdmissionRejected(Refused):
+    """A call was not admitted: too many wait, or it waited for too long."""
+
+    retry_after_s: float = 1.0
 
 
 class EngineView(msgspec.Struct, frozen=True):
@@ -68,8 +99,8 @@ class RouterStatistics(msgspec.Struct, frozen=True):
     """Numbers of a router since it was made; running, waiting and engines are of this moment.
 
     Attributes:
-        counts: submitted, done, cancelled, late, failed, refused; sent, lost, continued (sent on with tokens), tokens,
-            tokens_kept (those sent on), turned_away_stale and the like.
+        counts: submitted, done, cancelled, late, failed, refused; sent, lost, resumed (sent on with tokens), tokens,
+            resumed_tokens, rejected_stale and the like.
         sent: sequences sent to each slot.
         waiting_on: what requests wait for, and how many.
     """
@@ -85,7 +116,7 @@ class RouterStatistics(msgspec.Struct, frozen=True):
 
 
 class _Caller:
-    """Who waits for a request."""
+    """The task that awaits a request."""
 
     def __init__(self, *, streams: bool) -> None:
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -97,16 +128,18 @@ class Router:
     """Sends requests to a run's engines::
 
         async with relax_rt.cluster.discovery.connect("runs/my-run") as run, Router(run) as router:
-            outcome = await router.generate(Wanted(prompt=(1, 2, 3), max_new_tokens=100))
+            outcome = await router.generate(GenerationRequest(prompt=(1, 2, 3), max_new_tokens=100))
 
     Args:
         run: a connection to the run; it outlives the router.
         role: whose engines are used.
-        limits: bounds and patience.
+        limits: bounds and timeouts.
         frozen: the engines do not follow the policy; see Fleet.
     """
 
-    def __init__(self, run: Run, role: str = "rollout", limits: Limits | None = None, *, frozen: bool = False) -> None:
+    def __init__(
+        self, run: RunConnection, role: str = "rollout", limits: RouterLimits | None = None, *, frozen: bool = False
+    ) -> None:
         self.core = RouterCore(limits, frozen=frozen)
         self._run, self._role = run, role
         self._callers: dict[int, _Caller] = {}
@@ -118,11 +151,11 @@ class Router:
 
     async def __aenter__(self) -> Router:
         self._broken = ""
-        self._jobs = [asyncio.create_task(self._kept(job)) for job in (self._follow, self._tick)]
+        self._jobs = [asyncio.create_task(self._keep_running(job)) for job in (self._follow, self._tick)]
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        # Who asks again when its request is cancelled would wait for ever: nobody tends to it any more.
+        # A caller that asks again when its request is cancelled would wait for ever: no task serves it any more.
         self._broken = self._broken or LEFT
         for number in list(self._callers):
             self._do(self.core.cancel(self._now(), number))
@@ -131,13 +164,12 @@ class Router:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def generate(self, wanted: Wanted) -> Outcome:
-        """Have a sequence made; the outcome's kind is ``done``. Cancelling it ends the sequence at its engine.
+    async def generate(self, wanted: GenerationRequest) -> Outcome:
+        """Generate a sequence; the outcome's kind is ``done``. Cancelling it ends the sequence at its engine.
 
         Raises:
             NotGenerated: it is late, too many engines were lost with it, or no engine could ever do it.
-            Refused: it asks for nothing. RouterFull: the router has too many at hand. RouterEnded: it can go on no
-                more.
+            Refused: it asks for nothing. RouterFull: too many requests are open. RouterEnded: the router has ended.
         """
         number, caller = self._submit(wanted, streams=False)
         try:
@@ -145,8 +177,8 @@ class Router:
         finally:
             self._do(self.core.cancel(self._now(), number))
 
-    async def stream(self, wanted: Wanted) -> AsyncIterator[Deliver]:
-        """The same, in parts as they come; each token once, also when the sequence moves to another engine.
+    async def stream(self, wanted: GenerationRequest) -> AsyncIterator[Deliver]:
+        """Generate a sequence and yield its tokens as they come, each once, also when it moves to another engine.
 
         Raises:
             As `generate`, after the tokens that were made.
@@ -165,12 +197,12 @@ class Router:
         return self.core.waiting_on()
 
     def statistics(self) -> RouterStatistics:
-        """How it does."""
+        """Requests and engines of this moment, and counters."""
         core, fleet, now = self.core, self.core.fleet, self._now()
-        running = sum(life.place is not None for life in core.lives.values())
+        running = sum(one.assignment is not None for one in core.requests.values())
         views = []
         for slot, engine in sorted(fleet.engines.items()):
-            state, lag = fleet.state(slot), fleet.lag(engine.version)
+            state, lag = fleet.health(slot), fleet.lag(engine.version)
             views.append(
                 EngineView(
                     slot=slot,
@@ -178,14 +210,14 @@ class Router:
                     state=state,
                     version=engine.version,
                     lag=int(lag) if lag < float("inf") else -1,
-                    ours=engine.working,
+                    ours=engine.assigned,
                     room=max(0, fleet.room(now, slot, core.limits.first_room)),
                     why="" if state == "healthy" else fleet.why_not(slot, 0),
                 )
             )
         return RouterStatistics(
             running=running,
-            waiting=len(core.lives) - running,
+            waiting=len(core.requests) - running,
             committed=fleet.committed.version,
             counts=dict(core.counts),
             sent=dict(core.sent),
@@ -194,85 +226,95 @@ class Router:
             registry_away=self._members.away if self._members is not None else "",
         )
 
+    def load(self) -> FleetLoad:
+        """Load of the engines, as far as the router knows it: what `AdmissionQueue` adapts to."""
+        core, fleet, now = self.core, self.core.fleet, self._now()
+        able = [slot for slot in fleet.engines if fleet.health(slot) in ("healthy", "stale")]
+        reports = [report for slot in able if (report := fleet.engines[slot].report) is not None]
+        return FleetLoad(
+            room=sum(max(0, fleet.room(now, slot, core.limits.first_room)) for slot in able),
+            stalled=sum(one.assignment is None for one in core.requests.values()),
+            kv_used=max((report.kv_used for report in reports), default=0.0),
+        )
+
     # --- inside
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def _submit(self, wanted: Wanted, *, streams: bool) -> tuple[int, _Caller]:
+    def _submit(self, wanted: GenerationRequest, *, streams: bool) -> tuple[int, _Caller]:
         if not self._jobs:
             raise Refused("a request", why="the router has not begun", hint="`async with Router(run) as router`")
         if self._broken:
-            raise self._at_an_end()
+            raise self._ended_error()
         caller = _Caller(streams=streams)
         number, actions = self.core.submit(self._now(), wanted)
         self._callers[number] = caller
         self._do(actions)
         return number, caller
 
-    def _do(self, actions: Sequence[Action]) -> None:
+    def _do(self, actions: Sequence[RouterAction]) -> None:
         for action in actions:
             match action:
-                case Open(number, place):
-                    task = asyncio.create_task(self._attempt(action))
-                    self._attempts[number, place.attempt] = task
-                case Close(number, place):
-                    if (old := self._attempts.get((number, place.attempt))) is not None:
+                case StartAttempt(number, assignment):
+                    self._attempts[number, assignment.attempt] = asyncio.create_task(self._attempt(action))
+                case CancelAttempt(number, assignment):
+                    if (old := self._attempts.get((number, assignment.attempt))) is not None:
                         old.cancel()
                 case Deliver(number):
                     if (caller := self._callers.get(number)) is not None and caller.parts is not None:
                         caller.parts.put_nowait(action)
-                case End(number, outcome):
-                    self._ended(number, outcome)
-                case Probe(slot, epoch):
+                case Finish(number, outcome):
+                    self._finished(number, outcome)
+                case ProbeEngine(slot, epoch):
                     if slot not in self._probes:
                         self._probes[slot] = asyncio.create_task(self._probe(slot, epoch))
 
-    def _ended(self, number: int, outcome: Outcome) -> None:
+    def _finished(self, number: int, outcome: Outcome) -> None:
         if (caller := self._callers.pop(number, None)) is not None and not caller.ended.done():
             caller.ended.set_result(outcome)
             if caller.parts is not None:
                 caller.parts.put_nowait(None)
 
-    async def _attempt(self, order: Open) -> None:
-        number, place, core = order.number, order.place, self.core
-        stream = self._engine(place.slot, core.limits.silent_s).generate(order.order)
+    async def _attempt(self, start: StartAttempt) -> None:
+        number, attempt, slot, core = start.number, start.assignment.attempt, start.assignment.slot, self.core
+        stream = self._engine(slot, core.limits.silent_s).generate(start.request)
         try:
-            async for piece in stream:
-                self._do(core.piece(self._now(), number, place.attempt, piece))
-            self._do(core.failed(self._now(), number, place.attempt, "its stream ended without an end"))
+            async for update in stream:
+                self._do(core.on_update(self._now(), number, attempt, update))
+            self._do(core.on_failure(self._now(), number, attempt, "its stream ended without an end"))
         except Retiring as error:
-            self._do(core.returned(self._now(), number, place.attempt, str(error)))
+            self._do(core.on_returned(self._now(), number, attempt, str(error)))
         except Refused as error:
-            self._do(core.failed(self._now(), number, place.attempt, str(error), never=True))
+            self._do(core.on_failure(self._now(), number, attempt, str(error), never=True))
         except RelaxError as error:
-            self._do(core.failed(self._now(), number, place.attempt, str(error)))
+            self._do(core.on_failure(self._now(), number, attempt, str(error)))
         except Exception as error:
-            # Not foreseen; the request is not to wait for its deadline because of it.
-            log.exception("a sequence at %s", place.slot)
-            self._do(core.failed(self._now(), number, place.attempt, f"{type(error).__name__}: {error}"))
+            # Unforeseen; the request must not wait for its deadline because of it.
+            log.exception("a sequence at %s", slot)
+            self._do(core.on_failure(self._now(), number, attempt, f"{type(error).__name__}: {error}"))
         finally:
-            self._attempts.pop((number, place.attempt), None)
-            # Its producer hears of it, if it has not ended by itself.
+            self._attempts.pop((number, attempt), None)
+            # Tells the engine to end the sequence, unless it has ended by itself.
             await stream.aclose()  # type: ignore[attr-defined]
 
     async def _probe(self, slot: str, epoch: int) -> None:
         try:
             report = await self._engine(slot, PROBE_TIMEOUT_S).load()
-            self._do(self.core.report(self._now(), slot, report))
+            self._do(self.core.on_report(self._now(), slot, report))
         except RelaxError as error:
-            self._do(self.core.no_report(self._now(), slot, epoch, f"it does not say how it does: {error}"))
+            self._do(self.core.on_no_report(self._now(), slot, epoch, f"no report: {error}"))
         except Exception as error:
             log.exception("a probe of %s", slot)
-            self._do(self.core.no_report(self._now(), slot, epoch, f"{type(error).__name__}: {error}"))
+            self._do(self.core.on_no_report(self._now(), slot, epoch, f"{type(error).__name__}: {error}"))
         finally:
             self._probes.pop(slot, None)
 
     def _engine(self, slot: str, timeout_s: float) -> Generation:
         return self._run.actor(slot, Generation, timeout_s=timeout_s)
 
-    async def _kept(self, job: Callable[[], Awaitable[None]]) -> None:
-        """Have a background job go on: without it nobody would be sent anywhere, or nothing would ever be late."""
+    async def _keep_running(self, job: Callable[[], Awaitable[None]]) -> None:
+        """Restart a background task that ends: without it no request would be sent, or none would ever expire."""
         failures, what = 0, job.__name__.strip("_")
         while True:
             began = self._now()
@@ -282,24 +324,24 @@ class Router:
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
                 log.exception("the router's job %r", what)
-            failures = 1 if self._now() - began > LASTS_S else failures + 1
-            if failures >= MOST_FAILURES:
+            failures = 1 if self._now() - began > STABLE_S else failures + 1
+            if failures >= MAX_FAILURES:
                 self._break(f"its job {what!r} failed {failures} times, at last with {why}")
                 return
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_S)
 
     def _break(self, why: str) -> None:
-        """Every caller is told; none would be answered any more, and no deadline be looked at."""
+        """Fail every caller: none would be answered any more, and no deadline checked."""
         self._broken = why
-        log.error("the router is at an end: %s", why)
+        log.error("the router has ended: %s", why)
         callers, self._callers = self._callers, {}
         for caller in callers.values():
             if not caller.ended.done():
-                caller.ended.set_exception(self._at_an_end())
+                caller.ended.set_exception(self._ended_error())
             if caller.parts is not None:
                 caller.parts.put_nowait(None)
 
-    def _at_an_end(self) -> RouterEnded:
+    def _ended_error(self) -> RouterEnded:
         hint = "ask within its `async with`" if self._broken == LEFT else "see the log; make a new router"
         return RouterEnded("a request to the router", why=self._broken, hint=hint)
 
@@ -313,22 +355,127 @@ class Router:
             self._members = members
             async for now in members.changes():
                 versions = await self._versions(members.committed)
-                news = [
-                    EngineNews(m.who.slot, m.who.epoch, m.state, m.policy_version, m.progress)
+                entries = [
+                    EngineEntry(m.who.slot, m.who.epoch, m.state, m.policy_version, m.progress)
                     for m in now
                     if m.who.role == self._role
                 ]
-                self._do(self.core.news(self._now(), news, versions))
+                self._do(self.core.on_members(self._now(), entries, versions))
 
     async def _versions(self, committed: VersionRecord | None) -> list[VersionRecord]:
-        """The committed versions, if there is a new one: fast commits are merged into one change."""
+        """The committed versions, if there is a new one: several fast commits arrive as one change."""
         if self.core.fleet.frozen or committed is None or committed.version <= self.core.fleet.committed.version:
             return []
         with contextlib.suppress(RelaxError, TimeoutError):
             async with asyncio.timeout(VERSIONS_TIMEOUT_S):
                 return await self._run.registry.versions()
-        log.warning("the registry does not tell its versions; only %d is known", committed.version)
+        log.warning("the registry does not list its versions; only %d is known", committed.version)
         return [committed]
+
+
+class _AdmissionWait:
+    """One call of `AdmissionQueue`: a future for each time that it waits and runs."""
+
+    def __init__(self) -> None:
+        self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.preempted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class AdmissionQueue:
+    """Has calls of many clients wait for their turn; `router.admission.FairAdmission` decides. Use with `async with`.
+
+    Args:
+        load: load of the engines, `Router.load`.
+    """
+
+    def __init__(self, limits: AdmissionLimits, load: Callable[[], FleetLoad]) -> None:
+        self.core = FairAdmission(limits)
+        self._load = load
+        self._numbers = itertools.count(1)
+        self._waits: dict[int, _AdmissionWait] = {}
+        self._ticking: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> AdmissionQueue:
+        self._ticking = asyncio.create_task(self._tick())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.gather(self._ticking, return_exceptions=True)
+
+    async def run(self, group: str, work: Callable[[Callable[[], bool]], Awaitable[T]], *, sequences: int = 1) -> T:
+        """Wait for admission and do the work; start it anew each time it is preempted.
+
+        Args:
+            group: unit of fairness.
+            work: gets `pin`, which it calls before it does what must not be done twice. False: the call was preempted
+                and is about to be cancelled.
+            sequences: how many the work generates.
+
+        Raises:
+            AdmissionRejected: too many calls wait, or this one waited for too long.
+        """
+        number, wait = next(self._numbers), _AdmissionWait()
+        self._waits[number] = wait
+        self._do(self.core.arrive(self._now(), number, group, sequences))
+        try:
+            while True:
+                await wait.admitted
+                task = asyncio.ensure_future(work(lambda: self.core.pin(number)))
+                try:
+                    either: list[asyncio.Future[Any]] = [task, wait.preempted]
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                    if task.done() or not wait.preempted.done():
+                        return await task
+                finally:
+                    await _cancelled(task)
+                wait.preempted = asyncio.get_running_loop().create_future()
+        finally:
+            del self._waits[number]
+            for future in (wait.admitted, wait.preempted):
+                future.cancel()
+            self._do(self.core.leave(self._now(), number))
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _do(self, actions: list[AdmissionAction]) -> None:
+        for action in actions:
+            if (wait := self._waits.get(action.number)) is None:
+                continue
+            match action:
+                case Admit() if not wait.admitted.done():
+                    wait.admitted.set_result(None)
+                case Reject(_, why, retry_after_s) if not wait.admitted.done():
+                    error = AdmissionRejected("too much to do", why=why)
+                    error.retry_after_s = retry_after_s
+                    wait.admitted.set_exception(error)
+                case Preempt():
+                    wait.admitted = asyncio.get_running_loop().create_future()
+                    if not wait.preempted.done():
+                        wait.preempted.set_result(None)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                self._do(self.core.tick(self._now(), self._load()))
+            except Exception:
+                # Without ticks no wait would ever end.
+                log.exception("admission control")
+
+
+async def _cancelled(task: asyncio.Future[T]) -> None:
+    """Cancel a task and wait until it has ended.
+
+    Not by awaiting it: a cancellation of the caller meanwhile must not be taken for the task's own end.
+    """
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()
 
 
 def _done(outcome: Outcome) -> Outcome:

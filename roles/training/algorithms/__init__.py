@@ -1,0 +1,1 @@
+"""What is optimised: advantages, losses, corrections and filters, put together by `objective`."""

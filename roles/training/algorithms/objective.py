@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.roles.base.sample import Sample
-from relax_rt.roles.training.algorithms.advantages.group import apply_truncation
+from relax_rt.roles.training.algorithms.advantages import apply_truncation
 from relax_rt.roles.training.algorithms.inputs import AdvantageInputs, Trajectory, trajectory
 from relax_rt.roles.training.algorithms.registry import Bound, Kind, bind
-from relax_rt.roles.training.algorithms.returned import array, arrays, flat, number, two_numbers, with_metrics
+from relax_rt.roles.training.algorithms.results import array, arrays, flat, number, two_numbers, with_metrics
 from relax_rt.roles.training.algorithms.tensors import Metrics, TokenTensors, log_ratio, merge
 from relax_rt.transport.rpc.errors import Refused
 

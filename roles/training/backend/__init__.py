@@ -1,1 +1,1 @@
-"""What every training backend has in common."""
+"""What trainer backends share: their interface, the gang of ranks, the channel that brings weights to rank 0."""

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: what is written, kept, and resumed from."""
+"""Checkpoint folders: writing, digests, resuming, optimizer state, and those of the cold start."""

@@ -18,17 +18,17 @@ from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.models.device import CPU, autocasting, on_host
 from relax_rt.roles.models.forward import check_plain
 from relax_rt.roles.models.numerics import denormals_flushed
-from relax_rt.roles.training.algorithms.advantages.gae import value_loss
+from relax_rt.roles.training.algorithms.advantages import value_loss
 from relax_rt.roles.training.algorithms.tensors import Metrics, merge
-from relax_rt.roles.training.budget import Budget, Fitting
-from relax_rt.roles.training.checkpoint import passing
-from relax_rt.roles.training.critic.api import CriticReport
+from relax_rt.roles.training.batch.attention import packing_costs
+from relax_rt.roles.training.batch.budget import Budget, Fitting
+from relax_rt.roles.training.batch.collate import MicroBatch, collate
+from relax_rt.roles.training.batch.logprobs import at_trained_tokens, hidden_states
+from relax_rt.roles.training.batch.rows import chosen, lay_out, mini_batches, shared_rows
+from relax_rt.roles.training.checkpoints.digests import digest_of, leave_digest
+from relax_rt.roles.training.checkpoints.store import passing
+from relax_rt.roles.training.critic.client import CriticReport
 from relax_rt.roles.training.critic.settings import CriticSettings
-from relax_rt.roles.training.digests import digest_of, leave_digest
-from relax_rt.roles.training.layout import lay_out, packing_costs
-from relax_rt.roles.training.logprobs import at_trained_tokens, hidden_states
-from relax_rt.roles.training.packing import MicroBatch, collate, shared_rows
-from relax_rt.roles.training.updates import chosen, mini_batches
 from relax_rt.transport.rpc.errors import Refused
 
 MODEL_FILE, OPTIMIZER_FILE = "critic.safetensors", "critic_optimizer.safetensors"

@@ -15,16 +15,25 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from relax_rt.roles.base.sample import Sample, bare_meta
+from relax_rt.roles.models.heap import give_back
 from relax_rt.roles.models.numerics import denormals_flushed
 from relax_rt.roles.models.settings import TrainedSettings
+from relax_rt.roles.training.algorithms.learning_rate import learning_rate
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.algorithms.tensors import Metrics, TokenTensors, merge
-from relax_rt.roles.training.base import Partial, StepResult, step_result, thrown_away
-from relax_rt.roles.training.blocks import MASTER, OptimizerFiles, Read, await_files, file_of, write
-from relax_rt.roles.training.budget import Accumulation, Budget, Fitting
-from relax_rt.roles.training.channel import Channel
-from relax_rt.roles.training.checkpoint import TOKENIZER_FILES
+from relax_rt.roles.training.backend.channel import Channel
+from relax_rt.roles.training.backend.interface import Partial, StepResult, step_result, thrown_away
+from relax_rt.roles.training.batch.budget import Accumulation, Budget, Fitting
+from relax_rt.roles.training.checkpoints.optimizer_state import (
+    MASTER,
+    OptimizerFiles,
+    Read,
+    await_files,
+    file_of,
+    write,
+)
+from relax_rt.roles.training.checkpoints.store import TOKENIZER_FILES
 from relax_rt.roles.training.megatron.model import (
     DTYPES,
     Wanted,
@@ -38,14 +47,11 @@ from relax_rt.roles.training.megatron.model import (
 from relax_rt.roles.training.megatron.packs import Pack, column, fill, pack
 from relax_rt.roles.training.megatron.passes import Passes
 from relax_rt.roles.training.megatron.ranks import Ranks
-from relax_rt.roles.training.megatron.state import OptimizerState
-from relax_rt.roles.training.megatron.weights import Files, with_tied_copy
-from relax_rt.roles.training.megatron.weights import fill as fill_tensor
-from relax_rt.roles.training.memory import give_back
-from relax_rt.roles.training.rates import learning_rate
-from relax_rt.roles.training.resharding import Division, Plan, naming_of, plan_buckets
-from relax_rt.roles.training.resharding.assemble import check_shards
-from relax_rt.roles.training.resharding.gather import gather, publish
+from relax_rt.roles.training.megatron.state import Files, OptimizerState, with_tied_copy
+from relax_rt.roles.training.megatron.state import fill as fill_tensor
+from relax_rt.roles.training.resharding.layout import Division, naming_of
+from relax_rt.roles.training.resharding.plan import Plan, plan_buckets
+from relax_rt.roles.training.resharding.transfer import check_shards, gather, publish
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout
 

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from relax_rt.roles.models.parallel import Sizes
 from relax_rt.roles.models.settings import TrainedSettings
-from relax_rt.roles.planning.parallel import Sizes
-from relax_rt.roles.planning.shape import ModelShape, read_shape
+from relax_rt.roles.models.shape import ModelShape, read_shape
 from relax_rt.roles.training.megatron.layers import Norm, PackedAttention
 from relax_rt.roles.training.megatron.limits import unsupported
 from relax_rt.transport.rpc.errors import Refused

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from relax_rt.roles.base.sample import Sample
-from relax_rt.roles.training.sharing import Numbered, tokens_of, units
+from relax_rt.roles.training.batch.rows import Numbered, tokens_of, units
 
 
 class Share(NamedTuple):

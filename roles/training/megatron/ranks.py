@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from relax_rt.roles.models.device import generator_states, set_generator_states
-from relax_rt.roles.planning.parallel import Sizes, coordinates
-from relax_rt.roles.training.channel import GATHER_S, Channel, gathered
+from relax_rt.roles.models.parallel import Sizes, coordinates
+from relax_rt.roles.training.backend.channel import GATHER_S, Channel, gathered
 from relax_rt.roles.training.megatron.shims import prepare
 from relax_rt.transport.rpc.errors import Refused
 

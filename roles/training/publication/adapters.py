@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from relax_rt.roles.training.base import AdapterBackend, TrainerBackend
+from relax_rt.roles.training.backend.interface import AdapterBackend, TrainerBackend
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import ROOT
 from relax_rt.transport.rpc.errors import Corrupt, Gone, Refused

@@ -10,15 +10,14 @@ from pathlib import Path
 from relax_rt.cluster.nodes.api import HEAD
 from relax_rt.cluster.nodes.links import Links
 from relax_rt.interfaces.role import RoleContext
+from relax_rt.roles.base.locations import stage_folder
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
-from relax_rt.roles.training.publication.place import stage_folder
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError, Unreachable
-from relax_rt.transport.weights.api import StageApi
-from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.directory import DirectorySource
-from relax_rt.transport.weights.manifest import Manifest
+from relax_rt.transport.weights.manifest import Manifest, check_manifest
+from relax_rt.transport.weights.served import StageApi
 from relax_rt.transport.weights.source import WeightSource, stage_source
 from relax_rt.transport.weights.stage import read_manifest
 
@@ -61,13 +60,13 @@ def _from_stage(stage: Path) -> MakeSource:
 
 def _from_broadcast(ctx: RoleContext, first: MakeSource) -> MakeSource:
     """A version as it was broadcast, or by `first`; memory to receive into is offered once the size is known."""
-    from relax_rt.roles.training.publication.spread import receiver_of
-    from relax_rt.transport.weights.collective.carrier import BroadcastSource
+    from relax_rt.roles.training.publication.broadcast import receiver_of
+    from relax_rt.transport.weights.broadcast.source import BroadcastSource
 
     receiver, stage, offers = receiver_of(ctx), stage_folder(ctx), True
 
     def told(record: VersionRecord, error: RelaxError) -> None:
-        ctx.event("broadcast_unused", version=record.version, why=str(error))
+        ctx.event("broadcast_fallback", version=record.version, why=str(error))
         ctx.log.warning("a version that was broadcast is taken from the stage", version=record.version, why=str(error))
 
     def broadcast(record: VersionRecord) -> BroadcastSource:
@@ -82,10 +81,10 @@ def _from_broadcast(ctx: RoleContext, first: MakeSource) -> MakeSource:
         found = first(record, holds)
         if offers:
             try:
-                receiver.offer(found.manifest.sent_bytes)
+                receiver.register(found.manifest.sent_bytes)
             except (RelaxError, OSError) as error:
                 offers = False
-                ctx.event("broadcasts_off", communicator="", why=str(error))
+                ctx.event("broadcast_disabled", communicator="", why=str(error))
                 ctx.log.warning("this engine receives no broadcasts", why=str(error))
         return found
 
@@ -99,7 +98,7 @@ def _from_device(ctx: RoleContext, first: MakeSource) -> MakeSource:
     stage = stage_folder(ctx)
 
     def told(record: VersionRecord, error: RelaxError) -> None:
-        ctx.event("device_unused", version=record.version, why=str(error))
+        ctx.event("device_fallback", version=record.version, why=str(error))
         ctx.log.warning("a version is not taken from the device", version=record.version, why=str(error))
 
     def shown(record: VersionRecord) -> CudaIpcSource:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.training.publication.place import stage_folder
+from relax_rt.roles.base.locations import stage_folder
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.weights import device
@@ -36,7 +36,7 @@ class DeviceWeights:
             self._stage = self._stage or CudaStage(self._folder)
             self._stage.publish(manifest, fill)
         except (RelaxError, OSError) as error:
-            self._ctx.event("weights_not_shown", version=manifest.version, why=str(error))
+            self._ctx.event("weights_export_failed", version=manifest.version, why=str(error))
             self._ctx.log.warning("a version is not on the device", version=manifest.version, why=str(error))
 
     def retire(self, committed: int) -> None:

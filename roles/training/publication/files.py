@@ -14,9 +14,8 @@ from pathlib import Path
 
 from relax_rt.config.problems import BadInput
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.base.role import model_folder
+from relax_rt.roles.base.locations import model_folder, stage_folder
 from relax_rt.roles.training.publication.carriers import files_folder
-from relax_rt.roles.training.publication.place import stage_folder
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError
@@ -154,7 +153,7 @@ class WeightFiles:
             return
         self._told = version
         why = str(error) if isinstance(error, RelaxError | OSError) else f"{type(error).__name__}: {error}"
-        self._ctx.event("weights_not_filed", version=version, why=why)
+        self._ctx.event("weights_save_failed", version=version, why=why)
         self._ctx.log.warning("a version was not put into the folder", version=version, why=why)
 
 

@@ -100,7 +100,7 @@ class WeightFollower:
                     self._ctx.event("weights_skipped", version=record.version, why="a newer version took its place")
                     return False
                 case Out(why=why):
-                    self._ctx.event("engine_out", version=record.version, has=self.record.version, why=why)
+                    self._ctx.event("engine_removed", version=record.version, has=self.record.version, why=why)
                     raise EngineOut(f"{self._ctx.who} cannot get to policy version {record.version}", why=why)
                 case None:
                     raise EngineOut(f"{self._ctx.who} at policy version {record.version}", why="it is out already")
@@ -130,7 +130,7 @@ class WeightFollower:
         if failure is not None:
             if failure[0] == "refused" and source is not None and source.payload != "full":
                 failure = ("corrupt", failure[1])  # it may still fit as a whole
-            self._ctx.event("weights_not_prepared", version=record.version, failure=failure[0], why=failure[1])
+            self._ctx.event("weights_prepare_failed", version=record.version, failure=failure[0], why=failure[1])
             self._ctx.log.warning("a version could not be prepared", version=record.version, why=failure[1])
             return self._machine.failed(record.version, *failure, now)
         self._fetch_s, self._fetched = now - began, source

@@ -12,14 +12,14 @@ from typing import TypeVar
 import msgspec
 
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.training.base import TrainerBackend
+from relax_rt.roles.training.backend.interface import TrainerBackend
 from relax_rt.roles.training.publication.adapters import AdaptedVersions, Adapters
+from relax_rt.roles.training.publication.broadcast import Spreader
 from relax_rt.roles.training.publication.checks import wire_of
 from relax_rt.roles.training.publication.device import DeviceWeights
 from relax_rt.roles.training.publication.files import WeightFiles
 from relax_rt.roles.training.publication.machine import Late, Lost, Publication, Report, Settled
 from relax_rt.roles.training.publication.settings import PublicationTable
-from relax_rt.roles.training.publication.spread import Spreader
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, OutOfSpace, RelaxError, Unreachable
 from relax_rt.transport.weights.manifest import Layout, Manifest

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.models.device import CPU
 from relax_rt.roles.models.forward import check_plain
-from relax_rt.roles.training.budget import Budget, Fitting
-from relax_rt.roles.training.layout import packing_costs
-from relax_rt.roles.training.logprobs import at_trained_tokens, predicted
-from relax_rt.roles.training.packing import MicroBatch
+from relax_rt.roles.training.batch.attention import packing_costs
+from relax_rt.roles.training.batch.budget import Budget, Fitting
+from relax_rt.roles.training.batch.collate import MicroBatch
+from relax_rt.roles.training.batch.logprobs import at_trained_tokens, predicted
 
 
 class FrozenModel:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.base.role import MODEL_CODE, RLRole
+from relax_rt.roles.base.locations import MODEL_CODE
+from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.models.settings import ModelTable
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.training.reference.settings import ReferenceSettings
@@ -66,7 +67,7 @@ class ReferenceRole(RLRole[ReferenceSettings]):
     def _folder(self) -> Path | None:
         """The model's; None while it is to come: the policy after a cold start."""
         from relax_rt.roles.models.resolve import resolve_model
-        from relax_rt.roles.training.sft.kept import finished
+        from relax_rt.roles.training.checkpoints.cold_start import finished
 
         if self.settings.model is None and self.table(ColdStartTable).wanted:
             return finished(self.ctx.run_dir)
@@ -79,7 +80,7 @@ class ReferenceRole(RLRole[ReferenceSettings]):
     def _load(self, folder: Path) -> None:
         from relax_rt.roles.models.device import open_device
         from relax_rt.roles.models.opening import refused_for_good
-        from relax_rt.roles.training.budget import Budget
+        from relax_rt.roles.training.batch.budget import Budget
         from relax_rt.roles.training.reference.model import FrozenModel
 
         device, budget = open_device(self.ctx, self.settings), Budget.of(self.ctx, self.settings.tokens_per_micro_batch)
@@ -94,7 +95,7 @@ class ReferenceRole(RLRole[ReferenceSettings]):
             )
 
     async def run(self) -> None:
-        from relax_rt.roles.training.sft.waiting import weights_after
+        from relax_rt.roles.training.checkpoints.cold_start import weights_after
 
         if not hasattr(self, "model"):
             # It comes after the time for a start.

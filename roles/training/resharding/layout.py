@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from relax_rt.roles.planning.parallel import Sizes
-from relax_rt.roles.planning.shape import ModelShape
+from relax_rt.roles.models.parallel import Sizes
+from relax_rt.roles.models.shape import ModelShape
 from relax_rt.transport.rpc.errors import Refused
 
 _GROUPED = re.compile(r"\.mlp\.experts\.linear_fc[12]\.(weight|bias)\d+$")

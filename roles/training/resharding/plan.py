@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from relax_rt.roles.planning.parallel import coordinates
-from relax_rt.roles.planning.shape import ModelShape
+from relax_rt.roles.models.parallel import coordinates
+from relax_rt.roles.models.shape import ModelShape
 from relax_rt.roles.training.resharding.layout import Division, Held, Holder, Local, Run, Target, targets
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout, TensorEntry, layout_of

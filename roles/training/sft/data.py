@@ -1,10 +1,12 @@
-"""The sequences of a cold start: read, rendered, without what the run evaluates on, and divided by hash."""
+"""The sequences of a cold start: read from their source, rendered to tokens, without what the run evaluates on, and
+split by hash into training and validation rows."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -14,15 +16,238 @@ from numpy.typing import NDArray
 from relax_rt.config.schema import RunConfig
 from relax_rt.roles.base.sample import Sample, bare_meta
 from relax_rt.roles.data.canonical import canonical, in_held_out, item_id
-from relax_rt.roles.data.items import PromptItem, RawItem, answer_text
+from relax_rt.roles.data.columns import misspelt, parse_messages
+from relax_rt.roles.data.files import read_rows
+from relax_rt.roles.data.items import Message, PromptItem, RawItem, answer_text
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.data.source import PromptSource, conversation, fill
 from relax_rt.roles.evaluation.settings import EvaluationTable
 from relax_rt.roles.models.tokenizer import ChatTokenizer
-from relax_rt.roles.training.sft.render import Encoded, Text, encode, lay_out
-from relax_rt.roles.training.sft.rows import Row, read, user_texts
 from relax_rt.roles.training.sft.settings import ColdStartTable
 from relax_rt.transport.rpc.errors import RelaxError
+
+Kind = Literal["sft", "dpo"]
+KEYS = ("messages", "prompt", "completion", "chosen", "rejected", "metadata")
+MOST_ROWS = 2_000_000
+MOST_FAULTS = 8
+"""So many unusable rows are told one by one."""
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt and what is to follow it.
+
+    Attributes:
+        where: file and line, for errors.
+        question: identifies the prompt, as that of the same prompt in [data] does.
+        messages: the conversation before the completion; None: it is made of the question, by [data]'s template.
+        completion: to be learnt; of a pair the one preferred. rejected: the other one.
+        metadata: further fields for the template.
+    """
+
+    where: str
+    question: str
+    messages: list[Message] | None
+    completion: str
+    rejected: str | None = None
+    metadata: dict[str, Any] = {}
+
+
+def read(path: Path, setting: str, kind: Kind) -> tuple[list[Row], list[RelaxError]]:
+    """All usable rows of a file, and what is wrong with the others: the first MOST_FAULTS of them, then how many more.
+
+    Raises:
+        RelaxError: the file is not there, is of another kind, is not readable as such, or has too many rows.
+    """
+    rows: list[Row] = []
+    faults: list[RelaxError] = []
+    bad = 0
+    for where, value in read_rows(path, setting, "cold_start.path"):
+        if len(rows) >= MOST_ROWS:
+            raise RelaxError(f"cold_start.path = {setting!r}", why=f"there are more than {MOST_ROWS} rows")
+        try:
+            rows.append(parse(where, value, kind))
+        except RelaxError as error:
+            bad += 1
+            if len(faults) < MOST_FAULTS:
+                faults.append(error)
+    if bad > len(faults):
+        faults.append(RelaxError(str(path), why=f"{bad - len(faults)} more rows cannot be used"))
+    return rows, faults
+
+
+def parse(where: str, row: Any, kind: Kind) -> Row:
+    """One row, as `read_rows` gives it.
+
+    Raises:
+        RelaxError: it cannot be used; with `where`.
+    """
+    if isinstance(row, RelaxError):
+        raise row
+    if not isinstance(row, dict):
+        raise RelaxError(where, why=f"a row is an object, not {row!r:.80}")
+    if ("messages" in row) == ("prompt" in row):
+        raise RelaxError(where, why="give one of `messages` and `prompt`" + misspelt(row, KEYS, "prompt", "messages"))
+    metadata = row.get("metadata", {})
+    if not isinstance(metadata, dict):
+        raise RelaxError(where, why=f"`metadata` is an object, not {metadata!r:.80}")
+    messages = None
+    if "messages" in row:
+        messages = parse_messages(where, row["messages"])
+    if kind == "dpo":
+        completion, rejected = (_completion(where, row, name) for name in ("chosen", "rejected"))
+        if completion == rejected:
+            raise RelaxError(where, why="`chosen` and `rejected` are the same", hint="leave the row out")
+    else:
+        rejected = None
+        completion, messages = _last_turn(where, row, messages)
+    if messages is not None and messages[-1]["role"] == "assistant":
+        raise RelaxError(where, why="an assistant's message is followed by another one")
+    question = _text(where, row, "prompt") if messages is None else question_of(messages)
+    return Row(
+        where=where,
+        question=question,
+        messages=messages,
+        completion=completion,
+        rejected=rejected,
+        metadata=metadata,
+    )
+
+
+def question_of(messages: list[Message]) -> str:
+    """What identifies a conversation, as [data] has it."""
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def _last_turn(where: str, row: dict[str, Any], messages: list[Message] | None) -> tuple[str, list[Message] | None]:
+    """The completion of a supervised row, and the messages before it."""
+    if messages is None:
+        return _completion(where, row, "completion"), None
+    if "completion" in row:
+        raise RelaxError(where, why="`messages` hold the completion as their last one: leave `completion` out")
+    if messages[-1]["role"] != "assistant":
+        raise RelaxError(where, why=f"the last message is of role {messages[-1]['role']!r}, not the assistant's")
+    if len(messages) == 1:
+        raise RelaxError(where, why="there is no message before the assistant's")
+    if not messages[-1]["content"].strip():
+        raise RelaxError(where, why="the assistant's last message is empty")
+    return messages[-1]["content"], messages[:-1]
+
+
+def _completion(where: str, row: dict[str, Any], name: str) -> str:
+    """A completion as text, or as a list of the one message that it is."""
+    value = row.get(name)
+    if isinstance(value, list):
+        messages = parse_messages(where, value)
+        if len(messages) != 1 or messages[0]["role"] != "assistant":
+            raise RelaxError(where, why=f"`{name}` is text or one message of the assistant, not {len(messages)} others")
+        return _text(where, messages[0], "content", f"`{name}`")
+    return _text(where, row, name)
+
+
+def _text(where: str, row: dict[str, Any], name: str, called: str = "") -> str:
+    if name not in row:
+        raise RelaxError(where, why=f"there is no `{name}`" + misspelt(row, KEYS, name))
+    value = row[name]
+    if not isinstance(value, str) or not value.strip():
+        raise RelaxError(where, why=f"{called or f'`{name}`'} is text that is not empty, not {value!r:.80}")
+    return value
+
+
+def user_texts(messages: list[Message]) -> Iterator[str]:
+    """What the user says in a conversation."""
+    return (str(message["content"]) for message in messages if message["role"] == "user")
+
+
+AT_ONCE = 4096
+"""Texts that go through the tokenizer together."""
+
+
+class Encoded(msgspec.Struct, frozen=True):
+    """A sequence: tokens int32 [T]; mask uint8 [T], 1 on what is learnt."""
+
+    tokens: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+
+
+class Text(msgspec.Struct, frozen=True):
+    """A sequence before it is encoded.
+
+    Attributes:
+        prompt: token ids that go before everything; empty where `parts` begin with the prompt.
+        parts: texts that are encoded each on its own, as a prompt and what a model adds to it are. Each but a first
+            one of the prompt begins with a turn of the assistant.
+        turns: whether the part begins with a turn that is learnt.
+    """
+
+    prompt: tuple[int, ...]
+    parts: tuple[str, ...]
+    turns: tuple[bool, ...]
+
+
+def lay_out(
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Message],
+    completion: str,
+    *,
+    prompt: Sequence[int] = (),
+    every_turn: bool = True,
+) -> Text:
+    """A conversation and its completion, cut where turns of the assistant begin.
+
+    The prompt is what a rollout would be given. Where the template writes an answered turn otherwise than it opens one
+    (it drops what was thought), the completion follows the prompt as it stands.
+
+    Args:
+        prompt: its tokens, if they are known; then nothing but the completion is learnt.
+        every_turn: learn earlier turns of the assistant too; those that the template writes otherwise are not.
+    """
+    start = tokenizer.text(messages)
+    whole = tokenizer.conversation([*messages, {"role": "assistant", "content": completion}])
+    tail = whole[len(start) :] if whole.startswith(start) else completion
+    if prompt:
+        return Text(tuple(prompt), (tail,), (True,))
+    cuts = [0]
+    if every_turn:
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant" and index:
+                opened = tokenizer.text(messages[:index])
+                if start.startswith(opened) and len(opened) > cuts[-1]:
+                    cuts.append(len(opened))
+    ends = [*cuts[1:], len(start)]
+    parts = [start[a:b] for a, b in zip(cuts, ends, strict=True)]
+    return Text((), (*parts, tail), (False, *[True] * len(parts)))
+
+
+def encode(tokenizer: ChatTokenizer, texts: Sequence[Text]) -> list[Encoded]:
+    """Tokens and masks. A turn is learnt up to the token that stops a completion, with it; the last one ends there."""
+    flat = [part for text in texts for part in text.parts]
+    ids: list[list[int]] = []
+    for first in range(0, len(flat), AT_ONCE):
+        ids += tokenizer.encode_many(flat[first : first + AT_ONCE])
+    found, at = [], 0
+    for text in texts:
+        found.append(_joined(tokenizer, text, ids[at : at + len(text.parts)]))
+        at += len(text.parts)
+    return found
+
+
+def _joined(tokenizer: ChatTokenizer, text: Text, parts: Sequence[list[int]]) -> Encoded:
+    tokens: list[int] = list(text.prompt)
+    mask = [0] * len(tokens)
+    for number, (part, turn) in enumerate(zip(parts, text.turns, strict=True)):
+        last = number == len(parts) - 1
+        end = next((place + 1 for place, token in enumerate(part) if token in tokenizer.stop_ids), None)
+        if last:
+            part = part[:end] if end is not None else [*part, tokenizer.end_id]
+            end = len(part)
+        # What follows a turn that does not end cannot be told from it.
+        learnt = end if turn and end is not None else 0
+        tokens += part
+        mask += [1] * learnt + [0] * (len(part) - learnt)
+    # Nothing predicts the first token.
+    mask[:1] = [0]
+    return Encoded(np.array(tokens, np.int32), np.array(mask, np.uint8))
+
 
 Floats = NDArray[np.float32]
 FAULTS_TOLD = 3

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,11 @@ from msgspec.structs import replace
 
 from relax_rt.config.schema import RunConfig
 from relax_rt.interfaces.role import RoleContext
+from relax_rt.roles.data.order import epoch_order
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.sft.data import ColdData, ColdItem, Floats, load, samples_of
-from relax_rt.roles.training.sft.kept import (
+from relax_rt.roles.training.checkpoints.cold_start import (
     KEEP,
     Mark,
     finished,
@@ -29,16 +29,17 @@ from relax_rt.roles.training.sft.kept import (
     write_mark,
     write_reference,
 )
-from relax_rt.roles.training.sft.schedule import batches, total
+from relax_rt.roles.training.sft.data import ColdData, ColdItem, Floats, load, samples_of
 from relax_rt.roles.training.sft.settings import ColdStartTable
 from relax_rt.transport.rpc.errors import Corrupt, GivenUp, Refused, RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.roles.base.sample import Sample
     from relax_rt.roles.training.algorithms.objective import Objective
-    from relax_rt.roles.training.base import StepResult, TrainerBackend
-    from relax_rt.roles.training.checkpoint import CheckpointState
-    from relax_rt.roles.training.identity import ModelIdentity
+    from relax_rt.roles.training.backend.interface import StepResult, TrainerBackend
+    from relax_rt.roles.training.checkpoints.digests import ModelIdentity
+    from relax_rt.roles.training.checkpoints.store import CheckpointState
+
 
 READ_ALLOWANCE_S = 600.0
 SAVE_ALLOWANCE_S = 120.0
@@ -66,7 +67,7 @@ class ColdStart:
     def __init__(
         self, ctx: RoleContext, config: RunConfig, backend: TrainerBackend, model: ModelIdentity | None = None
     ) -> None:
-        from relax_rt.roles.training.checkpoint import CheckpointStore
+        from relax_rt.roles.training.checkpoints.store import CheckpointStore
 
         self._ctx, self._config, self._backend, self._table = ctx, config, backend, config.table(ColdStartTable)
         self._store = CheckpointStore(folder_of(ctx.run_dir), ctx.who.epoch, KEEP, model)
@@ -111,11 +112,11 @@ class ColdStart:
         await asyncio.to_thread(
             self._backend.use, objective, self._config.table(AlgorithmTable), temperature=temperature
         )
-        self._ctx.event("cold_start_taken_up", checkpoint=folder.name)
+        self._ctx.event("cold_start_adopted", checkpoint=folder.name)
 
     def _taken_up(self, folder: Path) -> None:
-        from relax_rt.roles.training.checkpoint import read_state
-        from relax_rt.roles.training.keeping import compared
+        from relax_rt.roles.training.checkpoints.resume import compared
+        from relax_rt.roles.training.checkpoints.store import read_state
 
         state = read_state(folder)
         self._store.check(folder, state)
@@ -149,7 +150,7 @@ class ColdStart:
 
     def _prepare(self) -> None:
         """Data and objective; the backend follows it, with log-probabilities of the model's own distribution."""
-        from relax_rt.roles.base.role import model_folder
+        from relax_rt.roles.base.locations import model_folder
         from relax_rt.roles.data.source import PromptSource
         from relax_rt.roles.models.tokenizer import load_tokenizer
         from relax_rt.roles.training.algorithms.objective import Objective
@@ -175,7 +176,7 @@ class ColdStart:
     async def _resume(self) -> Mark:
         """The newest checkpoint that can be read and is of this data; others are passed over, said, and set aside: of a
         later step than those to come, they would take their place."""
-        from relax_rt.roles.training.keeping import take_newest
+        from relax_rt.roles.training.checkpoints.resume import take_newest
 
         marks: list[Mark] = []
 
@@ -303,7 +304,7 @@ class ColdStart:
 
     async def _save(self, mark: Mark, *, wait: bool = True) -> None:
         """Copy the state aside and write it, while training goes on unless it is to be waited for."""
-        from relax_rt.roles.training.checkpoint import CheckpointState
+        from relax_rt.roles.training.checkpoints.store import CheckpointState
 
         await self._saved()
         self._ctx.progress.extend(SAVE_ALLOWANCE_S, "cold start: taking a checkpoint")
@@ -323,7 +324,7 @@ class ColdStart:
             await self._saved()
 
     async def _saved(self) -> None:
-        from relax_rt.roles.training.keeping import through
+        from relax_rt.roles.training.checkpoints.resume import through
 
         if self._saving is not None:
             await through(self._saving, self._store, self._ctx.progress.advance)
@@ -374,3 +375,40 @@ def _told(result: StepResult) -> dict[str, Any]:
         about["preferred"] = result.others["preferred"] / pairs
         about["margin"] = result.others["margin"] / pairs
     return about
+
+
+def batches(table: ColdStartTable, sizes: Sequence[int], seed: int) -> Iterator[list[int]]:
+    """The rows of one step after the other: passes over all rows, each in an order of its own. A step may straddle the
+    end of a pass; the last one may be smaller.
+
+    Args:
+        sizes: tokens of each row.
+    """
+    return islice(_endless(table, sizes, seed), table.steps)
+
+
+def total(table: ColdStartTable, sizes: Sequence[int], seed: int) -> int:
+    """How many steps there are."""
+    if table.steps is not None:
+        return table.steps
+    if table.batch_tokens is None:
+        return -(-len(sizes) * (table.epochs or 1) // table.batch)
+    return sum(1 for _ in batches(table, sizes, seed))
+
+
+def _endless(table: ColdStartTable, sizes: Sequence[int], seed: int) -> Iterator[list[int]]:
+    """Without an end where `steps` are set."""
+    names = [str(index) for index in range(len(sizes))]
+    passes = count() if table.steps is not None else range(table.epochs or 1)
+    held: list[int] = []
+    tokens = 0
+    for number in passes:
+        for index in epoch_order(seed, number, names).tolist():
+            full = tokens + sizes[index] > table.batch_tokens if table.batch_tokens else len(held) == table.batch
+            if held and full:
+                yield held
+                held, tokens = [], 0
+            held.append(index)
+            tokens += sizes[index]
+    if held:
+        yield held

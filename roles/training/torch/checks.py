@@ -21,7 +21,7 @@ def check_packing(config: RunConfig, folder: Path) -> Iterator[Problem]:
     table = config.roles.get("trainer")
     if not isinstance(table, TrainerSettings) or table.packing != "required" or table.backend != "torch":
         return
-    from relax_rt.roles.training.torch.probe import kind_packs
+    from relax_rt.roles.training.batch.attention import kind_packs
 
     # Where no small model can be made of it, it shows when the trainer loads the model.
     if kind_packs(folder) is False:

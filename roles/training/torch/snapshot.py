@@ -1,6 +1,6 @@
 """Checkpoints of the torch backend: a Hugging Face folder, the adapters, and each rank's part of the optimizer's state.
 
-The moments are blocks of Hugging Face tensors (`relax_rt.roles.training.blocks`), so that any number of ranks, and the
+The moments are blocks of Hugging Face tensors (`checkpoints/optimizer_state.py`), so that any number of ranks, and the
 Megatron backend, can go on from them. Beside them each rank keeps the states of its random generators: nothing here
 draws from them, a loss of the user's may.
 """
@@ -8,7 +8,7 @@ draws from them, a loss of the user's may.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,8 +17,10 @@ import torch
 from safetensors.torch import save_file
 
 from relax_rt.roles.models.device import CPU, generator_states, on_host, set_generator_states
+from relax_rt.roles.models.experts import Stack, released_one_by_one
+from relax_rt.roles.models.heap import give_back
 from relax_rt.roles.training.backend.settings import LoraTable
-from relax_rt.roles.training.blocks import (
+from relax_rt.roles.training.checkpoints.optimizer_state import (
     MASTER,
     MOMENTS,
     Block,
@@ -31,12 +33,15 @@ from relax_rt.roles.training.blocks import (
     whole,
     write,
 )
-from relax_rt.roles.training.checkpoint import TOKENIZER_FILES
-from relax_rt.roles.training.memory import give_back
-from relax_rt.roles.training.torch import adapters
-from relax_rt.roles.training.torch.experts import Experts
-from relax_rt.roles.training.torch.pieces import Piece
-from relax_rt.roles.training.torch.weights import Weights
+from relax_rt.roles.training.checkpoints.store import TOKENIZER_FILES
+from relax_rt.roles.training.torch.sharding import Piece
+from relax_rt.roles.training.torch.weights import (
+    ADAPTER_FILE,
+    ADAPTER_FOLDER,
+    ADAPTER_PREFIX,
+    Weights,
+    write_adapter_config,
+)
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 K = TypeVar("K")
@@ -82,7 +87,7 @@ class Snapshots:
                     _keep(self._moments, (kind, block), state[kind].view(block.rows, block.columns))
         for adapter in self._weights.adapters.values():
             for piece in (adapter.a, adapter.b):
-                _keep(self._adapters, adapters.PREFIX + piece.name, self._weights.whole(piece))
+                _keep(self._adapters, ADAPTER_PREFIX + piece.name, self._weights.whole(piece))
         if self._rank == 0 and not self._merged:
             self._merged = bytearray(self._weights.layout(DTYPE).nbytes)
         self._weights.export(memoryview(self._merged) if self._rank == 0 else None, DTYPE)
@@ -116,10 +121,10 @@ class Snapshots:
             for path in self._source.glob(pattern):
                 shutil.copyfile(path, folder / path.name)
         if self._lora is not None:
-            inner = folder / adapters.FOLDER
+            inner = folder / ADAPTER_FOLDER
             inner.mkdir()
-            save_file(self._adapters, inner / adapters.WEIGHTS_FILE, metadata={"format": "pt"})
-            adapters.write_config(inner, self._lora, self._source)
+            save_file(self._adapters, inner / ADAPTER_FILE, metadata={"format": "pt"})
+            write_adapter_config(inner, self._lora, self._source)
         await_files(folder, self._world)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -146,9 +151,9 @@ class Snapshots:
         read: Read = experts.reader(files, lambda name: files.shape(name) is not None)
         pieces, prefix = list(weights.published), ""
         if self._lora is not None:
-            pieces, prefix = weights.trained, adapters.PREFIX
+            pieces, prefix = weights.trained, ADAPTER_PREFIX
             read = self._adapters_of(folder)
-        elif (folder / adapters.FOLDER).is_dir():
+        elif (folder / ADAPTER_FOLDER).is_dir():
             raise _other_training(folder, "it is of a training of adapters")
         elif state.has(MASTER):
             read = experts.reader(state.reader(MASTER), partial(state.holds, MASTER))
@@ -173,12 +178,12 @@ class Snapshots:
         return f"rank-{self._rank}"
 
     def _adapters_of(self, folder: Path) -> TensorFiles:
-        inner = folder / adapters.FOLDER
+        inner = folder / ADAPTER_FOLDER
         if not inner.is_dir():
             raise _other_training(folder, "it is of a training of all weights")
-        files = TensorFiles(inner, adapters.WEIGHTS_FILE)
+        files = TensorFiles(inner, ADAPTER_FILE)
         try:
-            _check(files, [{adapters.PREFIX + piece.name: piece.shape} for piece in self._weights.trained])
+            _check(files, [{ADAPTER_PREFIX + piece.name: piece.shape} for piece in self._weights.trained])
         except Refused as error:
             raise _other_training(folder, error.why) from error
         return files
@@ -224,3 +229,52 @@ def _check(files: TensorFiles, wanted: Iterable[Mapping[str, tuple[int, ...]]]) 
         if found != shape:
             what = "is missing" if found is None else f"has the shape {list(found)}, not {list(shape)}"
             raise Refused(f"checkpoint {files.folder}", why=f"{name} {what}")
+
+
+class Experts:
+    """Which of a model's tensors are stacks of experts that a checkpoint has one by one.
+
+    Args:
+        config: of the model. pieces: its tensors.
+    """
+
+    def __init__(self, config: Any, pieces: Sequence[Piece]) -> None:
+        found = {piece.name: Stack.of(piece.name, piece.shape) for piece in pieces}
+        apart = any(found.values()) and released_one_by_one(config)
+        self._stacks = {name: stack for name, stack in found.items() if stack is not None and apart}
+
+    def shapes(self, piece: Piece) -> dict[str, tuple[int, ...]]:
+        """The tensors that a checkpoint has of this one."""
+        stack = self._stacks.get(piece.name)
+        if stack is None:
+            return {piece.name: piece.shape}
+        return dict.fromkeys(stack.names(), (stack.rows, stack.columns))
+
+    def blocks(self, block: Block) -> list[Block]:
+        """What whole rows of a tensor are of a checkpoint's, in the order of their elements."""
+        stack = self._stacks.get(block.name)
+        if stack is None:
+            return [block]
+        return [Block(name, 0, stack.rows, 0, stack.columns) for name in stack.names(block.row, block.rows)]
+
+    def apart(self, block: Block, values: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
+        """The values of whole rows of a tensor by a checkpoint's blocks; views, each [rows, columns]."""
+        parts = self.blocks(block)
+        sizes = [part.rows * part.columns for part in parts]
+        for part, own in zip(parts, torch.split(values.reshape(-1), sizes), strict=True):
+            yield part, own.view(part.rows, part.columns)
+
+    def reader(self, read: Read, stacked: Callable[[str], bool]) -> Read:
+        """Gives whole rows of the model's tensors from files of a checkpoint.
+
+        Args:
+            stacked: whether the files have a stack as it is, as those of earlier versions do.
+        """
+
+        def found(block: Block) -> torch.Tensor:
+            if block.name not in self._stacks or stacked(block.name):
+                return read(block)
+            parts = [read(part).reshape(-1) for part in self.blocks(block)]
+            return torch.cat(parts).view(block.rows, block.columns)
+
+        return found

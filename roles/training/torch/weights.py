@@ -1,16 +1,18 @@
-"""A model's weights, or this rank's part of them, by Hugging Face name, adapters merged where there are any."""
+"""A model's weights, or this rank's rows of them, by Hugging Face name; LoRA adapters, merged into them or apart."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from relax_rt.roles.models.device import on_host
-from relax_rt.roles.training.channel import Channel
-from relax_rt.roles.training.torch.pieces import Piece, piece_of, rows_of, to_rank_0
-from relax_rt.roles.training.torch.ranks import TorchRanks
+from relax_rt.roles.training.backend.channel import Channel
+from relax_rt.roles.training.backend.settings import LoraTable
+from relax_rt.roles.training.torch.sharding import Piece, TorchRanks, piece_of, rows_of, to_rank_0
 from relax_rt.transport.base.versions import ROOT
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.weights import payloads
@@ -210,3 +212,66 @@ def _copied(values: torch.Tensor) -> torch.Tensor:
 def plain_name(name: str) -> str:
     """The name of a parameter as the model had it without adapters; of an adapter's, as it is in a checkpoint."""
     return name.replace(".base_layer.", ".").replace(f".{ADAPTER}.", ".")
+
+
+ADAPTER_FOLDER = "adapter"
+"""In a checkpoint: beside the merged model, where transformers does not take it for a part of that."""
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_PREFIX = "base_model.model."
+"""Before every name in peft's files."""
+
+
+def add_adapters(model: Any, table: LoraTable, *, seed: int) -> None:
+    """Put adapters into the model, which is changed by nothing yet (B is 0); only they are trained from now on.
+
+    Args:
+        seed: of A's first values, which all ranks of a gang and every new beginning must draw alike.
+
+    Raises:
+        Refused: peft is not installed, or no linear layer has such a name.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise Refused("roles.trainer.lora", why="peft is not installed", hint="pip install 'relax-rt[lora]'") from error
+    config = peft.LoraConfig(
+        r=table.rank, lora_alpha=table.alpha, target_modules=table.targets, lora_dropout=0.0, bias="none"
+    )
+    for name in () if isinstance(table.targets, str) else sorted(tied_modules(model)):
+        if any(f".{name}".endswith(f".{target}") for target in table.targets):
+            why = "its weight is the embedding's as well, so that the change could not be merged"
+            raise Refused(f"roles.trainer.lora.targets: {name}", why=why, hint="leave it out")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+        except ValueError as error:
+            raise Refused(f"roles.trainer.lora.targets = {table.targets}", why=str(error).splitlines()[0]) from error
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and not isinstance(module, peft.tuners.lora.Linear):
+            raise Refused(f"roles.trainer.lora.targets: {name}", why="it is no linear layer")
+
+
+def tied_modules(model: Any) -> frozenset[str]:
+    """Names of modules whose weight another one has as well."""
+    seen: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        seen.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    return frozenset(name for names in seen.values() if len(names) > 1 for name in names)
+
+
+def write_adapter_config(folder: Path, table: LoraTable, base: Path) -> None:
+    """peft's description of the adapters, so that `PeftModel.from_pretrained` reads them over the base model."""
+    targets = table.targets if isinstance(table.targets, str) else sorted(table.targets)
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": table.rank,
+        "lora_alpha": table.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": targets,
+        "inference_mode": True,
+    }
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2))

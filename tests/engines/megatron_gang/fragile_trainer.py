@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from relax_rt.roles.training.channel import Channel
+from relax_rt.roles.training.backend.channel import Channel
 from relax_rt.roles.training.trainer import TrainerRole
 
 STRIKES = ((1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL))

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from relax_rt.roles.planning.shape import read_shape
+from relax_rt.roles.models.shape import read_shape
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.megatron.model import Layers, padded_vocabulary, sizes_of
-from relax_rt.roles.training.resharding import Division, naming_of, plan_buckets
+from relax_rt.roles.training.resharding.layout import Division, naming_of
+from relax_rt.roles.training.resharding.plan import plan_buckets
 
 HERE = Path(__file__).parent
 UNIT = HERE.parents[1] / "unit" / "roles" / "training"

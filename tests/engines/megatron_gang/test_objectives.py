@@ -13,7 +13,7 @@ from megatron_parts import Gang, samples
 from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.torch_backend import TorchBackend
+from relax_rt.roles.training.torch.backend import TorchBackend
 
 TEMPERATURE = 0.8
 RATE = 1e-2
@@ -38,7 +38,7 @@ DIVISIONS: dict[str, dict[str, Any]] = {
     "cp2": {"context_parallel": 2},
     "dp2": {},
 }
-FIELDS = ("loss", "grad_norm", "ratio_mean", "ratio_max_deviation", "clip_fraction", "kl_behaviour", "tokens_rejected")
+FIELDS = ("loss", "grad_norm", "ratio_mean", "ratio_max_deviation", "clip_fraction", "kl_behaviour", "rejected_tokens")
 
 
 def judged(table: dict[str, Any]) -> tuple[list[Sample], float]:

@@ -14,7 +14,7 @@ from megatron_parts import Gang, samples
 from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.rollout.engines.weights import model_layout
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.torch_backend import TorchBackend
+from relax_rt.roles.training.torch.backend import TorchBackend
 
 ALGORITHM = {
     "loss": "decoupled_ppo",

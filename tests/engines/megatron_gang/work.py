@@ -31,16 +31,16 @@ from gang_work import (
 )
 
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.roles.training.backend.channel import Channel
 from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.budget import Budget
-from relax_rt.roles.training.channel import Channel
+from relax_rt.roles.training.batch.budget import Budget
 from relax_rt.roles.training.megatron import backend
 from relax_rt.roles.training.megatron import model as models
 from relax_rt.roles.training.megatron.backend import MegatronBackend
 from relax_rt.roles.training.megatron.model import sizes_of
 from relax_rt.roles.training.megatron.ranks import Ranks
 from relax_rt.roles.training.resharding import plan
-from relax_rt.roles.training.resharding.gather import gather
+from relax_rt.roles.training.resharding.transfer import gather
 from relax_rt.transport.weights.manifest import BUCKET_BYTES
 
 sys.path.append(str(Path(__file__).parents[2] / "unit" / "roles" / "training"))

@@ -30,13 +30,13 @@ from gang_work import (
     write,
 )
 
-from relax_rt.roles.training import torch_backend
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend.settings import LoraTable
-from relax_rt.roles.training.budget import Budget
-from relax_rt.roles.training.layout import Costs
-from relax_rt.roles.training.torch.ranks import TorchRanks
-from relax_rt.roles.training.torch_backend import TorchBackend
+from relax_rt.roles.training.batch.budget import Budget
+from relax_rt.roles.training.batch.rows import Costs
+from relax_rt.roles.training.torch import backend as torch_backend
+from relax_rt.roles.training.torch.backend import TorchBackend
+from relax_rt.roles.training.torch.sharding import TorchRanks
 
 sys.path.append(str(Path(__file__).parents[2] / "unit" / "roles" / "training"))
 from packing_ways import load_exactly

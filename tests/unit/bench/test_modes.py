@@ -169,15 +169,15 @@ def test_colocate_is_the_runtimes_own_mode() -> None:
 @pytest.mark.parametrize(
     ("kinds", "turns", "wrong"),
     [
-        ({"device_taken": 20, "engine_memory": 80}, 20, ""),
+        ({"device_acquired": 20, "engine_memory": 80}, 20, ""),
         # One engine was there only from the second turn on.
-        ({"device_taken": 20, "engine_memory": 79}, 20, ""),
+        ({"device_acquired": 20, "engine_memory": 79}, 20, ""),
         ({}, 0, ""),
-        ({}, 20, "device_taken"),
-        ({"device_taken": 20}, 20, "engine_memory"),
-        ({"device_taken": 19, "engine_memory": 76}, 20, "device_taken"),
-        ({"device_taken": 20, "engine_memory": 80, "engine_out_of_turn": 1}, 20, "engine_out_of_turn"),
-        ({"device_taken": 3, "engine_memory": 12}, 0, "device_taken"),
+        ({}, 20, "device_acquired"),
+        ({"device_acquired": 20}, 20, "engine_memory"),
+        ({"device_acquired": 19, "engine_memory": 76}, 20, "device_acquired"),
+        ({"device_acquired": 20, "engine_memory": 80, "engine_not_released": 1}, 20, "engine_not_released"),
+        ({"device_acquired": 3, "engine_memory": 12}, 0, "device_acquired"),
     ],
 )
 def test_a_run_without_turns_is_no_colocate_run(kinds: dict[str, int], turns: int, wrong: str) -> None:

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "tools" / "bench"))
 
 from plain_grpo import Plain
 
-from relax_rt.roles.training.algorithms.losses.ppo import DecoupledOptions, decoupled_ppo
+from relax_rt.roles.training.algorithms.losses import DecoupledOptions, decoupled_ppo
 from relax_rt.roles.training.algorithms.tensors import TokenTensors
 
 

@@ -208,7 +208,7 @@ def reopen(core: Core, group: Group, state: str, why: str = "", *, losses: int =
         state=state,
         why=why,
         missing=len(missing),
-        begun=len(begun),
+        partial=len(begun),
         tokens=tokens,
         losses=prompt.losses if prompt is not None else 0,
     )
@@ -625,7 +625,7 @@ def reissued(core: Core, group: Group) -> None:
         for member in range(len(group.samples)):
             core.drop_mark(group.samples[member])
     else:
-        core.tally("tokens_gone_on_with", sum(lengths(group).values()))
+        core.tally("resumed_tokens", sum(lengths(group).values()))
 
 
 def recycle(core: Core, group: Group) -> bool:

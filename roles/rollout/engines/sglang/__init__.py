@@ -55,7 +55,7 @@ def make(ctx: RoleContext, model: Path, settings: EngineSettings) -> SglangEngin
     options = functools.partial(server_options, settings, device, kv_tokens=kv_tokens, shares=shares)
 
     def not_shown(version: int, why: str) -> None:
-        ctx.event("handles_unused", version=version, why=why)
+        ctx.event("handles_fallback", version=version, why=why)
         ctx.log.warning("weights reach the SGLang server by the file", version=version, why=why)
 
     return SglangEngine(

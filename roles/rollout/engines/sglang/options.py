@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from relax_rt.roles.planning.shape import read_shape
+from relax_rt.roles.models.shape import read_shape
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 

@@ -33,7 +33,7 @@ class Log:
         if slot != "registry/0":
             self.event("epoch_issued", "registry/0#0", slot=slot, epoch=epoch)
         self.event("slot_spawned", slot=slot, epoch=epoch, pid=pid)
-        self.event("announced", "registry/0#0", slot=slot, epoch=epoch, pid=pid)
+        self.event("slot_announced", "registry/0#0", slot=slot, epoch=epoch, pid=pid)
         self.event("slot_ready", slot=slot, epoch=epoch)
 
     def exit(self, slot: str, epoch: int, pid: int, kind: str = "killed", *, finished: bool = False) -> None:
@@ -62,7 +62,7 @@ class Log:
         """One step on samples of version - 1, made just before."""
         keys = [f"{groups}.{member}" for member in range(BATCH)]
         made = [(key, f"digest {key}", [version - 1]) for key in keys]
-        self.made.append({"t": 1000 + self.tick(), "by": "rollout/0#2", "kind": "made", "samples": made})
+        self.made.append({"t": 1000 + self.tick(), "by": "rollout/0#2", "kind": "produced", "samples": made})
         self.commit(version, version - 1, step, epoch)
         self.steps.append(
             {
@@ -91,7 +91,7 @@ def well() -> Evidence:
     log.spawn("trainer/0", 3, 13)
     log.commit(1, 0, 0, 3)
     log.ask("rollout/0", 2, 12, "hang_loop", 9)
-    log.event("fault_begun", "rollout/0#2", slot="rollout/0", epoch=2, order="hang_loop")
+    log.event("fault_started", "rollout/0#2", slot="rollout/0", epoch=2, order="hang_loop")
     for step in (1, 2, 3):
         log.step(step, step + 1, 3, groups=step)
         if step == 2:

@@ -85,7 +85,7 @@ def kill_of_a_stranger(evidence: Evidence) -> None:
 
 
 def nobody_began(evidence: Evidence) -> None:
-    evidence.events.remove(event(evidence, "fault_begun"))
+    evidence.events.remove(event(evidence, "fault_started"))
     evidence.events[-1]["m"] += 60.0
     for exited in [e for e in evidence.events if e["kind"] == "slot_exited" and e["slot"] == "rollout/0"]:
         exited["m"] += 60.0
@@ -212,7 +212,7 @@ def says_other_than_it_does(evidence: Evidence) -> None:
     event(evidence, "resumed")["step"] = 4
 
 
-def refuse(evidence: Evidence, step: int, kind: str = "checkpoint_set_aside") -> None:
+def refuse(evidence: Evidence, step: int, kind: str = "checkpoint_quarantined") -> None:
     """By the second trainer, as it begins."""
     resumed = event(evidence, "resumed")
     said = {"kind": kind, "by": resumed["by"], "m": resumed["m"] - 0.01, "checkpoint": f"step-{step:06d}"}

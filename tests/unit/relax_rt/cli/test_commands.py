@@ -16,7 +16,9 @@ import pytest
 from relax_rt.cli.logs import LogFile, show_logs
 from relax_rt.cli.main import main
 from relax_rt.cli.runs import find_run_dir
+from relax_rt.cluster.launch import lock_run_dir
 from relax_rt.config.loader import load_config, write_resolved
+from relax_rt.config.version import RUN_FORMAT
 from relax_rt.process.child import rotate_log
 from relax_rt.supervision.control import NoRun
 from relax_rt.supervision.rundir import owner_of, write_json
@@ -34,8 +36,12 @@ def make_run(name: str, alive: bool = False, age_s: float = 0.0, **fields: Any) 
     """A run directory as the agent leaves it; a living one belongs to this process."""
     run_dir = Path("runs") / name
     (run_dir / "logs").mkdir(parents=True)
-    record = {"run_id": "0123abcd", "name": name, "status": "running" if alive else "finished", "exit_code": 0}
-    write_json(run_dir / "run.json", {**record, **fields, **({"agent": owner_of(os.getpid())} if alive else {})})
+    status = "running" if alive else "finished"
+    record = {"format": RUN_FORMAT, "run_id": "0123abcd", "name": name, "status": status, "exit_code": 0}
+    write_json(
+        run_dir / "run.json",
+        {**record, **fields, **({"agent": owner_of(os.getpid())} if alive else {})},
+    )
     stamp = time.time() - age_s
     os.utime(run_dir / "run.json", (stamp, stamp))
     return run_dir
@@ -299,7 +305,9 @@ def test_following_ends_with_the_run_and_misses_nothing(capsys: Capture) -> None
             with path.open("a") as file:
                 file.write(f"line {n}\n")
             time.sleep(0.02)
-        write_json(run_dir / "run.json", {"run_id": "0123abcd", "status": "finished", "exit_code": 0})
+        write_json(
+            run_dir / "run.json", {"format": RUN_FORMAT, "run_id": "0123abcd", "status": "finished", "exit_code": 0}
+        )
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -341,3 +349,12 @@ def test_up_of_a_living_run_is_refused_before_its_data_is_read(
     make_run("mine", alive=True)
     code, out, err = call(capsys, "up", "--set", "run.name=mine")
     assert (code, out) == (2, "") and "belongs to a run that is alive" in err
+
+
+def test_a_run_directory_of_another_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "events").mkdir()
+    (tmp_path / "run.json").write_text('{"run_id": "0123abcd", "status": "finished", "exit_code": 0}')
+    assert main(["ps", str(tmp_path)]) == 2
+    assert "is the run directory of relax-rt 0.1, which" in capsys.readouterr().err
+    with pytest.raises(NoRun, match="its format is 1"):
+        lock_run_dir(tmp_path)

@@ -20,6 +20,7 @@ from relax_rt.cli.main import main
 from relax_rt.cli.top import Look, Paces, Use, look, rows, show_top
 from relax_rt.cli.top import _table as table_of
 from relax_rt.cli.why import account
+from relax_rt.config.version import RUN_FORMAT
 from relax_rt.observe.estimate import Estimate
 from relax_rt.observe.events import read_events
 from relax_rt.supervision.api import RunStatus, SlotStatus
@@ -44,7 +45,7 @@ STATUS = RunStatus(
 def a_run(run_dir: Path) -> None:
     (run_dir / "events").mkdir(parents=True)
     (run_dir / "logs").mkdir()
-    write_json(run_dir / "run.json", {"run_id": "ab", "name": "two", "status": "finished"})
+    write_json(run_dir / "run.json", {"format": RUN_FORMAT, "run_id": "ab", "name": "two", "status": "finished"})
     died = msgspec.to_builtins(Diagnosis(slot="rollout/0", epoch=1, kind="oom", cause="too, big", at=5.0))
     for n, name in enumerate(("events-000001.jsonl", "current.jsonl")):
         line = json.dumps({"t": 5.0 + n, "kind": "slot_exited", "slot": "rollout/0", "diagnosis": died})

@@ -180,7 +180,9 @@ def test_steps_that_train_nothing_are_shown_until_one_trains(
     run_dir: Path, capsys: pytest.CaptureFixture[str], newest: str
 ) -> None:
     steps = [(7, WHY), (8, newest)]
-    records = [{"kind": "step", "step": n, "t": float(n), "empty_steps": n - 4, "empty_why": why} for n, why in steps]
+    records = [
+        {"kind": "step", "step": n, "t": float(n), "empty_steps": n - 4, "empty_reason": why} for n, why in steps
+    ]
     records.append({"kind": "queue", "t": 9.0})
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     told = f"the last 4 steps, up to step 8, trained nothing: {WHY}"

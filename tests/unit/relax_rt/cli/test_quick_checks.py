@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from relax_rt.cli.starter import write_starter
+from relax_rt.config.version import RUN_FORMAT
 
 HEAVY = ("torch", "transformers", "pyarrow", "datasets", "safetensors", "tokenizers", "reasoning_gym", "gguf", "sglang")
 WATCH = """
@@ -161,7 +162,9 @@ def test_what_passes_the_quick_checks_is_looked_into_and_it_says_so(folder: Path
 def test_the_run_directory_of_another_config_is_refused_before_the_slow_checks(folder: Path) -> None:
     run_dir = folder / "runs" / "mine"
     run_dir.mkdir(parents=True)
-    (run_dir / "run.json").write_text(json.dumps({"run_id": "0" * 8, "status": "finished", "config_digest": "0" * 16}))
+    (run_dir / "run.json").write_text(
+        json.dumps({"format": RUN_FORMAT, "run_id": "0" * 8, "status": "finished", "config_digest": "0" * 16})
+    )
     seen = Seen(folder, "up", "--set", "run.name=mine", before=f"{PRECISION} = lambda: False")
     assert seen.code == 2 and "belongs to a run with another config" in seen.err
     assert seen.touched <= WIDTH

@@ -188,7 +188,7 @@ def test_an_injected_fault_is_named_with_what_followed(capsys: pytest.CaptureFix
 
 
 def reopened(t: float, group: int, *, holder: str = "rollout/0#1", **fields: Any) -> dict[str, Any]:
-    state = {"state": "dropped(producer gone)", "why": "", "missing": 8, "begun": 8, "tokens": 400}
+    state = {"state": "dropped(producer gone)", "why": "", "missing": 8, "partial": 8, "tokens": 400}
     return {**event(t, "group_reopened", group=group, holder=holder), **state, **fields, "by": "queue/0#3"}
 
 
@@ -198,19 +198,19 @@ def test_what_becomes_of_the_sequences_of_a_dead_rollout_is_told(capsys: pytest.
         # It gave this one back in good order.
         reopened(19.0, 9, state="dropped(returned)", why="the trainer has the device"),
         # Its last words come before its end is seen, and so does who is quick to go on.
-        {**event(20.0, "groups_left", groups=2, tokens_lost=31), "by": "rollout/0#1"},
+        {**event(20.0, "groups_released", groups=2, tokens_lost=31), "by": "rollout/0#1"},
         reopened(20.0, 1, state="dropped(returned)", why="the rollout ends"),
-        {**event(20.1, "group_gone_on_with", group=1, members=[0], tokens=[50] * 8), "by": "rollout/1#2"},
+        {**event(20.1, "group_resumed", group=1, members=[0], tokens=[50] * 8), "by": "rollout/1#2"},
         exited(20.2, "rollout/0", "the SGLang server ended"),
-        reopened(20.3, 2, begun=6, tokens=100),
-        {**event(20.4, "group_gone_on_with", group=2, members=[0], tokens=[20] * 5 + [0] * 3), "by": "rollout/1#2"},
-        {**event(20.4, "group_gone_on_with", group=9, members=[0], tokens=[50] * 8), "by": "rollout/1#2"},
+        reopened(20.3, 2, partial=6, tokens=100),
+        {**event(20.4, "group_resumed", group=2, members=[0], tokens=[20] * 5 + [0] * 3), "by": "rollout/1#2"},
+        {**event(20.4, "group_resumed", group=9, members=[0], tokens=[50] * 8), "by": "rollout/1#2"},
         event(22.0, "slot_ready", "rollout/0"),
     ]
     (incident,) = account(told, RUNNING, "rollout").incidents
     assert incident.affected == [
         "16 sequences were left unfinished, 14 of them with 500 tokens in the journal, 31 tokens lost; "
-        "13 are gone on with behind these"
+        "13 were resumed from these"
     ]
     show_why(account(told, RUNNING, "rollout"), "rollout")
     assert "16 sequences were left unfinished" in " ".join(capsys.readouterr().out.split())

@@ -49,7 +49,7 @@ def test_a_start_is_told_once_and_only_if_it_was_seen() -> None:
 
 def test_what_may_come_at_each_step_is_told_once() -> None:
     story = Story()
-    notes = [story.note({"t": float(n), "kind": "weights_not_filed", "version": n, "why": "full"}) for n in (1, 2, 3)]
+    notes = [story.note({"t": float(n), "kind": "weights_save_failed", "version": n, "why": "full"}) for n in (1, 2, 3)]
     assert [note is not None for note in notes] == [True, False, False]
     assert notes[0] is not None and notes[0].text == "version 1 is not in publication.directory: full"
 

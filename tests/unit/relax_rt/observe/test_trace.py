@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from relax_rt.cli.main import main
+from relax_rt.config.version import RUN_FORMAT
 from relax_rt.observe.trace import Trace
 
 PHASES = {"X": {"ts", "dur"}, "i": {"ts", "s"}, "C": {"ts", "args"}, "M": {"args"}}
@@ -106,7 +107,9 @@ def test_a_long_log_is_turned_in_bounded_memory() -> None:
 
 def test_the_file_is_whole_json_with_torn_lines_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "events").mkdir()
-    (tmp_path / "run.json").write_text('{"run_id": "ab", "name": "two", "status": "finished"}')
+    (tmp_path / "run.json").write_text(
+        f'{{"format": {RUN_FORMAT}, "run_id": "ab", "name": "two", "status": "finished"}}'
+    )
     lines = "\n".join(json.dumps(e) for e in EVENTS)
     (tmp_path / "events/current.jsonl").write_text(lines + '\n{"t": 111.0, "kind": "slot_re')
     assert main(["trace", str(tmp_path)]) == 0

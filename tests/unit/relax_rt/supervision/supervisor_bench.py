@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from relax_rt.supervision.core import SlotView, Supervisor
 from relax_rt.supervision.diagnosis import Diagnosis, Kind
 from relax_rt.supervision.placement import Placer
 from relax_rt.supervision.protocol import (
@@ -19,7 +18,8 @@ from relax_rt.supervision.protocol import (
     Start,
     StartGang,
 )
-from relax_rt.supervision.spec import RoleSpec, SlotSpec
+from relax_rt.supervision.supervisor import Supervisor
+from relax_rt.supervision.tree import RoleSpec, SlotSpec, SlotView
 
 
 class Bench:

@@ -22,8 +22,8 @@ from relax_rt.observe.events import read_events
 from relax_rt.observe.metrics import read_metrics
 from relax_rt.process.child import packet_pair
 from relax_rt.supervision.channel import ProgressMsg, ReadyMsg, decode_from_role
-from relax_rt.supervision.notices import Notices
 from relax_rt.supervision.rundir import RunPaths
+from relax_rt.supervision.system_roles import SystemRoles
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
@@ -408,27 +408,27 @@ async def test_a_teardown_that_fails_too_does_not_hide_why_the_role_ended(place:
     ]
 
 
-async def test_notices_wait_for_the_system_roles(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_exits_and_epochs_wait_for_the_system_roles(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunPaths, "socket_dir", property(lambda self: place.sockets))
     await place.registry_down()
-    notices = Notices(RunPaths(RUN, place.run_dir), has_registry=True, has_queue=False)
-    notices.start()
-    assert await notices.issue_epoch("registry/0") == 0, "the registry issues its own"
-    asking = asyncio.create_task(notices.issue_epoch("rollout/0"))
-    notices.ended(Incarnation("rollout/0", 1), "killed")
-    notices.ended(Incarnation("rollout/1", 2), "killed")
-    notices.ended(Incarnation("registry/0", 0), "killed")
+    system = SystemRoles(RunPaths(RUN, place.run_dir), has_registry=True, has_queue=False)
+    system.start()
+    assert await system.issue_epoch("registry/0") == 0, "the registry issues its own"
+    asking = asyncio.create_task(system.issue_epoch("rollout/0"))
+    system.report_exit(Incarnation("rollout/0", 1), "killed")
+    system.report_exit(Incarnation("rollout/1", 2), "killed")
+    system.report_exit(Incarnation("registry/0", 0), "killed")
     await asyncio.sleep(0.05)
     assert not asking.done()
     await place.registry_up()
     assert await asyncio.wait_for(asking, 120) == 1
-    assert await notices.issue_epoch("rollout/0") == 2
+    assert await system.issue_epoch("rollout/0") == 2
     assert all(place.registry.tokens) and len(set(place.registry.tokens)) == 2, "each asking has a token of its own"
     await until(lambda: len(place.registry.gone_ones) == 2)
     assert [who.slot for who, _ in place.registry.gone_ones] == ["rollout/0", "rollout/1"]
-    await notices.close()
+    await system.close()
 
 
-async def test_notices_without_a_registry_count_epochs_themselves(place: Place) -> None:
-    notices = Notices(RunPaths(RUN, place.run_dir), has_registry=False, has_queue=False)
-    assert [await notices.issue_epoch("a/0"), await notices.issue_epoch("b/0")] == [1, 2]
+async def test_epochs_are_counted_by_the_agent_without_a_registry(place: Place) -> None:
+    system = SystemRoles(RunPaths(RUN, place.run_dir), has_registry=False, has_queue=False)
+    assert [await system.issue_epoch("a/0"), await system.issue_epoch("b/0")] == [1, 2]

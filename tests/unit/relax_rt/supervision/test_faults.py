@@ -100,4 +100,4 @@ async def test_each_fault_says_that_it_has_begun(monkeypatch: pytest.MonkeyPatch
         faults.carry_out(order(kind, 0.01, 1.0))
     await asyncio.sleep(0.05)
     until(lambda: len(told) == len(get_args(FaultKind)))
-    assert sorted(told) == sorted(("fault_begun", kind) for kind in get_args(FaultKind))
+    assert sorted(told) == sorted(("fault_started", kind) for kind in get_args(FaultKind))

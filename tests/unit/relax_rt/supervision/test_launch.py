@@ -12,7 +12,7 @@ from relax_rt.config.loader import config_digest, write_resolved
 from relax_rt.config.schema import RunConfig
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.sft.kept import Mark, write_mark
+from relax_rt.roles.training.checkpoints.cold_start import Mark, write_mark
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, update_run
 from relax_rt.transport.rpc.errors import RelaxError
 

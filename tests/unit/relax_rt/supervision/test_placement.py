@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_rt.supervision.placement import PARTS, Need, Node, Place, Placer, Waiting
+from relax_rt.supervision.placement import PARTS, Need, Node, NoRoom, Placement, Placer
 from relax_rt.transport.rpc.errors import Refused
 
 
@@ -16,8 +16,8 @@ def need(slot: str, **fields: object) -> Need:
     return Need(slot, slot.partition("/")[0], **fields)  # type: ignore[arg-type]
 
 
-def placed(found: Place | Waiting) -> Place:
-    assert isinstance(found, Place), found
+def placed(found: Placement | NoRoom) -> Placement:
+    assert isinstance(found, Placement), found
     return found
 
 
@@ -44,7 +44,7 @@ def test_gpus_are_given_out_once_and_shares_fill_one_before_the_next() -> None:
     assert placed(placer.place(need("a/1", gpus=0.5))).devices == (0,)
     assert placed(placer.place(need("b/0", gpus=1))).devices == (1,)
     found = placer.place(need("c/0", gpus=1))
-    assert isinstance(found, Waiting) and found.reason == "no room for 1 GPU: this node has 0 of 2 free"
+    assert isinstance(found, NoRoom) and found.reason == "no room for 1 GPU: this node has 0 of 2 free"
     placer.release("b/0")
     assert placed(placer.place(need("c/0", gpus=1))).devices == (1,)
 
@@ -54,7 +54,7 @@ def test_a_pin_is_kept_and_one_to_an_unknown_node_waits() -> None:
     assert placed(placer.place(need("a/0", node="b"))).node == "b"
     assert placed(placer.place(need("a/1", node="b"))).node == "b"
     found = placer.place(need("a/2", node="c"))
-    assert isinstance(found, Waiting) and "'c'" in found.reason and "nodes: head, b" in found.reason
+    assert isinstance(found, NoRoom) and "'c'" in found.reason and "nodes: head, b" in found.reason
     placer.add(Node("c", 1))
     assert placed(placer.place(need("a/2", node="c"))).node == "c"
 
@@ -68,7 +68,7 @@ def test_slots_of_a_lost_node_go_elsewhere_or_wait_for_it() -> None:
     assert placed(placer.place(need("c/0", threads=5))).node == "b"
     assert placer.remove("b", keep=True) == ["c/0"]
     found = placer.place(need("c/0", threads=5))
-    assert isinstance(found, Waiting) and "'b', which it was on" in found.reason
+    assert isinstance(found, NoRoom) and "'b', which it was on" in found.reason
     placer.add(Node("b", 8))
     assert placed(placer.place(need("c/0", threads=5))).node == "b"
 
@@ -80,7 +80,7 @@ def test_a_gang_waits_for_a_lost_node_and_then_spreads_over_both_again() -> None
     assert placer.remove("b", keep=True) == ["trainer/1"]
     placer.release("trainer/0")
     found = placer.place_gang(ranks)
-    assert isinstance(found, Waiting) and "'b', which it was on" in found.reason
+    assert isinstance(found, NoRoom) and "'b', which it was on" in found.reason
     placer.add(Node("b", 4, 1))
     assert [place.node for place in placer.place_gang(ranks)] == ["head", "b"]  # type: ignore[union-attr]
 
@@ -90,7 +90,7 @@ def test_a_node_that_leaves_takes_nothing_more() -> None:
     placer.close("b", "it is leaving")
     assert placed(placer.place(need("a/0"))).node == "head"
     found = placer.place(need("a/1", node="b"))
-    assert found == Waiting("node 'b': it is leaving")
+    assert found == NoRoom("node 'b': it is leaving")
 
 
 def test_a_gang_is_packed_with_its_ranks_in_the_order_of_nodes() -> None:
@@ -101,7 +101,7 @@ def test_a_gang_is_packed_with_its_ranks_in_the_order_of_nodes() -> None:
     assert isinstance(rest, list)
     assert [place.node for place in rest] == ["b"] + ["c"] * 8
     found = placer.place_gang([need(f"other/{n}", gpus=1) for n in range(3)])
-    assert isinstance(found, Waiting)
+    assert isinstance(found, NoRoom)
     assert (
         found.reason == "no room for 3 ranks of other with 1 GPU each: "
         "head has room for 2, b has room for 0, c has room for 0"
@@ -136,7 +136,7 @@ def test_nothing_is_given_out_twice_and_only_what_cannot_fit_waits(
 ) -> None:
     nodes = [Node(f"n{i}", cores, gpus) for i, (cores, gpus) in enumerate(sizes)]
     placer = Placer(nodes)
-    holding: dict[str, tuple[Place, float]] = {}
+    holding: dict[str, tuple[Placement, float]] = {}
 
     def used(node: str, device: int) -> int:
         return sum(
@@ -151,8 +151,8 @@ def test_nothing_is_given_out_twice_and_only_what_cannot_fit_waits(
         want = PARTS if gpus >= 1 else round(gpus * PARTS)
         count = -(-gpus // 1) if gpus else 0
         fits = any(sum(used(n.name, d) + want <= PARTS for d in range(n.gpus)) >= count for n in nodes)
-        assert isinstance(found, Place) == fits
-        if isinstance(found, Place):
+        assert isinstance(found, Placement) == fits
+        if isinstance(found, Placement):
             assert len(set(found.devices)) == count
             holding[slot] = (found, gpus)
         for node in nodes:
@@ -180,7 +180,7 @@ def test_a_gang_uses_the_fewest_nodes_that_hold_it(
     soft = [min(h, node.cores // threads) for h, node in zip(hard, nodes, strict=True)]
     room = soft if sum(min(s, ranks) for s in soft) >= ranks else hard
     if sum(room) < ranks:
-        assert isinstance(found, Waiting)
+        assert isinstance(found, NoRoom)
         return
     assert isinstance(found, list)
     runs = [node for node, _ in groupby(place.node for place in found)]

@@ -8,8 +8,7 @@ import pytest
 
 from relax_rt.cli.starter import write_starter
 from relax_rt.config.loader import load_config, read_resolved, write_resolved
-from relax_rt.supervision.plan import RolePlan, plan_roles
-from relax_rt.supervision.scaling import check_count
+from relax_rt.supervision.plan import RolePlan, check_count, plan_roles
 from relax_rt.transport.rpc.errors import Refused
 
 

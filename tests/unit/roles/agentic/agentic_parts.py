@@ -13,7 +13,7 @@ from relax_rt.roles.agentic.loading import Factory
 from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
 from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer
-from relax_rt.roles.rollout.router.requests import Outcome, Wanted
+from relax_rt.roles.rollout.router.core import GenerationRequest, Outcome
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 TASK = Task(index=0, item="train-0", split="train", seed=7)
@@ -36,7 +36,7 @@ class Engine:
         self.words, self.asked, self.said = words, [], []  # type: ignore[var-annotated]
         self.version = 1
 
-    async def generate(self, wanted: Wanted) -> Outcome:
+    async def generate(self, wanted: GenerationRequest) -> Outcome:
         tokens = [*tokenizer().encode(self.words(tokenizer().spell(wanted.prompt))), tokenizer().end_id]
         finish = "stop"
         if len(tokens) > wanted.max_new_tokens:

@@ -49,5 +49,5 @@ def test_the_role_says_it_where_a_hang_is_diagnosed() -> None:
     slot.role._blocked(None, "game.py:12")
     slot.role._unblocked(7.0)
     assert slot.told("loop_blocked") == [{"what": "no task", "line": "game.py:12"}]
-    assert slot.told("loop_answers") == [{"seconds": 7.0}]
+    assert slot.told("loop_unblocked") == [{"seconds": 7.0}]
     assert "blocks the event loop at game.py:12" in waiting[0] and "blocked for 7 s" in waiting[1]

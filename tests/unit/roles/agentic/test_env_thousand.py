@@ -17,7 +17,7 @@ from relax_rt.roles.agentic.player import Player
 from relax_rt.roles.agentic.pool import Lost, Pool, Stuck
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.rollout.engines.settings import SamplingTable
-from relax_rt.roles.rollout.router.requests import Outcome, Wanted
+from relax_rt.roles.rollout.router.core import GenerationRequest, Outcome
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 EPISODES, TURNS, BLOCKING, WORKERS = 1000, 8, 40, 4
@@ -67,7 +67,7 @@ class Slow:
         self._crowd, self._all_there = crowd, asyncio.Event()
         self.asked = 0
 
-    async def generate(self, wanted: Wanted) -> Outcome:
+    async def generate(self, wanted: GenerationRequest) -> Outcome:
         self.asked += 1
         if self.asked >= self._crowd:
             self._all_there.set()

@@ -15,7 +15,7 @@ from relax_rt.roles.agentic.episode import NotMade, Played, Talk, play, turn_see
 from relax_rt.roles.agentic.pool import Broken, Lost, Stuck
 from relax_rt.roles.agentic.samples import as_put, made_record, make_sample
 from relax_rt.roles.rollout.engines.routing import RoutingShape
-from relax_rt.roles.rollout.router import NotGenerated, Outcome, RouterEnded, RouterFull, Wanted
+from relax_rt.roles.rollout.router import GenerationRequest, NotGenerated, Outcome, RouterEnded, RouterFull
 from relax_rt.roles.training.algorithms.inputs import trajectory
 from relax_rt.transport.queue.ledger.messages import Ticket
 from relax_rt.transport.rpc.errors import Refused, RelaxError
@@ -130,10 +130,10 @@ async def test_an_environment_that_fails_fails_its_episode_and_is_named(what: st
 
 
 async def test_tokens_that_do_not_come_are_not_the_environments_fault() -> None:
-    async def refuse(wanted: Wanted) -> Outcome:
+    async def refuse(wanted: GenerationRequest) -> Outcome:
         raise RelaxError("a sequence is late", why="no engine")
 
-    async def never(wanted: Wanted) -> Outcome:
+    async def never(wanted: GenerationRequest) -> Outcome:
         await asyncio.sleep(60)
         raise AssertionError
 
@@ -204,7 +204,7 @@ async def test_a_later_reply_may_come_from_weights_as_old_as_the_first() -> None
 async def test_a_thousand_episodes_at_once() -> None:
     engine = Engine(numbers)
 
-    async def slow(wanted: Wanted) -> Outcome:
+    async def slow(wanted: GenerationRequest) -> Outcome:
         await asyncio.sleep(0.001 * (wanted.seed % 7))
         return await engine.generate(wanted)
 
@@ -213,7 +213,7 @@ async def test_a_thousand_episodes_at_once() -> None:
 
 
 def failing(error: Exception) -> Any:
-    async def generate(wanted: Wanted) -> Outcome:
+    async def generate(wanted: GenerationRequest) -> Outcome:
         raise error
 
     return generate
@@ -265,7 +265,7 @@ async def test_trouble_with_the_engines_is_named_and_no_environment_blamed(
 async def test_a_router_without_room_is_asked_again() -> None:
     engine, full = Engine(numbers), [RouterFull("a request", why="8192 are at hand")] * 2
 
-    async def generate(wanted: Wanted) -> Outcome:
+    async def generate(wanted: GenerationRequest) -> Outcome:
         if full:
             raise full.pop()
         return await engine.generate(wanted)
@@ -279,7 +279,7 @@ async def test_a_router_without_room_is_asked_again() -> None:
 async def test_calls_beside_each_other_end_with_the_episode() -> None:
     engine, cancelled = Engine(numbers), []
 
-    async def slow(wanted: Wanted) -> Outcome:
+    async def slow(wanted: GenerationRequest) -> Outcome:
         if "slow" in tokenizer().spell(wanted.prompt):
             try:
                 await asyncio.sleep(60)
@@ -388,7 +388,7 @@ async def test_routing_rows_of_all_branches() -> None:
     shape = RoutingShape(layers=1, chosen=2)
     engine = Engine(lambda prompt: "b")
 
-    async def routed(wanted: Wanted) -> Outcome:
+    async def routed(wanted: GenerationRequest) -> Outcome:
         assert wanted.routing
         made = await engine.generate(wanted)
         number = len(engine.said)

@@ -15,7 +15,7 @@ from relax_rt.roles.agentic.episode import Played, play
 from relax_rt.roles.agentic.kept import FEW, Replies, Store, forget
 from relax_rt.roles.agentic.pool import Lost, Stuck
 from relax_rt.roles.rollout.engines.routing import PART_TOKENS
-from relax_rt.roles.rollout.router.requests import Outcome, Wanted
+from relax_rt.roles.rollout.router.core import GenerationRequest, Outcome
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 
@@ -153,7 +153,7 @@ async def test_rows_are_given_again_with_their_replies(tmp_path: Path) -> None:
     asked: list[tuple[int, int]] = []
 
     def routed(engine: Engine) -> Any:
-        async def generate(wanted: Wanted) -> Outcome:
+        async def generate(wanted: GenerationRequest) -> Outcome:
             done = await engine.generate(wanted)
             assert wanted.routing and wanted.chunk_tokens == PART_TOKENS
             asked.append((wanted.rows_from, len(wanted.prompt)))

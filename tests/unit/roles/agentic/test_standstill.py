@@ -33,7 +33,7 @@ from relax_rt.roles.agentic.standstill import (
 from relax_rt.roles.agentic.tally import Tally
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rollout.engines.settings import SamplingTable
-from relax_rt.roles.rollout.router.requests import Outcome, Wanted
+from relax_rt.roles.rollout.router.core import GenerationRequest, Outcome
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import Ticket
@@ -58,7 +58,7 @@ async def dawdles(task: Task, chat: Chat) -> float:
     return 1.0
 
 
-async def silent(wanted: Wanted) -> Outcome:
+async def silent(wanted: GenerationRequest) -> Outcome:
     """An engine that never answers."""
     await asyncio.sleep(60)
     raise AssertionError
@@ -256,7 +256,7 @@ def test_the_run_ends_when_slots_end_again_and_again_without_an_episode_in_betwe
     error = Fruitless("192 times", why="no engine", hint="look")
     first = context(tmp_path, "one")
     assert [ending(first, error) for _ in range(ENDS - 1)] == [error] * (ENDS - 1)
-    first.metrics({"kind": "made", "samples": []})
+    first.metrics({"kind": "produced", "samples": []})
     assert ending(first, error) is error, "an episode came to its end in between"
     # Begun again it has its tries again.
     ctx = context(tmp_path, "two")

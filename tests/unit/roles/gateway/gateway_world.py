@@ -12,19 +12,17 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
-from relax_rt.roles.gateway.admission import Load, Marks
 from relax_rt.roles.gateway.api import SessionLimits
 from relax_rt.roles.gateway.app import Bounds, Gateway
-from relax_rt.roles.gateway.gate import Gate
 from relax_rt.roles.gateway.keys import Keys
 from relax_rt.roles.gateway.server import listen, make_server, url_of
 from relax_rt.roles.gateway.service import Service, Terms
 from relax_rt.roles.gateway.sessions import Sessions
 from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer
-from relax_rt.roles.rollout.router.core import Deliver
-from relax_rt.roles.rollout.router.requests import Outcome, Wanted
-from relax_rt.roles.rollout.router.router import NotGenerated
+from relax_rt.roles.rollout.router.admission import AdmissionLimits, FleetLoad
+from relax_rt.roles.rollout.router.core import Deliver, GenerationRequest, Outcome
+from relax_rt.roles.rollout.router.router import AdmissionQueue, NotGenerated
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 TOKEN = "the-token-of-this-run-is-a-long-one"
@@ -38,7 +36,7 @@ TEMPLATE = (
     "{% endfor %}{{ '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-Script = Callable[[str, Wanted], str]
+Script = Callable[[str, GenerationRequest], str]
 """(prompt as text, order) -> what the model says, its end of turn excluded."""
 
 
@@ -68,7 +66,7 @@ class Scripted:
 
     def __init__(self, script: Script) -> None:
         self.script = script
-        self.orders: list[Wanted] = []
+        self.orders: list[GenerationRequest] = []
         self.made: list[Outcome] = []
         self.ended_early = 0
         self.gate = asyncio.Event()
@@ -80,7 +78,7 @@ class Scripted:
         self.breaks = False
         """Sequences end in the middle, by an error that nobody has foreseen."""
 
-    async def generate(self, wanted: Wanted) -> Outcome:
+    async def generate(self, wanted: GenerationRequest) -> Outcome:
         outcome = self._outcome(wanted)
         try:
             await self.gate.wait()
@@ -90,7 +88,7 @@ class Scripted:
         self.made.append(outcome)
         return outcome
 
-    async def stream(self, wanted: Wanted) -> AsyncIterator[Deliver]:
+    async def stream(self, wanted: GenerationRequest) -> AsyncIterator[Deliver]:
         outcome, at = self._outcome(wanted), 0
         done = False
         try:
@@ -113,7 +111,7 @@ class Scripted:
         finally:
             self.ended_early += not done
 
-    def _outcome(self, wanted: Wanted) -> Outcome:
+    def _outcome(self, wanted: GenerationRequest) -> Outcome:
         self.orders.append(wanted)
         tokens = tokenizer().encode(self.script(tokenizer().spell(wanted.prompt), wanted))
         tokens = [*tokens, *wanted.stop_ids][: wanted.max_new_tokens]
@@ -155,11 +153,11 @@ async def running(
     *,
     terms: Terms | None = None,
     bounds: Bounds | None = None,
-    marks: Marks | None = None,
+    limits: AdmissionLimits | None = None,
     connections: int = 256,
     head_s: float = 20.0,
     send_s: float = 20.0,
-    load: Callable[[], Load] = lambda: Load(64, 0, 0.0),
+    load: Callable[[], FleetLoad] = lambda: FleetLoad(64, 0, 0.0),
     chat: ChatTemplate | None = None,
 ) -> AsyncIterator[Running]:
     engine = Scripted(script)
@@ -175,8 +173,8 @@ async def running(
     listening = listen("127.0.0.1", 0)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)
     url = url_of(listening)
-    async with Gate(marks or Marks(), load) as gate:
-        service = Service(engine, chat.tokenizer, gate, terms, sight=chat.sight)
+    async with AdmissionQueue(limits or AdmissionLimits(), load) as admission:
+        service = Service(engine, chat.tokenizer, admission, terms, sight=chat.sight)
         gateway = Gateway(service, sessions, Keys(TOKEN), bounds or Bounds())
         server = make_server(gateway.application(), connections=connections, head_s=head_s, send_s=send_s)
         serving = asyncio.create_task(server.serve([listening]))

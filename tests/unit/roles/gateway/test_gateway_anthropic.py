@@ -10,7 +10,7 @@ from anthropic import AsyncAnthropic
 from gateway_world import TOKEN, Running, running, tokenizer
 from test_gateway_openai import calculator, echo
 
-from relax_rt.roles.rollout.router.requests import Wanted
+from relax_rt.roles.rollout.router.core import GenerationRequest
 
 TOOL: Any = {
     "name": "add",
@@ -103,7 +103,7 @@ async def test_a_stream_adds_up_to_the_same_message() -> None:
 
 
 async def test_thoughts_come_before_what_is_said_also_in_a_stream() -> None:
-    def thinks(prompt: str, wanted: Wanted) -> str:
+    def thinks(prompt: str, wanted: GenerationRequest) -> str:
         return "<think>hm, hm</think>I know." + " Yes." * 10
 
     async with running(thinks) as world, client(world) as api:

@@ -15,8 +15,8 @@ import pytest
 from gateway_world import TOKEN, Running, running, until
 from test_gateway_openai import ask, client, echo
 
-from relax_rt.roles.gateway.admission import Load, Marks
 from relax_rt.roles.gateway.app import Bounds
+from relax_rt.roles.rollout.router.admission import AdmissionLimits, FleetLoad
 
 CHAT = "/v1/chat/completions"
 
@@ -253,22 +253,22 @@ async def test_who_does_not_read_his_answer_loses_it() -> None:
             while part := await asyncio.get_running_loop().sock_recv(deaf, 1 << 16):
                 got += len(part)
         assert got < 100 * len(prompt)
-        await until(lambda: not world.gateway.service.gate.core.at_work)
+        await until(lambda: not world.gateway.service.admission.core.running)
         world.engine.script = echo
         await still_serves(world)
 
 
 async def test_what_is_too_much_waits_and_the_rest_is_told_when_to_come_again() -> None:
-    marks = Marks(first=1, most=1, waiting=1)
-    async with running(echo, marks=marks, load=lambda: Load(0, 0, 0.5)) as world, client(world) as api:
+    limits = AdmissionLimits(first=1, most=1, waiting=1)
+    async with running(echo, limits=limits, load=lambda: FleetLoad(0, 0, 0.5)) as world, client(world) as api:
         world.engine.gate.clear()
         calls = [
             asyncio.create_task(api.chat.completions.with_raw_response.create(model="policy", messages=ask(str(n))))
             for n in range(3)
         ]
-        core = world.gateway.service.gate.core
-        await until(lambda: core.counts["refused"])
-        assert core.at_work == 1 and core.waiting == 1
+        core = world.gateway.service.admission.core
+        await until(lambda: core.counts["rejected"])
+        assert core.running == 1 and core.waiting == 1
         world.engine.gate.set()
         answers = await asyncio.gather(*calls, return_exceptions=True)
         refused = [one for one in answers if isinstance(one, openai.RateLimitError)]
@@ -278,21 +278,21 @@ async def test_what_is_too_much_waits_and_the_rest_is_told_when_to_come_again() 
 
 @pytest.mark.parametrize("n", [1, 3])
 async def test_a_call_that_is_shed_begins_anew_unseen(n: int) -> None:
-    load = [Load(0, 0, 0.5)]
-    marks = Marks(first=2 * n, most=2 * n, every_s=0.01)
-    async with running(echo, marks=marks, load=lambda: load[0]) as world, client(world, world.episode()) as api:
+    load = [FleetLoad(0, 0, 0.5)]
+    limits = AdmissionLimits(first=2 * n, most=2 * n, every_s=0.01)
+    async with running(echo, limits=limits, load=lambda: load[0]) as world, client(world, world.episode()) as api:
         world.engine.gate.clear()
         calls = [
             asyncio.create_task(api.chat.completions.create(model="policy", messages=ask(text), n=n)) for text in "ab"
         ]
         await until(lambda: len(world.engine.orders) == 2 * n)
-        load[0] = Load(0, 0, 0.95)
+        load[0] = FleetLoad(0, 0, 0.95)
         await until(lambda: world.engine.ended_early == n)
-        load[0] = Load(5, 0, 0.5)
+        load[0] = FleetLoad(5, 0, 0.5)
         world.engine.gate.set()
         answers = await asyncio.gather(*calls)
         assert [a.choices[-1].message.content for a in answers] == ["You said a.", "You said b."]
-        assert world.gateway.service.gate.core.counts["shed"] == 1
+        assert world.gateway.service.admission.core.counts["preempted"] == 1
         trained = sum(sum(branch.loss_mask) for branch in world.sessions.close("episode-1").episode.branches)
         assert trained == sum(len(made.tokens) for made in world.engine.made)
 

@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from relax_rt.roles.agentic.tokens import ChatTemplate
 from relax_rt.roles.gateway.service import Terms
 from relax_rt.roles.models.tokenizer import ChatTokenizer
-from relax_rt.roles.rollout.router.requests import Wanted
+from relax_rt.roles.rollout.router.core import GenerationRequest
 
 TOOL: Any = {
     "type": "function",
@@ -29,11 +29,11 @@ TOOL: Any = {
 RESPONSES_TOOL: Any = {"type": "function", **TOOL["function"], "strict": False}
 
 
-def echo(prompt: str, wanted: Wanted) -> str:
+def echo(prompt: str, wanted: GenerationRequest) -> str:
     return "You said " + prompt.removesuffix("<|assistant|>").removesuffix("<|end|>").rpartition("|>")[2] + "."
 
 
-def calculator(prompt: str, wanted: Wanted) -> str:
+def calculator(prompt: str, wanted: GenerationRequest) -> str:
     """Calls the tool, and says its result."""
     result = re.search(r"<\|user\|>result (\d+)<\|end\|><\|assistant\|>$", prompt)
     if result:
@@ -142,7 +142,7 @@ async def test_a_streamed_tool_call_is_no_text() -> None:
 
 
 async def test_several_answers_have_seeds_of_their_own_and_are_branches() -> None:
-    def by_seed(prompt: str, wanted: Wanted) -> str:
+    def by_seed(prompt: str, wanted: GenerationRequest) -> str:
         return f"seed {wanted.seed % 1000}"
 
     async with running(by_seed) as world, client(world, world.episode()) as api:
@@ -468,7 +468,7 @@ async def test_a_caller_who_leaves_ends_his_sequence_and_nothing_of_it_is_traine
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await until(lambda: world.engine.ended_early)
-        await until(lambda: not world.gateway.service.gate.core.at_work)
+        await until(lambda: not world.gateway.service.admission.core.running)
         episode = world.sessions.close("episode-1").episode
         assert not episode.branches and episode.counts.abandoned == 1
 

@@ -18,7 +18,7 @@ from relax_rt.roles.data.media.pictures import MOST_PICTURES, Shown
 from relax_rt.roles.data.media.sight import load_sight
 from relax_rt.roles.gateway.app import Bounds
 from relax_rt.roles.models.tokenizer import load_tokenizer
-from relax_rt.roles.rollout.router.requests import Wanted
+from relax_rt.roles.rollout.router.core import GenerationRequest
 
 pytest.importorskip("torch")
 image = pytest.importorskip("PIL.Image")
@@ -32,7 +32,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
     return ChatTemplate(load_tokenizer(folder), sight=load_sight(folder))
 
 
-def counts(prompt: str, wanted: Wanted) -> str:
+def counts(prompt: str, wanted: GenerationRequest) -> str:
     """How many pictures it was shown."""
     return f"I see {len(wanted.media)}."
 

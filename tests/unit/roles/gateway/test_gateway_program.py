@@ -18,7 +18,7 @@ from relax_rt.roles.agentic.program_play import Programs
 from relax_rt.roles.agentic.rewards import turns_of
 from relax_rt.roles.gateway.api import Access, Closed, SessionLimits
 from relax_rt.roles.gateway.remote import Lessee
-from relax_rt.roles.rollout.router.requests import Wanted
+from relax_rt.roles.rollout.router.core import GenerationRequest
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -59,7 +59,7 @@ class Here:
         self.world.sessions.forget(session, nonce)
 
 
-def script(prompt: str, wanted: Wanted) -> str:
+def script(prompt: str, wanted: GenerationRequest) -> str:
     """Multiplies with the calculator, whatever it is asked; says its result."""
     last = prompt.removesuffix("<|assistant|>").rpartition("<|user|>")[2].removesuffix("<|end|>")
     if found := re.fullmatch(r"Calculate (\d+ \* \d+)\.", last):

@@ -25,7 +25,7 @@ from relax_rt.roles.gateway.keys import Caller, Keys
 from relax_rt.roles.gateway.remote import Lessee
 from relax_rt.roles.gateway.service import Terms
 from relax_rt.roles.gateway.sessions import PAUSE_S, Sessions
-from relax_rt.roles.rollout.router.requests import Wanted
+from relax_rt.roles.rollout.router.core import GenerationRequest
 from relax_rt.roles.training.algorithms.inputs import trajectory
 from relax_rt.transport.queue.ledger.messages import Ticket
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch, Unreachable
@@ -236,9 +236,9 @@ async def test_the_runtime_s_own_trouble_is_known_until_a_call_is_answered() -> 
 
 
 async def test_a_session_says_how_it_is_sampled() -> None:
-    orders: list[Wanted] = []
+    orders: list[GenerationRequest] = []
 
-    def script(prompt: str, wanted: Wanted) -> str:
+    def script(prompt: str, wanted: GenerationRequest) -> str:
         orders.append(wanted)
         return "yes"
 
@@ -313,7 +313,7 @@ async def test_long_conversations_are_rendered_beside_the_loop(monkeypatch: pyte
 
 
 async def test_instructions_are_their_call_s_alone() -> None:
-    def prompt(text: str, wanted: Wanted) -> str:
+    def prompt(text: str, wanted: GenerationRequest) -> str:
         return str(text.count("<|system|>"))
 
     async with running(prompt) as world, client(world) as api:

@@ -13,12 +13,12 @@ from gateway_world import Running, running, tokenizer, until
 
 from relax_rt.roles.gateway.api import Closed
 from relax_rt.roles.gateway.streams import tokens_until
-from relax_rt.roles.rollout.router.requests import Wanted
+from relax_rt.roles.rollout.router.core import GenerationRequest
 
 LONG = "word " * 30
 
 
-def script(prompt: str, wanted: Wanted) -> str:
+def script(prompt: str, wanted: GenerationRequest) -> str:
     return LONG if prompt.endswith("<|user|>go<|end|><|assistant|>") else "fine"
 
 

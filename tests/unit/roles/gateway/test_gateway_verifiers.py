@@ -18,14 +18,14 @@ from relax_rt.roles.agentic.program import load_program
 from relax_rt.roles.agentic.program_host import ProgramHost
 from relax_rt.roles.agentic.program_play import Programs
 from relax_rt.roles.gateway.remote import Lessee
-from relax_rt.roles.rollout.router.requests import Wanted
+from relax_rt.roles.rollout.router.core import GenerationRequest
 
 EXAMPLE = Path(__file__).parents[4] / "examples/verifiers"
 PYTHON = Path(os.environ.get("RELAX_VERIFIERS_PYTHON") or EXAMPLE / ".venv/bin/python")
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="no interpreter with verifiers: examples/verifiers")
 
 
-def adds(prompt: str, wanted: Wanted) -> str:
+def adds(prompt: str, wanted: GenerationRequest) -> str:
     """The sum of the question that came last; wrong, if it is the second."""
     question = prompt.removesuffix("<|assistant|>").rpartition("<|user|>")[2].removesuffix(" =<|end|>")
     a, b = map(int, question.split(" + "))

@@ -27,7 +27,7 @@ from relax_rt.roles.models.precision import Timing
 from relax_rt.roles.models.tiny import character_tokenizer, tiny_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.planning.estimate import DELTA_PART, SERVED_BESIDE, STAGE_BUFFERS, model_size
-from relax_rt.roles.training.checkpoint import CheckpointState, CheckpointStore
+from relax_rt.roles.training.checkpoints.store import CheckpointState, CheckpointStore
 from relax_rt.transport.rpc.errors import Corrupt, RelaxError
 from relax_rt.transport.weights.manifest import MAX_DELTA
 from relax_rt.transport.weights.served import MAX_BESIDE_VERSIONS

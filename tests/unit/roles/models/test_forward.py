@@ -17,7 +17,7 @@ from relax_rt.roles.rollout.engines.decoder import Decoder  # noqa: E402
 from relax_rt.roles.rollout.engines.settings import RolloutSettings  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.backend.settings import TrainerSettings  # noqa: E402
-from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
+from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.transport.rpc.errors import Refused  # noqa: E402
 
 SHAPE = {

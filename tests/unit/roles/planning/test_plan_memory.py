@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_rt.roles.models.parallel import Sizes
+from relax_rt.roles.models.shape import ModelShape, read_shape
 from relax_rt.roles.planning.memory import (
     engine_elements,
     engine_memory,
@@ -18,8 +20,6 @@ from relax_rt.roles.planning.memory import (
     rank_weights,
     total_bytes,
 )
-from relax_rt.roles.planning.parallel import Sizes
-from relax_rt.roles.planning.shape import ModelShape, read_shape
 from relax_rt.roles.rollout.engines.settings import EngineSettings
 from relax_rt.roles.training.backend.settings import TrainerSettings
 

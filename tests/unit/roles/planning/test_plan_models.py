@@ -10,9 +10,9 @@ import pytest
 from relax_rt.config.inventory import load_inventory
 from relax_rt.config.loader import load_config
 from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.models.shape import read_shape
 from relax_rt.roles.planning.flow import longest_sample, longest_trained
 from relax_rt.roles.planning.plan import HardwarePlan, plan_on
-from relax_rt.roles.planning.shape import read_shape
 
 FOLDER = Path(__file__).resolve().parents[4] / "examples/h100x8_qwen3_8b"
 ROOM = ("roles.evaluator.count=0", "evaluation.every_steps=0", "roles.rollout.count=2")

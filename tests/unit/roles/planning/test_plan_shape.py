@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from relax_rt.roles.planning.shape import ModelShape, read_shape, shape_of
+from relax_rt.roles.models.shape import ModelShape, read_shape, shape_of
 from relax_rt.transport.rpc.errors import RelaxError
 
 EXAMPLES = Path(__file__).resolve().parents[4] / "examples"

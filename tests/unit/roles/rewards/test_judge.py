@@ -15,7 +15,7 @@ from relax_rt.roles.rewards.builtin import judged
 from relax_rt.roles.rewards.judge import Judge, Judging, Late, Verdict, fields_of, with_verdict
 from relax_rt.roles.rewards.scoring import Failed, Request
 from relax_rt.roles.rewards.settings import JudgeTable
-from relax_rt.roles.rollout.router import NotGenerated, Outcome, Wanted
+from relax_rt.roles.rollout.router import GenerationRequest, NotGenerated, Outcome
 
 TOKENIZER = ChatTokenizer(character_tokenizer(), Path())
 REQUEST = Request("42 {or so}", "43", {"question": "41 + 2 =", "metadata": {"level": 3}})
@@ -77,7 +77,7 @@ def test_several_answers_are_one_verdict_and_one_that_cannot_be_read_fails_the_s
 
 
 async def test_what_fails_is_the_sample_and_not_the_batch() -> None:
-    async def generate(wanted: Wanted) -> Outcome:
+    async def generate(wanted: GenerationRequest) -> Outcome:
         text = TOKENIZER.decode(wanted.prompt)
         if "late" in text or "lost" in text:
             error = NotGenerated("a sequence", why="no engine")
@@ -99,7 +99,7 @@ async def test_what_fails_is_the_sample_and_not_the_batch() -> None:
 
 
 async def test_a_prompt_that_names_what_an_item_lacks_fails_that_sample() -> None:
-    async def generate(wanted: Wanted) -> Outcome:
+    async def generate(wanted: GenerationRequest) -> Outcome:
         raise AssertionError("it is not asked")
 
     (found,) = await Judge(judging("{completion} {colour}"), generate).verdicts([REQUEST])

@@ -17,8 +17,9 @@ from relax_rt.roles.rewards.judge import Judge, Judging, Late, Verdict
 from relax_rt.roles.rewards.scoring import Request
 from relax_rt.roles.rewards.settings import JudgeTable
 from relax_rt.roles.rollout.engines.base import Chunk, EngineLoad, GroupRequest
-from relax_rt.roles.rollout.generation import Generation, GenerationService
+from relax_rt.roles.rollout.generation import GenerationService
 from relax_rt.roles.rollout.router import Router
+from relax_rt.roles.rollout.router.interface import Generation
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
@@ -91,7 +92,7 @@ class Slot:
         registry = self._run.registry.core
         self.who = Incarnation(self.name, registry.issue_epoch(self.name))
         registry.announce(self.who, 1, f"unix://{self.name}", 10.0, 0.0)
-        self.engine = Echo(lambda chunks: self.service.sift(chunks) and None)
+        self.engine = Echo(lambda chunks: self.service.take_chunks(chunks) and None)
         self.service = GenerationService(self.who.epoch, self.engine, asyncio.Event())  # type: ignore[arg-type]
         registry.renew(self.who, "ready", 0, "", 0, 0.0)
         self.dead = False
@@ -166,16 +167,16 @@ async def test_a_judge_that_dies_costs_no_verdict_and_its_tokens_are_kept() -> N
     run.slots["genrm/0"].engine.most = 20
     async with judging(run) as (router, judge):
         asking = asyncio.create_task(judge.verdicts(requests(30)))
-        lives = router.core.lives
+        open_ = router.core.requests
         async with asyncio.timeout(120):
             while not any(  # noqa: ASYNC110 - nobody says so
-                life.tokens and life.place is not None and life.place.slot == "genrm/0" for life in lives.values()
+                one.tokens and one.assignment is not None and one.assignment.slot == "genrm/0" for one in open_.values()
             ):
                 await asyncio.sleep(0.005)
         run.slots["genrm/0"].kill()
         found = await asking
         assert all(isinstance(verdict, Verdict) for verdict in found)
-        assert router.core.counts["continued"] > 0, "what it had made was thrown away"
+        assert router.core.counts["resumed"] > 0, "what it had made was thrown away"
 
 
 async def test_without_any_judge_verdicts_wait_for_one_and_are_late_after_their_time() -> None:

@@ -65,7 +65,7 @@ async def test_nothing_of_an_engine_that_failed_is_marked_and_its_groups_may_be_
     role._arrive(cast(list[Chunk], [object()]))  # it is not looked at
     await role.teardown()
     assert calls == ["close engine", "give back, losses 1", "close queue"]
-    assert events == [("groups_left", {"groups": 1, "tokens_lost": 31})]
+    assert events == [("groups_released", {"groups": 1, "tokens_lost": 31})]
 
 
 async def test_an_engine_that_cannot_be_closed_keeps_no_groups() -> None:
@@ -145,6 +145,6 @@ def test_groups_are_asked_for_by_the_members_in_hand(
         config=cast(Any, RLConfig).model_construct(algorithm=AlgorithmTable(group_size=4)),
         settings=SimpleNamespace(groups_in_flight=3),
         work=SimpleNamespace(members=members, sequences=sequences),
-        intake=None if intake is None else SimpleNamespace(room=lambda _: intake),
+        cap=None if intake is None else SimpleNamespace(room=lambda _: intake),
     )
     assert role._free() == free

@@ -172,12 +172,12 @@ def test_what_found_no_room_is_marked_with_what_comes_next(rng: random.Random) -
     r = Rollout(q, 1, rng)
     r.ask(1)
     r.sample((1, 0), EVERY)
-    assert r.mark() == 1 and r.work.marks_not_kept == 1 and r.work.tokens_marked == 0
+    assert r.mark() == 1 and r.work.partials_dropped == 1 and r.work.journaled_tokens == 0
     q.apply(ev.Configure(q.ledger.core.policy, QueueLimits(lease_s=1e6)))
     r.sample((1, 0), EVERY - 1)
     assert r.mark() == 0
     r.sample((1, 0), 1)
-    assert r.mark() == 1 and r.work.tokens_marked == 2 * EVERY
+    assert r.mark() == 1 and r.work.journaled_tokens == 2 * EVERY
 
 
 def test_what_finds_no_room_is_tried_ever_less_often_and_by_its_first_piece_alone(
@@ -193,12 +193,12 @@ def test_what_finds_no_room_is_tried_ever_less_often_and_by_its_first_piece_alon
         sent.append(r.mark())
     assert max(sent[1:]) == 1 and sum(map(bool, sent)) == 7, "after 1, 2, 4 … 64 times the interval"
     q.apply(ev.Configure(q.ledger.core.policy, QueueLimits(lease_s=1e6)))
-    while not r.work.tokens_marked:
+    while not r.work.journaled_tokens:
         r.sample((1, 0), EVERY)
         r.mark()
-    piece = r.work.tokens_marked
+    piece = r.work.journaled_tokens
     r.sample((1, 0), EVERY)
-    assert r.mark() > 32 and r.work.tokens_marked > 64 * EVERY > 32 * piece, "there is room: the rest follows"
+    assert r.mark() > 32 and r.work.journaled_tokens > 64 * EVERY > 32 * piece, "there is room: the rest follows"
 
 
 def test_a_hand_over_takes_along_every_token_up_to_the_boundary(rng: random.Random) -> None:

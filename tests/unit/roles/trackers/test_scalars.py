@@ -62,7 +62,7 @@ def test_each_kind_stands_under_its_own_name_at_the_step_the_run_is_at() -> None
 
 
 def test_records_without_numbers_are_not_told() -> None:
-    assert [Scalars().take(r) for r in ({}, {"kind": "made", "samples": [1]}, {"kind": "step", "step": 1})] == [
+    assert [Scalars().take(r) for r in ({}, {"kind": "produced", "samples": [1]}, {"kind": "step", "step": 1})] == [
         None
     ] * 3
 

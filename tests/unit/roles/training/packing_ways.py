@@ -15,8 +15,7 @@ import transformers
 from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.tensors import TokenTensors
-from relax_rt.roles.training.layout import Costs
-from relax_rt.roles.training.packing import Row
+from relax_rt.roles.training.batch.rows import Costs, Row
 
 
 class Packed(Costs):

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.torch_backend import TorchBackend
+from relax_rt.roles.training.torch.backend import TorchBackend
 
 B = TypeVar("B", bound=TorchBackend)
 

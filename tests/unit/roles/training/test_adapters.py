@@ -19,14 +19,14 @@ from safetensors.torch import load_file  # noqa: E402
 from relax_rt.config.loader import load_config  # noqa: E402
 from relax_rt.config.problems import ConfigErrors  # noqa: E402
 from relax_rt.roles.config.sections import RLConfig  # noqa: E402
+from relax_rt.roles.models.shape import read_shape  # noqa: E402
 from relax_rt.roles.planning.memory import adapter_elements  # noqa: E402
-from relax_rt.roles.planning.shape import read_shape  # noqa: E402
 from relax_rt.roles.rollout.engines.weights import FlatWeights  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.backend.settings import LoraTable, TrainerSettings  # noqa: E402
 from relax_rt.roles.training.publication.adapters import AdaptedVersions  # noqa: E402
+from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.roles.training.torch.checks import check_adapters  # noqa: E402
-from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
 from relax_rt.transport.base.versions import VersionRecord  # noqa: E402
 from relax_rt.transport.rpc.errors import Refused, RelaxError  # noqa: E402
 from relax_rt.transport.weights.manifest import bucket_digest, bucket_slices, total_digest  # noqa: E402

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
-from relax_rt.roles.training.channel import Channel  # noqa: E402
+from relax_rt.roles.training.backend.channel import Channel  # noqa: E402
 from relax_rt.transport.rpc.errors import RelaxError, Unreachable  # noqa: E402
 
 END_S = 120

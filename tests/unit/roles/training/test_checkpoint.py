@@ -17,8 +17,10 @@ from msgspec.structs import replace
 from safetensors.numpy import save_file
 
 from relax_rt.config.problems import BadInput
-from relax_rt.roles.training import checkpoint
-from relax_rt.roles.training.checkpoint import (
+from relax_rt.roles.training.checkpoints import store as checkpoint
+from relax_rt.roles.training.checkpoints.digests import ModelIdentity, identity_of
+from relax_rt.roles.training.checkpoints.resume import take_newest, through
+from relax_rt.roles.training.checkpoints.store import (
     FORMAT,
     KEEP_DAMAGED,
     REPLACED,
@@ -28,8 +30,6 @@ from relax_rt.roles.training.checkpoint import (
     newest_step,
     read_state,
 )
-from relax_rt.roles.training.identity import ModelIdentity, identity_of
-from relax_rt.roles.training.keeping import take_newest, through
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 
 
@@ -282,7 +282,7 @@ def test_an_older_checkpoint_is_taken_with_a_word(tmp_path: Path) -> None:
     ):
         path.write_text(json.dumps({name: value for name, value in written.items() if name not in lacking}))
         names, ((kind, fields),) = taken(store)
-        assert names == ["step-000005"] and kind == "checkpoint_unnamed"
+        assert names == ["step-000005"] and kind == "checkpoint_unverified"
         assert fields["checkpoint"] == "step-000005" and words in fields["why"]
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from queue_parts import V2, World, world
 
-from relax_rt.roles.training import step
-from relax_rt.roles.training.step import Batch, Collector, give_back
+from relax_rt.roles.training import collector as collecting
+from relax_rt.roles.training.collector import Collector, give_back
+from relax_rt.roles.training.step import Batch
 from relax_rt.transport.queue.batch import LeasedBatch
 from relax_rt.transport.rpc.errors import Unreachable
 
@@ -29,7 +30,7 @@ class Shown:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "TAKE_WAIT_S", 0.0)
+    monkeypatch.setattr(collecting, "TAKE_WAIT_S", 0.0)
 
 
 class LateQueue:

@@ -24,11 +24,10 @@ from packing_samples import SAMPLES  # noqa: E402
 from relax_rt.roles.base.sample import Sample  # noqa: E402
 from relax_rt.roles.training.algorithms.objective import Objective  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
-from relax_rt.roles.training.critic import link as link_module  # noqa: E402
-from relax_rt.roles.training.critic.api import CriticReport, Piece, Place  # noqa: E402
-from relax_rt.roles.training.critic.link import SKIPPED_IN_A_ROW, CriticLink  # noqa: E402
+from relax_rt.roles.training.critic import client as link_module  # noqa: E402
+from relax_rt.roles.training.critic.client import SKIPPED_IN_A_ROW, CriticLink, CriticReport, Piece, Place  # noqa: E402  # noqa: E402
 from relax_rt.roles.training.critic.model import MODEL_FILE, CriticModel  # noqa: E402
-from relax_rt.roles.training.critic.service import CriticService  # noqa: E402
+from relax_rt.roles.training.critic.role import CriticService  # noqa: E402
 from relax_rt.roles.training.critic.settings import CriticSettings  # noqa: E402
 from relax_rt.transport.rpc.errors import GivenUp, Refused, StaleEpoch  # noqa: E402
 
@@ -412,7 +411,7 @@ def test_returns_are_what_values_should_have_been() -> None:
 
 
 OPTIONS = """
-from relax_rt.roles.training.algorithms.advantages.gae import GaeOptions, gae, gae_returns
+from relax_rt.roles.training.algorithms.advantages import GaeOptions, gae, gae_returns
 from relax_rt.roles.training.algorithms.registry import part
 
 @part("advantage", options=GaeOptions, needs={"values", "rewards"}, returns=gae_returns)

@@ -18,10 +18,13 @@ transformers = pytest.importorskip("transformers")
 from packing_samples import SAMPLES, make_sample  # noqa: E402
 
 from relax_rt.roles.base.sample import Sample  # noqa: E402
-from relax_rt.roles.training.critic.api import Piece, Place  # noqa: E402
-from relax_rt.roles.training.critic.link import CriticLink  # noqa: E402
+from relax_rt.roles.training.critic.client import (  # noqa: E402
+    CriticLink,
+    Piece,
+    Place,
+)
 from relax_rt.roles.training.critic.model import CriticModel  # noqa: E402
-from relax_rt.roles.training.critic.service import CriticService  # noqa: E402
+from relax_rt.roles.training.critic.role import CriticService  # noqa: E402
 from relax_rt.roles.training.critic.settings import CriticSettings  # noqa: E402
 from relax_rt.transport.rpc.errors import Refused  # noqa: E402
 

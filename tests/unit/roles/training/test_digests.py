@@ -17,12 +17,20 @@ import xxhash
 from msgspec.structs import replace
 
 from relax_rt.config.problems import BadInput
-from relax_rt.roles.training import digests, keeping
-from relax_rt.roles.training.checkpoint import CheckpointState, CheckpointStore, read_state
-from relax_rt.roles.training.digests import BESIDE, CHUNK_BYTES, FileDigest, compare, digest_of, digests_of
-from relax_rt.roles.training.digests import leave_digest as leave
-from relax_rt.roles.training.identity import ModelIdentity
-from relax_rt.roles.training.keeping import COMPARE_ALLOWANCE_S, take_newest
+from relax_rt.roles.training.checkpoints import digests
+from relax_rt.roles.training.checkpoints import resume as keeping
+from relax_rt.roles.training.checkpoints.digests import (
+    BESIDE,
+    CHUNK_BYTES,
+    FileDigest,
+    ModelIdentity,
+    compare,
+    digest_of,
+    digests_of,
+)
+from relax_rt.roles.training.checkpoints.digests import leave_digest as leave
+from relax_rt.roles.training.checkpoints.resume import COMPARE_ALLOWANCE_S, take_newest
+from relax_rt.roles.training.checkpoints.store import CheckpointState, CheckpointStore, read_state
 from relax_rt.transport.rpc.errors import Corrupt, RelaxError
 
 MIB = 1 << 20
@@ -150,7 +158,7 @@ def test_a_file_that_is_not_what_was_written_is_named_and_nothing_is_taken(
     names, ctx = resumed(store)
     assert names == ["step-000005"]
     (_, said), (kind, _) = ctx.events
-    assert kind == "checkpoint_set_aside" and (tmp_path / "damaged-step-000010").is_dir()
+    assert kind == "checkpoint_quarantined" and (tmp_path / "damaged-step-000010").is_dir()
     assert f": {name} " in said["why"] and DAMAGES[harm].format(found, was) in said["why"]
     assert "comparing step-000005 with its digests" in ctx.told
 

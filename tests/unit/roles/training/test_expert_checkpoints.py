@@ -15,11 +15,19 @@ from packing_samples import SAMPLES  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from test_megatron_blocks import GANGS, divided, planned  # noqa: E402
 
-from relax_rt.roles.planning.shape import shape_of  # noqa: E402
+from relax_rt.roles.models.shape import shape_of  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
-from relax_rt.roles.training.blocks import MASTER, MOMENTS, OptimizerFiles, file_of, key_of, whole, write  # noqa: E402
-from relax_rt.roles.training.megatron.weights import Files, blocks_of, fill  # noqa: E402
-from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
+from relax_rt.roles.training.checkpoints.optimizer_state import (  # noqa: E402
+    MASTER,
+    MOMENTS,
+    OptimizerFiles,
+    file_of,
+    key_of,
+    whole,
+    write,
+)
+from relax_rt.roles.training.megatron.state import Files, blocks_of, fill  # noqa: E402
+from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.transport.rpc.errors import Refused  # noqa: E402
 
 COMMON: dict[str, Any] = {

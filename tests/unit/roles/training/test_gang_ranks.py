@@ -14,8 +14,8 @@ pytest.importorskip("torch")
 
 from relax_rt.config.problems import BadInput
 from relax_rt.roles.base.sample import bare_meta
-from relax_rt.roles.training import gang
-from relax_rt.roles.training.gang import Follower, Leader
+from relax_rt.roles.training.backend import gang
+from relax_rt.roles.training.backend.gang import Follower, Leader
 
 
 def test_an_episode_with_branches_is_refused_before_any_rank_is_ordered_to_compute_it(

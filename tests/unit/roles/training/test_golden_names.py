@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from golden_tables import Layers, Parameter, read
 
-from relax_rt.roles.planning.parallel import Sizes
-from relax_rt.roles.planning.shape import read_shape, shape_of
-from relax_rt.roles.training.resharding import Division, Naming, Plan, naming_of, plan_buckets, targets
-from relax_rt.roles.training.resharding.layout import Local
+from relax_rt.roles.models.parallel import Sizes
+from relax_rt.roles.models.shape import read_shape, shape_of
+from relax_rt.roles.training.resharding.layout import Division, Local, Naming, naming_of, targets
+from relax_rt.roles.training.resharding.plan import Plan, plan_buckets
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 FOLDERS = {"qwen3_8b_tp2_pp2": "h100x8_qwen3_8b", "qwen3_30b_a3b_tp2_pp2_ep8": "h100x16_qwen3_30b_a3b"}

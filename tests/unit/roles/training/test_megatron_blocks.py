@@ -11,11 +11,12 @@ import torch
 from megatron_sharder import Gang, make_state, shard
 from safetensors.torch import save_file
 
-from relax_rt.roles.planning.parallel import Sizes
-from relax_rt.roles.planning.shape import shape_of
-from relax_rt.roles.training.blocks import OptimizerFiles, file_of, key_of, write
-from relax_rt.roles.training.megatron.weights import Files, blocks_of, fill
-from relax_rt.roles.training.resharding import Division, Plan, naming_of, plan_buckets
+from relax_rt.roles.models.parallel import Sizes
+from relax_rt.roles.models.shape import shape_of
+from relax_rt.roles.training.checkpoints.optimizer_state import OptimizerFiles, file_of, key_of, write
+from relax_rt.roles.training.megatron.state import Files, blocks_of, fill
+from relax_rt.roles.training.resharding.layout import Division, naming_of
+from relax_rt.roles.training.resharding.plan import Plan, plan_buckets
 from relax_rt.transport.rpc.errors import Refused
 
 CONFIG: dict[str, Any] = {

@@ -12,9 +12,9 @@ pytest.importorskip("torch")
 from trainer_parts import config_of
 
 from relax_rt.config.problems import BadInput
+from relax_rt.roles.training import open_backend as start
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.megatron import start
 from relax_rt.roles.training.megatron.model import LayerChoice, Wanted, decide_layers
 from relax_rt.transport.rpc.errors import Refused
 
@@ -91,7 +91,7 @@ def opened(told: Told, wanted: Wanted, monkeypatch: pytest.MonkeyPatch, home: An
         "Follower": lambda *_: None,
     }.items():
         monkeypatch.setattr(start, name, stand_in)
-    start.open_rank(told.context(wanted, home), Objective.__new__(Objective))
+    start.open_megatron(told.context(wanted, home), Objective.__new__(Objective))
 
 
 def test_local_layers_on_cuda_are_a_named_fallback(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_rt.roles.base.sample import Sample, bare_meta
+from relax_rt.roles.training.backend.gang import received, sent
+from relax_rt.roles.training.batch.rows import share
 from relax_rt.roles.training.megatron.packs import column, fill, pack
-from relax_rt.roles.training.orders import received, sent
-from relax_rt.roles.training.sharing import share
 
 LENGTHS = st.lists(st.integers(2, 30), min_size=1, max_size=12)
 

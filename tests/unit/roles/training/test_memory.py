@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from relax_rt.roles.training.memory import GROWTH_BYTES, Growth, resident_bytes
+from relax_rt.roles.models.heap import GROWTH_BYTES, Growth, resident_bytes
 from relax_rt.supervision.role_process import KEEP_PAGES
 
 HOLES = """
 import numpy as np
-from relax_rt.roles.training.memory import give_back
+from relax_rt.roles.models.heap import give_back
 
 def rss():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20

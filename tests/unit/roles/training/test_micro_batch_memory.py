@@ -17,9 +17,10 @@ pytest.importorskip("transformers")
 from packing_samples import SAMPLES, make_sample  # noqa: E402
 from starved import failing_backward, spoil_last  # noqa: E402
 
+from relax_rt.roles.models.device import out_of_memory  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
-from relax_rt.roles.training.budget import Budget, out_of_memory  # noqa: E402
-from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
+from relax_rt.roles.training.batch.budget import Budget  # noqa: E402
+from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.transport.rpc.errors import RelaxError  # noqa: E402
 
 
@@ -107,7 +108,7 @@ def test_other_errors_are_none_of_it(model_dir: Path) -> None:
 
 
 def test_the_smaller_number_outlives_the_process_but_not_another_setting(tmp_path: Path) -> None:
-    from relax_rt.roles.training.packing import shared_rows
+    from relax_rt.roles.training.batch.rows import shared_rows
 
     file = tmp_path / "micro_batch.json"
     budget = Budget(4096, file)
@@ -139,7 +140,7 @@ sys.path.insert(0, sys.argv[2])
 import torch
 from packing_samples import make_sample
 from test_micro_batch_memory import backend
-from relax_rt.roles.training.budget import Budget
+from relax_rt.roles.training.batch.budget import Budget
 
 torch.set_num_threads(1)
 told = []

@@ -19,11 +19,14 @@ from packing_samples import SAMPLES  # noqa: E402
 from relax_rt.roles.base.sample import Sample  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.algorithms.tensors import Metrics  # noqa: E402
-from relax_rt.roles.training.base import StepResult  # noqa: E402
+from relax_rt.roles.training.backend.interface import StepResult  # noqa: E402
 from relax_rt.roles.training.mismatch import beside_gradients, completed  # noqa: E402
-from relax_rt.roles.training.record import step_record  # noqa: E402
-from relax_rt.roles.training.step import Batch, accumulate  # noqa: E402
-from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
+from relax_rt.roles.training.step import (  # noqa: E402
+    Batch,
+    accumulate,
+    step_record,
+)
+from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.transport.base.versions import VersionRecord  # noqa: E402
 
 WEIGHTS = VersionRecord(3, 2, 1)
@@ -125,7 +128,7 @@ def test_every_item_is_there_at_each_step(model_dir: Path) -> None:
     assert record["sampled_entropy"] == pytest.approx(-drawn.mean(), rel=1e-5)
     # Refused by the queue, put out of training as over-stale, given no weight by a correction.
     masked = sum(2 for s in batch.samples if s.meta.member)
-    assert (record["tokens_refused"], record["tokens_masked"]) == (17, masked) and record["tokens_rejected"] > 0
+    assert (record["refused_tokens"], record["stale_tokens"]) == (17, masked) and record["rejected_tokens"] > 0
 
 
 def test_what_a_trust_region_takes_out_before_the_update_is_reported(model_dir: Path) -> None:
@@ -135,9 +138,9 @@ def test_what_a_trust_region_takes_out_before_the_update_is_reported(model_dir: 
     plain, whole = backend(model_dir), batch_of({})
     step(plain, whole, "trained")
     every = sum(int((s.advantages != 0).sum()) for s in whole.samples if s.advantages is not None)
-    assert 0 < record["tokens_left_out"] == every - left < every
-    assert record["tokens_rejected"] == 0
-    assert step(plain, batch_of({}), "trained")[1]["tokens_left_out"] == 0
+    assert 0 < record["masked_tokens"] == every - left < every
+    assert record["rejected_tokens"] == 0
+    assert step(plain, batch_of({}), "trained")[1]["masked_tokens"] == 0
 
 
 def test_a_step_that_is_thrown_away_has_its_report(model_dir: Path) -> None:

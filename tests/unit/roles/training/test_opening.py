@@ -16,17 +16,19 @@ from test_packing_rows import falcon  # noqa: E402
 from trainer_parts import config_of  # noqa: E402
 
 from relax_rt.config.problems import BadInput  # noqa: E402
+from relax_rt.roles.training import open_backend as megatron_start  # noqa: E402
 from relax_rt.roles.training.algorithms.objective import Objective  # noqa: E402
-from relax_rt.roles.training.attention import takes_segments  # noqa: E402
 from relax_rt.roles.training.backend.settings import TrainerSettings  # noqa: E402
+from relax_rt.roles.training.batch.attention import (  # noqa: E402
+    kind_packs,
+    takes_segments,
+)
 from relax_rt.roles.training.critic.role import CriticRole  # noqa: E402
 from relax_rt.roles.training.critic.settings import CriticSettings  # noqa: E402
-from relax_rt.roles.training.megatron import start as megatron_start  # noqa: E402
+from relax_rt.roles.training.open_backend import open_torch  # noqa: E402
 from relax_rt.roles.training.reference.role import ReferenceRole  # noqa: E402
 from relax_rt.roles.training.reference.settings import ReferenceSettings  # noqa: E402
 from relax_rt.roles.training.torch.checks import CANNOT_PACK, check_packing  # noqa: E402
-from relax_rt.roles.training.torch.probe import kind_packs  # noqa: E402
-from relax_rt.roles.training.torch.start import open_torch  # noqa: E402
 from relax_rt.supervision.diagnosis import Diagnosis, classify_exception  # noqa: E402
 from relax_rt.transport.rpc.errors import Refused  # noqa: E402
 
@@ -103,7 +105,7 @@ def test_what_a_rank_of_megatron_refuses_ends_the_run(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     ctx = context(model_dir, TrainerSettings(backend="megatron", dtype="bfloat16", threads=1), tmp_path)
     with pytest.raises(BadInput, match="they do not divide evenly") as caught:
-        megatron_start.open_rank(ctx, Objective.of(ctx.config.algorithm))
+        megatron_start.open_megatron(ctx, Objective.of(ctx.config.algorithm))
     assert ends_the_run(caught.value)
 
 

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 from trainer_parts import GROUPS, SOON_S, Lives, lives_of, model_with_tokenizer  # noqa: E402
 
 from relax_rt.config.problems import BadInput  # noqa: E402
-from relax_rt.roles.training.algorithms.own import OwnPartFailed  # noqa: E402
+from relax_rt.roles.training.algorithms.registry import OwnPartFailed  # noqa: E402
 from relax_rt.supervision.diagnosis import classify_exception  # noqa: E402
 from relax_rt.transport.queue.client import QueueClient  # noqa: E402
 from relax_rt.transport.queue.ledger.policy import QueueLimits  # noqa: E402

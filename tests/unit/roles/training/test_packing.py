@@ -14,8 +14,9 @@ from packing_samples import SAMPLES, make_sample  # noqa: E402
 from packing_ways import APART  # noqa: E402
 
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
-from relax_rt.roles.training.packing import collate, micro_batches, shared_rows  # noqa: E402
-from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
+from relax_rt.roles.training.batch.collate import collate  # noqa: E402
+from relax_rt.roles.training.batch.rows import micro_batches, shared_rows  # noqa: E402
+from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 
 
 def backend(model_dir: Path, budget: int) -> TorchBackend:

@@ -17,10 +17,11 @@ from packing_samples import SAMPLES, make_sample  # noqa: E402
 
 from relax_rt.roles.base.sample import Sample  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
-from relax_rt.roles.training.budget import Budget  # noqa: E402
-from relax_rt.roles.training.logprobs import at_trained_tokens  # noqa: E402
-from relax_rt.roles.training.packing import MicroBatch, collate, shared_rows  # noqa: E402
-from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
+from relax_rt.roles.training.batch.budget import Budget  # noqa: E402
+from relax_rt.roles.training.batch.collate import MicroBatch, collate  # noqa: E402
+from relax_rt.roles.training.batch.logprobs import at_trained_tokens  # noqa: E402
+from relax_rt.roles.training.batch.rows import shared_rows  # noqa: E402
+from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 
 TOGETHER = ("tokens", "loss_mask", "behaviour_logprobs", "advantages", "proximal_logprobs", "reference_logprobs")
 PARTS = [

@@ -17,7 +17,7 @@ from small_backend import small_backend  # noqa: E402
 
 from relax_rt.roles.base.sample import Sample  # noqa: E402
 from relax_rt.roles.training.step import Batch, accumulate, set_proximal  # noqa: E402
-from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
+from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 
 PROXIMAL: list[dict[str, Any]] = [
     {"name": "decoupled_ppo"},

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from relax_rt.roles.training.algorithms.learning_rate import check_rates, learning_rate
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.rates import check_rates, learning_rate
 
 
 def rates(**table: Any) -> list[float]:
@@ -61,7 +61,7 @@ def test_a_resumed_training_has_the_rates_that_it_would_have_had(model_dir: Path
     pytest.importorskip("transformers")
     from packing_samples import SAMPLES
 
-    from relax_rt.roles.training.torch_backend import TorchBackend
+    from relax_rt.roles.training.torch.backend import TorchBackend
 
     table = AlgorithmTable(learning_rate=1e-2, steps=5, learning_rate_schedule="cosine", warmup_steps=1)
 

@@ -23,7 +23,7 @@ from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: 
 from relax_rt.roles.training.reference.model import FrozenModel  # noqa: E402
 from relax_rt.roles.training.reference.role import FAILURES_IN_A_ROW, ReferenceRole  # noqa: E402
 from relax_rt.roles.training.reference.settings import ReferenceSettings  # noqa: E402
-from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
+from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.transport.queue.ledger.messages import SampleKey  # noqa: E402
 from relax_rt.transport.rpc.errors import RelaxError  # noqa: E402
 

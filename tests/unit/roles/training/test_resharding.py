@@ -14,11 +14,16 @@ from hypothesis import assume, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from megatron_sharder import Gang, State, make_state, shard  # noqa: E402
 
-from relax_rt.roles.planning.parallel import Sizes  # noqa: E402
-from relax_rt.roles.planning.shape import shape_of  # noqa: E402
-from relax_rt.roles.training.resharding import Division, Naming, Plan, naming_of, plan_buckets, targets  # noqa: E402
-from relax_rt.roles.training.resharding.assemble import assemble, check_shards, contribute  # noqa: E402
-from relax_rt.roles.training.resharding.gather import publish  # noqa: E402
+from relax_rt.roles.models.parallel import Sizes  # noqa: E402
+from relax_rt.roles.models.shape import shape_of  # noqa: E402
+from relax_rt.roles.training.resharding.layout import Division, Naming, naming_of, targets  # noqa: E402
+from relax_rt.roles.training.resharding.plan import Plan, plan_buckets  # noqa: E402
+from relax_rt.roles.training.resharding.transfer import (  # noqa: E402
+    assemble,
+    check_shards,
+    contribute,
+    publish,
+)
 from relax_rt.transport.rpc.errors import Refused  # noqa: E402
 
 

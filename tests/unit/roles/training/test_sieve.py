@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from queue_parts import V2, World, world
 
-from relax_rt.roles.training import step
-from relax_rt.roles.training.algorithms.filters.options import RefillOptions
+from relax_rt.roles.training import collector as collecting
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.registry import bound
-from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.sieve import Sieve
-from relax_rt.roles.training.step import Collector
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable, RefillOptions
+from relax_rt.roles.training.collector import Collector
+from relax_rt.roles.training.dynamic_sampling import Sieve
 from relax_rt.transport.rpc.errors import Refused
 
 
@@ -26,7 +25,7 @@ class Silent:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "TAKE_WAIT_S", 0.0)
+    monkeypatch.setattr(collecting, "TAKE_WAIT_S", 0.0)
 
 
 def collector(made: World, events: list[dict[str, Any]], *, ahead: float = 0, **options: float) -> Collector:
@@ -107,7 +106,7 @@ async def test_filters_that_leave_out_every_group_warn_with_the_pass_rate_and_en
             await made.make(1, 1, 1)
             batch = await collect.collect(4)
             assert batch is not None and not batch.full
-        warned = [event for event in events if event["kind"] == "groups_left_out"]
+        warned = [event for event in events if event["kind"] == "groups_filtered"]
         assert [event["scored"] for event in warned] == [3, 6], "each doubling is reported"
         assert all(event["filtered"] == {"zero_variance": event["scored"]} for event in warned)
         assert warned[0]["pass_rate"] > warned[1]["pass_rate"] > 0

@@ -17,9 +17,9 @@ from small_backend import small_backend  # noqa: E402
 from relax_rt.roles.base.sample import Sample  # noqa: E402
 from relax_rt.roles.training.algorithms.objective import Objective  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
-from relax_rt.roles.training.base import StepResult  # noqa: E402
+from relax_rt.roles.training.backend.interface import StepResult  # noqa: E402
 from relax_rt.roles.training.step import Batch, accumulate  # noqa: E402
-from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
+from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 
 GROUPS = (SAMPLES[:3], SAMPLES[3:5], SAMPLES[5:])
 ORDERS = ([[0, 1, 2]], [[0], [1], [2]], [[2], [0, 1]], [[1, 2], [], [0]])

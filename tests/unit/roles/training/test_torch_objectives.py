@@ -18,7 +18,7 @@ from relax_rt.roles.base.sample import Sample  # noqa: E402
 from relax_rt.roles.training.algorithms.objective import Objective  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.algorithms.tensors import TokenTensors  # noqa: E402
-from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
+from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 
 TEMPERATURE = 0.8
 TABLES: list[dict[str, Any]] = [
@@ -200,6 +200,6 @@ def test_the_report_compares_trainer_and_engine(model_dir: Path) -> None:
     assert result.entropy == pytest.approx(np.concatenate(entropies).mean(), rel=1e-5)
     assert result.kl_reference == pytest.approx((np.exp(-distance) - 1 + distance).mean(), rel=1e-4)
     kept = (np.exp(gap) >= 0.9) & (np.exp(gap) <= 1.1)
-    assert result.tokens_rejected == int((~kept).sum()) > 0
+    assert result.rejected_tokens == int((~kept).sum()) > 0
     assert result.others["weight"] == int(kept.sum()) > 0
     assert result.others["tokens"] == len(gap)

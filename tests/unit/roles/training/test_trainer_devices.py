@@ -23,11 +23,12 @@ from relax_rt.roles.models.device import CPU, choose_device  # noqa: E402
 from relax_rt.roles.planning.division import divisible  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.backend.settings import LoraTable, TrainerSettings  # noqa: E402
+from relax_rt.roles.training.batch.collate import collate  # noqa: E402
+from relax_rt.roles.training.batch.rows import shared_rows  # noqa: E402
 from relax_rt.roles.training.critic.model import CriticModel  # noqa: E402
 from relax_rt.roles.training.critic.settings import CriticSettings  # noqa: E402
-from relax_rt.roles.training.packing import collate, shared_rows  # noqa: E402
 from relax_rt.roles.training.reference.model import FrozenModel  # noqa: E402
-from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
+from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.transport.rpc.errors import Refused  # noqa: E402
 
 
@@ -153,7 +154,7 @@ def test_what_runs_out_of_memory_gives_back_what_it_holds(model_dir: Path, monke
         return predicted(*arguments, **options)
 
     monkeypatch.setattr(trainer, "_predicted", scarce)
-    monkeypatch.setattr("relax_rt.roles.training.budget.free_cached", freed.append)
+    monkeypatch.setattr("relax_rt.roles.training.batch.budget.free_cached", freed.append)
     assert trainer.step(SAMPLES, 1).others["micro_batches_halved"] == 1
     assert freed == [CPU]
     calls: list[int] = []

@@ -22,10 +22,10 @@ from trainer_parts import EVERY, GROUPS, SOON_S, Lives, lives_of, model_with_tok
 
 from relax_rt.config.problems import BadInput  # noqa: E402
 from relax_rt.roles.base.progress import NoProgress  # noqa: E402
-from relax_rt.roles.training import checkpoint  # noqa: E402
-from relax_rt.roles.training.checkpoint import read_state  # noqa: E402
+from relax_rt.roles.training.checkpoints import store as checkpoint  # noqa: E402
+from relax_rt.roles.training.checkpoints.store import read_state  # noqa: E402
 from relax_rt.roles.training.publication.publisher import Publisher  # noqa: E402
-from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
+from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.roles.training.trainer import SKIPPED_IN_A_ROW, TrainerRole  # noqa: E402
 from relax_rt.transport.base.versions import VersionRecord  # noqa: E402
 from relax_rt.transport.rpc.errors import DeadlineExceeded, GivenUp, Refused, RelaxError  # noqa: E402
@@ -76,7 +76,7 @@ async def test_a_damaged_checkpoint_no_longer_counts(
     (said,) = ctx.told("checkpoint_damaged")
     assert said["checkpoint"] == "step-000004" and said["why"]
     assert part in said["why"] or part == STATE
-    (aside,) = ctx.told("checkpoint_set_aside")
+    (aside,) = ctx.told("checkpoint_quarantined")
     assert aside["folder"] == "damaged-step-000004" and aside["why"]
     assert [one["step"] for one in ctx.told("resumed")] == [2]
     assert any("step 3 of 9 is done (skipped" in detail and "step-000004" in detail for detail in ctx.progress.details)
@@ -131,7 +131,7 @@ async def test_where_none_can_be_read_the_run_ends_and_nothing_is_touched(lives:
     assert "step-000002: " in caught.value.why and "step-000004: " in caught.value.why
     assert str(lives.checkpoints) in caught.value.hint and "step 0" in caught.value.hint
     assert lives.folders() == ["step-000002", "step-000004"]
-    assert not lives.contexts[-1].told("checkpoint_set_aside") and not lives.contexts[-1].records
+    assert not lives.contexts[-1].told("checkpoint_quarantined") and not lives.contexts[-1].records
 
 
 @pytest.mark.parametrize("of", [(checkpoint, "read_state"), (TorchBackend, "restore")], ids=["state", "weights"])
@@ -465,7 +465,7 @@ async def test_steps_without_an_advantage_are_reported_and_trained_on(lives: Liv
     assert 'algorithm.filters = ["zero_variance"]' in told["why"] and "algorithm.group_size = 2" in told["why"]
     records = [record for record in ctx.records if record["kind"] == "step"]
     assert [record["empty_steps"] for record in records] == [0, 1, 2, 0, 1, 2, 3, 0, 0]
-    assert [record["step"] for record in records if record["empty_why"]] == [7]
+    assert [record["step"] for record in records if record["empty_reason"]] == [7]
     # Such a step is published like any other, and its samples count as trained.
     assert len({record["version"] for record in records}) == 9
     assert "skipped" not in await lives.world.account()

@@ -20,12 +20,12 @@ from small_backend import small_backend  # noqa: E402
 from trainer_parts import GROUPS, Lives, lives_of, model_with_tokenizer  # noqa: E402
 
 from relax_rt.roles.base.sample import Sample  # noqa: E402
-from relax_rt.roles.training.base import StepResult, step_result, thrown_away  # noqa: E402
+from relax_rt.roles.training.backend.interface import StepResult, step_result, thrown_away  # noqa: E402
+from relax_rt.roles.training.batch.rows import mini_batches  # noqa: E402
 from relax_rt.roles.training.mismatch import completed  # noqa: E402
-from relax_rt.roles.training.step import Batch, accumulate  # noqa: E402
-from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
+from relax_rt.roles.training.step import Batch, accumulate, take_updates, together  # noqa: E402  # noqa: E402
+from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.roles.training.trainer import SKIPPED_IN_A_ROW, TrainerRole  # noqa: E402
-from relax_rt.roles.training.updates import mini_batches, take_updates, together  # noqa: E402
 from relax_rt.transport.rpc.errors import RelaxError  # noqa: E402
 
 RATE = 0.02
@@ -210,7 +210,7 @@ def test_a_step_tells_of_all_its_updates() -> None:
     found = together([none, one, two, bad])
     assert (found.applied, found.changed, found.updates, found.updates_skipped) == (True, True, 2, 1)
     assert found.why == "update 4 of 4: loss is nan"
-    assert (found.tokens, found.measured_tokens, found.computed_tokens, found.tokens_rejected) == (8, 8, 20, 3)
+    assert (found.tokens, found.measured_tokens, found.computed_tokens, found.rejected_tokens) == (8, 8, 20, 3)
     assert found.loss == pytest.approx(4 / 3) and found.grad_norm == 3.0 and found.learning_rate == 0.1
     assert found.ratio_mean == pytest.approx(7.6 / 8) and found.clip_fraction == pytest.approx(3 / 8)
     assert found.difference_max == 0.9 and found.entropy == pytest.approx(10 / 8) and found.kl_reference is None

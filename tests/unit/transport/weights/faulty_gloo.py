@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from relax_rt.transport.weights.collective.communicator import Memory, Rendezvous, View
-from relax_rt.transport.weights.collective.gloo import GlooCommunicator
+from relax_rt.transport.weights.broadcast.gloo import GlooCommunicator
+from relax_rt.transport.weights.broadcast.messages import Rendezvous
+from relax_rt.transport.weights.memory import Memory, View
 
 
 def harm(where: str) -> None:

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from adapted import LAYOUT, fill_base, lora, made, publish  # noqa: E402
 from test_publisher import SOON_S, Backend, world_of  # noqa: E402
 
-from relax_rt.roles.training.base import TrainerBackend  # noqa: E402
+from relax_rt.roles.training.backend.interface import TrainerBackend  # noqa: E402
 from relax_rt.roles.training.publication.adapters import AdaptedVersions  # noqa: E402
 from relax_rt.roles.training.publication.settings import PublicationTable  # noqa: E402
 from relax_rt.transport.base.versions import ROOT  # noqa: E402

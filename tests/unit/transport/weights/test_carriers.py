@@ -20,6 +20,7 @@ from relax_rt.cluster.nodes.links import Links
 from relax_rt.config.problems import BadInput
 from relax_rt.config.schema import SupervisionTable
 from relax_rt.interfaces.role import RoleContext
+from relax_rt.roles.base.locations import offers_folder, stage_folder
 from relax_rt.roles.config.checks import check
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
@@ -29,17 +30,16 @@ from relax_rt.roles.training.publication.carriers import FallbackSource, files_f
 from relax_rt.roles.training.publication.checks import check_publication, preflight_publication
 from relax_rt.roles.training.publication.device import DeviceWeights
 from relax_rt.roles.training.publication.files import WeightFiles
-from relax_rt.roles.training.publication.place import offers_folder, stage_folder
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.process_stat import start_time
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone, OutOfSpace, Refused, RelaxError, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.zmq_keys import CurveKeys
-from relax_rt.transport.weights.collective.communicator import DeviceMemory, HostMemory
-from relax_rt.transport.weights.collective.offers import Offers
+from relax_rt.transport.weights.broadcast.receivers import Receivers
 from relax_rt.transport.weights.cuda_ipc import Export
 from relax_rt.transport.weights.directory import DirectorySource, WeightDirectory
+from relax_rt.transport.weights.memory import DeviceMemory, HostMemory
 from relax_rt.transport.weights.source import StageSource, WeightSource
 from relax_rt.transport.weights.stage import WeightStage
 
@@ -140,7 +140,7 @@ async def test_a_full_disk_behind_costs_the_copy_alone(tmp_path: Path, monkeypat
     await files.after(record)
     await files.through()  # close() alone would not begin the copy, where its task has not run yet
     await asyncio.wait_for(files.close(), 120)
-    assert [kind for kind, _ in ctx.events] == ["weights_not_filed"]
+    assert [kind for kind, _ in ctx.events] == ["weights_save_failed"]
 
 
 class Disk:
@@ -201,7 +201,7 @@ async def test_a_trainer_that_failed_or_is_stopped_does_not_wait_for_a_slow_disk
     disk.may.release()
     await asyncio.wait_for(closing, 120)
     ((kind, told),) = ctx.events
-    assert (kind, told["version"]) == ("weights_not_filed", 7) and "too slow" in told["why"]
+    assert (kind, told["version"]) == ("weights_save_failed", 7) and "too slow" in told["why"]
     assert disk.begun == [7] and not [*(tmp_path / "files" / "run-1").glob("[v.]*")]
 
 
@@ -219,7 +219,7 @@ async def test_a_file_system_that_never_answers_keeps_no_run_from_its_end(
     await asyncio.wait_for(files.through(), 120)
     await asyncio.wait_for(files.close(), 120)
     ((kind, told),) = ctx.events
-    assert (kind, told["version"]) == ("weights_not_filed", 7) and "not answered for 0.25 s" in told["why"]
+    assert (kind, told["version"]) == ("weights_save_failed", 7) and "not answered for 0.25 s" in told["why"]
     # The host of a role that has done its work waits for the default executor.
     await asyncio.wait_for(asyncio.get_running_loop().shutdown_default_executor(), 120)
     disk.may.release()
@@ -235,8 +235,8 @@ async def test_a_folder_that_cannot_be_opened_is_told_and_tried_again_with_the_n
     await files.after(stage(ctx, fill(LAYOUT), 7))
     await files.through()
     assert [(kind, told["version"]) for kind, told in ctx.events] == [
-        ("weights_not_filed", 0),
-        ("weights_not_filed", 7),
+        ("weights_save_failed", 0),
+        ("weights_save_failed", 7),
     ]
     assert "may write in" in ctx.events[0][1]["why"]
     (tmp_path / "files").unlink()
@@ -402,14 +402,14 @@ class Engine(Context):
 
 def broadcast(ctx: Engine, record: VersionRecord, data: bytes | bytearray) -> list[str]:
     """As the trainer does, with nothing between; whom it served."""
-    taken = Offers(offers_folder(cast(RoleContext, ctx))).take(record.version, record.digest, LAYOUT.nbytes, 5.0)
+    taken = Receivers(offers_folder(cast(RoleContext, ctx))).reserve(record.version, record.digest, LAYOUT.nbytes, 5.0)
     if taken is None:
         return []
-    for offer in taken.offers.values():
+    for offer in taken.receivers.values():
         assert isinstance(offer.memory, HostMemory)
         Path(offer.memory.path).write_bytes(data)
-    taken.over({})
-    return list(taken.offers)
+    taken.finish({})
+    return list(taken.receivers)
 
 
 async def test_an_engine_has_the_first_version_from_the_stage_and_then_those_that_are_broadcast(tmp_path: Path) -> None:
@@ -437,21 +437,21 @@ async def test_what_was_broadcast_and_differs_is_taken_from_the_stage(tmp_path: 
     assert broadcast(ctx, second, bytes(LAYOUT.nbytes)) == ["rollout/0"]
     source = make(second, None)
     assert (copied(source), source.carrier) == (data, "shared_memory")
-    assert [kind for kind, _ in ctx.events] == ["broadcast_unused"] and "bytes 0-" in ctx.events[0][1]["why"]
+    assert [kind for kind, _ in ctx.events] == ["broadcast_fallback"] and "bytes 0-" in ctx.events[0][1]["why"]
 
 
 async def test_an_engine_without_room_to_receive_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OutOfSpace("memory", why="no space left on device")
 
-    monkeypatch.setattr("relax_rt.transport.weights.collective.carrier.host.allocate", full)
+    monkeypatch.setattr("relax_rt.transport.weights.broadcast.source.host.allocate", full)
     ctx = Engine(tmp_path)
     make = source_for(cast(RoleContext, ctx))
     data = fill(LAYOUT)
     record = stage(ctx, data)
     assert copied(make(record, None)) == data == copied(make(record, None))
     assert broadcast(ctx, record, data) == []
-    assert [kind for kind, _ in ctx.events] == ["broadcasts_off"], "said once"
+    assert [kind for kind, _ in ctx.events] == ["broadcast_disabled"], "said once"
 
 
 def without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,7 +480,7 @@ async def test_what_the_device_does_not_give_is_taken_from_the_stage(
     source = make(record, None)
     assert source.carrier == "cuda_ipc"
     assert (copied(source), source.carrier) == (data, "shared_memory")
-    assert [kind for kind, _ in ctx.events] == ["device_unused"] * 2
+    assert [kind for kind, _ in ctx.events] == ["device_fallback"] * 2
     assert "not shown" in ctx.events[0][1]["why"] and "no device is visible" in ctx.events[1][1]["why"]
 
 
@@ -494,7 +494,7 @@ def test_a_trainer_without_a_device_says_so_and_goes_on(tmp_path: Path, monkeypa
     device.show(version_of(data)[1], memoryview(data))
     device.retire(8)
     device.close()
-    assert [kind for kind, _ in ctx.events] == ["weights_not_shown"]
+    assert [kind for kind, _ in ctx.events] == ["weights_export_failed"]
     assert not list(stage_folder(cast(RoleContext, ctx)).glob("*.cuda"))
 
 

@@ -13,9 +13,9 @@ from weight_versions import version_of
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone
 from relax_rt.transport.weights import cuda_ipc, device
-from relax_rt.transport.weights.collective.communicator import DeviceMemory
 from relax_rt.transport.weights.cuda_ipc import CudaIpcSource, CudaStage
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Manifest, bucket_digest, layout_of
+from relax_rt.transport.weights.memory import DeviceMemory
 
 LAYOUT = layout_of([("w", "uint8", (BUCKET_BYTES + 64,), BUCKET_BYTES + 64)])
 """Two buckets."""

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, Refused, StaleEpoch
 from relax_rt.transport.weights import delta as codec
-from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.delta import apply, element_bytes, encode
 from relax_rt.transport.weights.manifest import (
     BUCKET_BYTES,
@@ -25,6 +24,7 @@ from relax_rt.transport.weights.manifest import (
     Manifest,
     bucket_digest,
     bucket_slices,
+    check_manifest,
     layout_of,
     total_digest,
 )

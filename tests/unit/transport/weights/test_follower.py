@@ -14,10 +14,10 @@ import structlog
 
 from relax_rt.interfaces.registry import Changes
 from relax_rt.interfaces.role import RoleContext
+from relax_rt.roles.base.locations import stage_folder
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rollout.engines.base import Engine, EngineLoad, KvPolicy, Swap
 from relax_rt.roles.training.publication.follower import EngineOut, WeightFollower
-from relax_rt.roles.training.publication.place import stage_folder
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Refused, Unreachable
@@ -141,7 +141,7 @@ class World:
         with pytest.raises(EngineOut, match=match):
             await asyncio.wait_for(self.follower.follow(record), 5 * TIMEOUT_S)
         assert self.ctx.ready_at == told
-        assert self.ctx.kinds()[-1] == "engine_out"
+        assert self.ctx.kinds()[-1] == "engine_removed"
         with pytest.raises(EngineOut, match="out already"):
             await self.follower.follow(record)
 
@@ -285,7 +285,7 @@ async def test_who_gives_versions_out_may_be_away_for_a_while(tmp_path: Path) ->
 
     world = World(tmp_path, Far(), timeout_s=60.0)
     assert await world.follower.follow(world.commit())
-    assert world.ctx.kinds() == ["weights_not_prepared"] * 2 + ["weights_swapped"]
+    assert world.ctx.kinds() == ["weights_prepare_failed"] * 2 + ["weights_swapped"]
 
 
 @pytest.mark.parametrize("step", ["prepare", "commit"])

@@ -17,7 +17,7 @@ from weight_versions import version_of  # noqa: E402
 
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Refused, RelaxError  # noqa: E402
 from relax_rt.transport.weights import payloads  # noqa: E402
-from relax_rt.transport.weights.collective.carrier import widened  # noqa: E402
+from relax_rt.transport.weights.broadcast.source import widen  # noqa: E402
 from relax_rt.transport.weights.manifest import Layout, layout_of  # noqa: E402
 from relax_rt.transport.weights.payloads import (  # noqa: E402
     Adapter,
@@ -217,12 +217,12 @@ def test_a_version_on_the_wire_is_what_was_sealed(wire: Any) -> None:
     assert bytes(data) != original
     _, manifest = version_of(data, layout)
     into = bytearray(b"\x55" * layout.nbytes)
-    widened(manifest, memoryview(blob), memoryview(into))
+    widen(manifest, memoryview(blob), memoryview(into))
     assert into == data
     damaged = bytearray(blob)
     damaged[-3] ^= 0x10
     with pytest.raises(Corrupt):
-        widened(manifest, memoryview(damaged), memoryview(into))
+        widen(manifest, memoryview(damaged), memoryview(into))
 
 
 def blob_of(tensors: list[tuple[str, str, tuple[int, ...], int]], facts: dict[str, str]) -> memoryview:

@@ -16,7 +16,7 @@ import structlog
 
 from relax_rt.interfaces.registry import Changes, Member
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.training.base import TrainerBackend
+from relax_rt.roles.training.backend.interface import TrainerBackend
 from relax_rt.roles.training.publication import publisher as module
 from relax_rt.roles.training.publication.publisher import Publisher
 from relax_rt.roles.training.publication.settings import PublicationTable
@@ -343,8 +343,8 @@ async def test_what_holds_an_optimizer_step_is_seen_and_counted(
 
         monkeypatch.setattr(world.stage, "writing", pinned)
         await world.publish(1)
-        held_s = await asyncio.to_thread(world.publisher.weights_may_change)
-        assert 0.3 < held_s < SOON_S
+        stage_wait_s = await asyncio.to_thread(world.publisher.weights_may_change)
+        assert 0.3 < stage_wait_s < SOON_S
         assert any("all 4 are pinned by readers" in wait for wait in world.ctx.progress.waits)
         await world.publisher.through()
         assert world.publisher.weights_may_change() == 0.0

@@ -15,19 +15,20 @@ import structlog
 from weight_versions import LAYOUT, fill
 
 from relax_rt.interfaces.role import RoleContext
+from relax_rt.roles.base.locations import offers_folder, stage_folder
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.training.publication.place import offers_folder, stage_folder
+from relax_rt.roles.training.publication.broadcast import Spreader
 from relax_rt.roles.training.publication.settings import PublicationTable
-from relax_rt.roles.training.publication.spread import Spreader
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.weights.collective import group as groups
-from relax_rt.transport.weights.collective.carrier import BroadcastSource, HostPlace
-from relax_rt.transport.weights.collective.communicator import CollectiveFailed, Memory
-from relax_rt.transport.weights.collective.events import Limits, Lost, Outcome
-from relax_rt.transport.weights.collective.offers import Receiver
+from relax_rt.transport.weights.broadcast import group as groups
+from relax_rt.transport.weights.broadcast.communicator import BroadcastFailed
+from relax_rt.transport.weights.broadcast.machine import Limits, Lost, Outcome
+from relax_rt.transport.weights.broadcast.receivers import Receiver
+from relax_rt.transport.weights.broadcast.source import BroadcastSource, HostReceiveBuffer
 from relax_rt.transport.weights.manifest import Manifest
+from relax_rt.transport.weights.memory import Memory
 from relax_rt.transport.weights.stage import WeightStage
 
 TIMEOUT_S = 240.0
@@ -53,16 +54,16 @@ class World:
         self.ctx = Context(folder)
         ctx = cast(RoleContext, self.ctx)
         self.stage = WeightStage(stage_folder(ctx), 1)
-        self.engines = {slot: Receiver(offers_folder(ctx), slot, 1, HostPlace) for slot in BOTH}
+        self.engines = {slot: Receiver(offers_folder(ctx), slot, 1, HostReceiveBuffer) for slot in BOTH}
         spreader = Spreader.of(ctx, self.ctx.config.publication)
         assert spreader is not None
         self.spreader = spreader
         self.version = 0
         self.data = bytearray()
 
-    def offer(self) -> None:
+    def register(self) -> None:
         for engine in self.engines.values():
-            engine.offer(LAYOUT.nbytes)
+            engine.register(LAYOUT.nbytes)
 
     async def ranks_there(self) -> None:
         """Until every engine's rank can be broadcast to: they are started when a version comes."""
@@ -122,7 +123,7 @@ async def test_versions_reach_both_engines_over_gloo_and_a_rank_that_dies_costs_
     async with world_of(tmp_path) as world:
         assert await world.who_has(*await world.commit()) == []
         assert not world.ctx.events, "nobody was there"
-        world.offer()
+        world.register()
         await world.ranks_there()
         assert not world.ctx.events, "a version waits for no rank's start"
         assert await world.who_has(*await world.commit()) == BOTH
@@ -163,7 +164,7 @@ class Played:
     async def __aexit__(self, *_: object) -> None:
         self.entered = False
 
-    def want(self, *names: str) -> None:
+    def prestart(self, *names: str) -> None:
         pass
 
     def admit(self, rank: object) -> None:
@@ -178,8 +179,8 @@ class Played:
         return cast(Outcome, outcome)
 
 
-def unfinished(outcome: Outcome | None) -> CollectiveFailed:
-    error = CollectiveFailed("broadcast", why="its root is lost")
+def unfinished(outcome: Outcome | None) -> BroadcastFailed:
+    error = BroadcastFailed("broadcast", why="its root is lost")
     error.outcome = outcome
     return error
 
@@ -194,9 +195,9 @@ async def test_how_a_broadcast_ends_is_known_to_each_engine(tmp_path: Path, monk
     ]
     played = Played(lambda: ends.pop(0))
     played.gate.set()
-    monkeypatch.setattr(groups, "Collective", played)
+    monkeypatch.setattr(groups, "BroadcastGroup", played)
     async with world_of(tmp_path) as world:
-        world.offer()
+        world.register()
         for whole in (["rollout/0"], ["rollout/0"], [], []):
             record, _ = await world.commit()
             told = await world.told()
@@ -210,9 +211,9 @@ async def test_how_a_broadcast_ends_is_known_to_each_engine(tmp_path: Path, monk
 
 async def test_a_broadcast_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     played = Played(lambda: Outcome(1, tuple(BOTH), ()))
-    monkeypatch.setattr(groups, "Collective", played)
+    monkeypatch.setattr(groups, "BroadcastGroup", played)
     async with world_of(tmp_path) as world:
-        world.offer()
+        world.register()
         first, _ = await world.commit()
         second, _ = await world.commit()
         assert not world.engines["rollout/0"].wait(second), "the one before is still under way"
@@ -222,8 +223,8 @@ async def test_a_broadcast_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest
         played.gate.clear()
         third, _ = await world.commit()
         await world.spreader.retire(third.version)
-        assert [path.name for path in offers_folder(cast(RoleContext, world.ctx)).glob("*.served")] == [
-            "b00000003.served"
+        assert [path.name for path in offers_folder(cast(RoleContext, world.ctx)).glob("*.broadcast")] == [
+            "b00000003.broadcast"
         ]
         await world.spreader.close()
         assert not world.engines["rollout/0"].wait(third), "the trainer has ended, and said so"
@@ -232,9 +233,9 @@ async def test_a_broadcast_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest
 async def test_a_version_that_is_not_committed_is_waited_for_by_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(groups, "Collective", Played(lambda: None))
+    monkeypatch.setattr(groups, "BroadcastGroup", Played(lambda: None))
     async with world_of(tmp_path) as world:
-        world.offer()
+        world.register()
         with world.stage.writing(LAYOUT, 0) as (file, view):
             view[:] = fill(LAYOUT)
             manifest = world.stage.seal(1, LAYOUT, file, view)
@@ -248,9 +249,9 @@ async def test_an_engine_whose_rank_is_not_there_waits_for_no_broadcast(
 ) -> None:
     played = Played(lambda: Outcome(1, ("rollout/0",), ()))
     played.gate.set()
-    monkeypatch.setattr(groups, "Collective", played)
+    monkeypatch.setattr(groups, "BroadcastGroup", played)
     async with world_of(tmp_path) as world:
-        world.offer()
+        world.register()
         played.present = frozenset({"trainer"})
         record, _ = await world.commit()
         assert not any(engine.wait(record) for engine in world.engines.values()), "nor is a file there to look at"
@@ -271,20 +272,20 @@ async def test_a_library_that_cannot_be_used_is_told_and_harms_nothing(
 
     monkeypatch.setattr(groups, "_serve_store", refuse)
     async with world_of(tmp_path) as world:
-        world.offer()
+        world.register()
         assert await world.who_has(*await world.commit()) == []
-        assert [kind for kind, _ in world.ctx.events] == ["broadcasts_off"]
+        assert [kind for kind, _ in world.ctx.events] == ["broadcast_disabled"]
 
 
 async def test_a_communicator_that_does_not_load_ends_the_broadcasts_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The processes of the ranks live long enough to say so, each time one is started ahead of a version."""
-    monkeypatch.setattr(groups, "GLOO", "relax_rt.transport.weights.collective.gloo:NotThere")
+    monkeypatch.setattr(groups, "GLOO", "relax_rt.transport.weights.broadcast.gloo:NotThere")
     async with world_of(tmp_path) as world:
-        world.offer()
+        world.register()
         async with asyncio.timeout(TIMEOUT_S):
-            while "broadcasts_off" not in dict(world.ctx.events):
+            while "broadcast_disabled" not in dict(world.ctx.events):
                 assert await world.who_has(*await world.commit()) == []
         assert all("NotThere" in told["why"] for _, told in world.ctx.events), "of engines' ranks perhaps before"
         said = len(world.ctx.events)
@@ -298,13 +299,13 @@ async def test_an_engine_whose_rank_never_comes_up_is_told_once(
     played.gate.set()
     played.present, played.among = frozenset({"trainer", "rollout/0"}), ["rollout/0"]
     played.given_up = {"rollout/1": "its library is another"}
-    monkeypatch.setattr(groups, "Collective", played)
+    monkeypatch.setattr(groups, "BroadcastGroup", played)
     async with world_of(tmp_path) as world:
-        world.offer()
+        world.register()
         for _ in range(2):
             await world.commit()
             assert (await world.told())["engines"] == ["rollout/0"]
-        assert [told for kind, told in world.ctx.events if kind == "broadcast_rank_off"] == [
+        assert [told for kind, told in world.ctx.events if kind == "broadcast_rank_removed"] == [
             {"communicator": "gloo", "engine": "rollout/1", "why": "its library is another"}
         ]
 

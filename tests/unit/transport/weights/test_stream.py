@@ -25,8 +25,7 @@ from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.payload import frames
 from relax_rt.transport.memory.payload.frames import Get, Range
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, ProtocolError, Unreachable
-from relax_rt.transport.weights.checks import check_manifest
-from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout, layout_of
+from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout, check_manifest, layout_of
 from relax_rt.transport.weights.served import (
     IDLE_S,
     MANIFEST_HEAD,

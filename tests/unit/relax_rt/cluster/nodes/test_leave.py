@@ -74,7 +74,7 @@ async def test_an_executor_tells_what_it_could_not_kill(
         config, RunPaths("none", tmp_path), [], on_event=print, on_address=print, emit=seen.emit, node="b"
     )
     assert await local.close() == left
-    assert seen.calls == (["unkillable"] if left else [])
+    assert seen.calls == (["processes_unkillable"] if left else [])
 
 
 @pytest.mark.parametrize("left", [[], STUCK])

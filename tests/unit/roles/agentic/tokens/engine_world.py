@@ -31,9 +31,14 @@ from relax_rt.roles.agentic.tokens.parsers import Call, Parsed  # noqa: E402
 from relax_rt.roles.models.chat_template import written_arguments  # noqa: E402
 from relax_rt.roles.rollout.engines.base import Assembly, Chunk, Completion, GroupRequest, KvPolicy  # noqa: E402
 from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine  # noqa: E402
-from relax_rt.roles.rollout.generation import GenerationService, Order  # noqa: E402
-from relax_rt.roles.rollout.router.core import Deliver  # noqa: E402
-from relax_rt.roles.rollout.router.requests import Life, Outcome, Wanted  # noqa: E402
+from relax_rt.roles.rollout.generation import GenerationService  # noqa: E402
+from relax_rt.roles.rollout.router.core import (  # noqa: E402
+    Deliver,
+    GenerationRequest,
+    Outcome,
+    RequestState,
+)
+from relax_rt.roles.rollout.router.interface import SequenceRequest  # noqa: E402
 from relax_rt.transport.base.versions import VersionRecord  # noqa: E402
 
 CONTEXT = 2048
@@ -155,7 +160,7 @@ class World:
                 self._ended[request.id] = done
             if done is not None and done.finish_reason != "abort":
                 self.sampled[asked] = Sampled(request.prompt, done)
-        assert self.service.sift(chunks) == []
+        assert self.service.take_chunks(chunks) == []
 
     def _expect(self, asked: Asked, request: GroupRequest) -> None:
         """What it goes on behind is what was sampled before it was taken away."""
@@ -192,40 +197,40 @@ class World:
             while self.engine.left and not all(task.done() for task in tasks):  # noqa: ASYNC110 - a thread's number
                 await asyncio.sleep(0.0005)
 
-    async def stream(self, wanted: Wanted) -> AsyncIterator[Deliver]:
+    async def stream(self, wanted: GenerationRequest) -> AsyncIterator[Deliver]:
         """The same in parts, as they come."""
-        life = Life(next(self._numbers), wanted, 0.0, 3)
-        life.send(0.0, "rollout/0", 1)
+        life = RequestState(next(self._numbers), wanted, 0.0, 3)
+        life.assign(0.0, "rollout/0", 1)
         async with aclosing(self.service.generate(_order(life))) as pieces:
             async for piece in pieces:
                 before = len(life.tokens)
-                assert life.add(0.0, piece) == "" and not piece.turned_away
+                assert life.add(0.0, piece) == "" and not piece.rejected
                 if piece.tokens:
                     told = (piece.tokens, piece.logprobs, piece.versions, piece.routing, piece.prompt_routing)
                     yield Deliver(life.number, before, *told)
                 if life.outcome is not None:
                     return
 
-    async def generate(self, wanted: Wanted) -> Outcome:
+    async def generate(self, wanted: GenerationRequest) -> Outcome:
         """What a router does, by its own account of a request's life."""
-        life = Life(next(self._numbers), wanted, 0.0, 3)
+        life = RequestState(next(self._numbers), wanted, 0.0, 3)
         move, self.move = self.move, 0
         while life.outcome is None:
-            life.send(0.0, "rollout/0", 1)
+            life.assign(0.0, "rollout/0", 1)
             async with aclosing(self.service.generate(_order(life))) as stream:
                 async for piece in stream:
-                    assert life.add(0.0, piece) == "" and not piece.turned_away
+                    assert life.add(0.0, piece) == "" and not piece.rejected
                     if life.outcome is not None or 0 < move <= len(life.tokens):
                         break
             if life.outcome is None:
-                life.give_back("it is taken away")
+                life.unassign("it is taken away")
                 move, self.moved = 0, self.moved + 1
         return life.outcome
 
 
-def _order(life: Life) -> Order:
+def _order(life: RequestState) -> SequenceRequest:
     wanted = life.wanted
-    return Order(
+    return SequenceRequest(
         prompt=list(wanted.prompt),
         seed=wanted.seed,
         temperature=wanted.temperature,

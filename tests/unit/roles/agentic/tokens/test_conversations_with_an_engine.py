@@ -33,8 +33,9 @@ from relax_rt.roles.agentic.loading import Factory  # noqa: E402
 from relax_rt.roles.agentic.samples import make_sample  # noqa: E402
 from relax_rt.roles.agentic.tokens import TokenLedger  # noqa: E402
 from relax_rt.roles.base.sample import Sample, SampleMeta  # noqa: E402
-from relax_rt.roles.training.logprobs import predicted  # noqa: E402
-from relax_rt.roles.training.packing import MicroBatch, collate, shared_rows  # noqa: E402
+from relax_rt.roles.training.batch.collate import MicroBatch, collate  # noqa: E402
+from relax_rt.roles.training.batch.logprobs import predicted  # noqa: E402
+from relax_rt.roles.training.batch.rows import shared_rows  # noqa: E402
 from relax_rt.transport.queue.ledger.messages import Ticket  # noqa: E402
 
 TASK = Task(index=0, item="train-0", split="train", seed=7)

@@ -25,10 +25,10 @@ from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 from relax_rt.roles.rollout.engines.kv_cache import Fill
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend.settings import LoraTable
-from relax_rt.roles.training.checkpoint import TOKENIZER_FILES
-from relax_rt.roles.training.layout import Costs
-from relax_rt.roles.training.packing import collate, shared_rows
-from relax_rt.roles.training.torch_backend import TorchBackend
+from relax_rt.roles.training.batch.collate import collate
+from relax_rt.roles.training.batch.rows import Costs, shared_rows
+from relax_rt.roles.training.checkpoints.store import TOKENIZER_FILES
+from relax_rt.roles.training.torch.backend import TorchBackend
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused
 

@@ -28,10 +28,11 @@ from relax_rt.roles.data.media.pictures import Shown, digest_of
 from relax_rt.roles.data.media.sight import load_sight
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
-from relax_rt.roles.rollout.generation import GenerationService, Order
-from relax_rt.roles.rollout.router.requests import Life, Outcome, Wanted
+from relax_rt.roles.rollout.generation import GenerationService
+from relax_rt.roles.rollout.router.core import GenerationRequest, Outcome, RequestState
+from relax_rt.roles.rollout.router.interface import SequenceRequest
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.torch_backend import TorchBackend
+from relax_rt.roles.training.torch.backend import TorchBackend
 from relax_rt.transport.queue.ledger.messages import Ticket
 
 pytest.importorskip("torch")
@@ -46,13 +47,13 @@ class World:
     def __init__(self, driver: Driver, chat: ChatTemplate) -> None:
         self.driver, self.chat = driver, chat
         self.service = GenerationService(1, driver.engine, asyncio.Event())
-        self.asked: list[Wanted] = []
+        self.asked: list[GenerationRequest] = []
 
-    async def generate(self, wanted: Wanted) -> Outcome:
+    async def generate(self, wanted: GenerationRequest) -> Outcome:
         self.asked.append(wanted)
-        life = Life(len(self.asked), wanted, 0.0, 3, lowest=0)
-        life.send(0.0, "rollout/0", 1)
-        order = Order(
+        life = RequestState(len(self.asked), wanted, 0.0, 3, lowest_version=0)
+        life.assign(0.0, "rollout/0", 1)
+        order = SequenceRequest(
             prompt=list(wanted.prompt),
             seed=wanted.seed,
             temperature=wanted.temperature,
@@ -61,7 +62,9 @@ class World:
             allowed=[0],
             media=list(wanted.media),
         )
-        async for piece in self.service.generate(msgspec.msgpack.decode(msgspec.msgpack.encode(order), type=Order)):
+        async for piece in self.service.generate(
+            msgspec.msgpack.decode(msgspec.msgpack.encode(order), type=SequenceRequest)
+        ):
             assert life.add(0.0, piece) == ""
         assert life.outcome is not None
         return life.outcome
@@ -81,7 +84,7 @@ async def world(seeing: Path) -> AsyncIterator[World]:
     found = World(driver, ChatTemplate(load_tokenizer(seeing), sight=load_sight(seeing)))
 
     def arrive(chunks: list[Any]) -> None:
-        assert found.service.sift(chunks) == []
+        assert found.service.take_chunks(chunks) == []
 
     await engine.start(arrive, driver._fail)
     yield found

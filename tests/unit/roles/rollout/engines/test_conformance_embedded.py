@@ -11,7 +11,7 @@ from conformance import *  # noqa: F403
 from harness import Driver, Traits
 
 from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
-from relax_rt.roles.rollout.generation import MOST_REQUESTS, GenerationService
+from relax_rt.roles.rollout.generation import MAX_REQUESTS, GenerationService
 
 
 @pytest_asyncio.fixture
@@ -28,6 +28,6 @@ async def test_an_engine_with_all_rows_in_use_still_takes_in_requests_of_others(
     driver.submit(busy)
     await driver.tokens(2 * members)
     report = await GenerationService(1, driver.engine, asyncio.Event()).load()
-    assert (report.running, report.room) == (members, MOST_REQUESTS)
+    assert (report.running, report.room) == (members, MAX_REQUESTS)
     driver.engine.abort(busy.id)
     await driver.finished(busy)

@@ -282,7 +282,7 @@ async def test_an_engine_that_does_not_give_way_ends_and_the_trainer_does_not_wa
     await until(lambda: stuck.holds)
     async with run.turn_of(trainer) as without:
         assert without == ("rollout/0",), "its process has not ended yet, and may hold memory"
-    assert "engine_out_of_turn" in run.ctx.events
+    assert "engine_not_released" in run.ctx.events
     with pytest.raises(NoWay, match="did not give its memory back"):
         await stuck.task
 

@@ -13,8 +13,9 @@ from relax_rt.actors.directory import Directory
 from relax_rt.cluster.registry.core import RegistryCore, Stored
 from relax_rt.interfaces.registry import Changes, RegistryApi
 from relax_rt.roles.rollout.engines.base import Chunk, EngineLoad, GroupRequest
-from relax_rt.roles.rollout.generation import Generation, GenerationService
-from relax_rt.roles.rollout.intake import Intake, Marks
+from relax_rt.roles.rollout.generation import GenerationService
+from relax_rt.roles.rollout.router.admission import CapLimits, EngineCap
+from relax_rt.roles.rollout.router.interface import Generation
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.identity import Incarnation
@@ -83,8 +84,10 @@ class Rollout:
         self.engine = ScriptedEngine(version)
         self.stopping = asyncio.Event()
         engine: Any = self.engine
-        self.service = GenerationService(self.who.epoch, engine, self.stopping, Intake(Marks(most=room)), beat_s=0.05)
-        self.engine.sink = self.service.sift
+        self.service = GenerationService(
+            self.who.epoch, engine, self.stopping, EngineCap(CapLimits(most=room)), beat_s=0.05
+        )
+        self.engine.sink = self.service.take_chunks
         self.server = Server(make_hello(RUN, self.who))
         self.server.offer(Generation, self.service)
         self.task: asyncio.Task[None] | None = None

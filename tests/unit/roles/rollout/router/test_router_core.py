@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from relax_rt.roles.rollout.generation import EngineReport, Piece
-from relax_rt.roles.rollout.router.core import Action, Limits, Open, RouterCore
-from relax_rt.roles.rollout.router.fleet import EngineNews
-from relax_rt.roles.rollout.router.requests import Wanted
+from relax_rt.roles.rollout.router.core import GenerationRequest, RouterAction, RouterCore, RouterLimits, StartAttempt
+from relax_rt.roles.rollout.router.fleet import EngineEntry
+from relax_rt.roles.rollout.router.interface import EngineReport, SequenceUpdate
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 
@@ -22,22 +21,22 @@ def report(version: int = 2, generated: int = 1, room: int = 0) -> EngineReport:
     return EngineReport(epoch=1, version=version, generated=generated, room=room)
 
 
-def token(start: int, room: int = 0) -> Piece:
+def token(start: int, room: int = 0) -> SequenceUpdate:
     spans = [VersionSpan(start, start + 1, 2, 2)]
-    return Piece(
+    return SequenceUpdate(
         start=start, tokens=[7], logprobs=[-1.0], versions=spans, report=report(generated=start + 2, room=room)
     )
 
 
-def wanted(lag: int = 0, tokens: int = 50) -> Wanted:
-    return Wanted(prompt=(1, 2), max_new_tokens=tokens, lag=lag)
+def wanted(lag: int = 0, tokens: int = 50) -> GenerationRequest:
+    return GenerationRequest(prompt=(1, 2), max_new_tokens=tokens, lag=lag)
 
 
 def fleet_of(waiting: int, *, lags: tuple[int, ...] = (0,)) -> tuple[RouterCore, int]:
     """One engine that is full with one request, and others that wait; the number of the one that runs."""
-    core = RouterCore(Limits())
-    core.news(0.0, [EngineNews("rollout/0", 1, "ready", 2, 0)], RECORDS)
-    core.report(0.0, "rollout/0", report(room=1))
+    core = RouterCore(RouterLimits())
+    core.on_members(0.0, [EngineEntry("rollout/0", 1, "ready", 2, 0)], RECORDS)
+    core.on_report(0.0, "rollout/0", report(room=1))
     running, actions = core.submit(0.0, wanted())
     assert sent(actions) == [running]
     for n in range(waiting):
@@ -45,8 +44,8 @@ def fleet_of(waiting: int, *, lags: tuple[int, ...] = (0,)) -> tuple[RouterCore,
     return core, running
 
 
-def sent(actions: list[Action]) -> list[int]:
-    return [action.number for action in actions if isinstance(action, Open)]
+def sent(actions: list[RouterAction]) -> list[int]:
+    return [action.number for action in actions if isinstance(action, StartAttempt)]
 
 
 def lines_of(event: Any) -> int:
@@ -72,22 +71,22 @@ def test_a_piece_costs_the_same_however_many_wait(lags: tuple[int, ...]) -> None
     costs = []
     for waiting in (6, 600):
         core, running = fleet_of(waiting, lags=lags)
-        core.piece(0.1, running, 1, token(0))
-        costs.append(lines_of(lambda core=core, running=running: core.piece(0.2, running, 1, token(1))))
-        assert sum(core.waiting_on().values()) == waiting + (not core.lives[running].tokens)
+        core.on_update(0.1, running, 1, token(0))
+        costs.append(lines_of(lambda core=core, running=running: core.on_update(0.2, running, 1, token(1))))
+        assert sum(core.waiting_on().values()) == waiting + (not core.requests[running].tokens)
     assert costs[0] == costs[1]
 
 
 def test_room_goes_to_the_oldest_that_may_have_it_whatever_their_lags() -> None:
-    core = RouterCore(Limits())
-    core.news(0.0, [EngineNews("rollout/0", 1, "ready", 1, 0)], RECORDS)
-    core.report(0.0, "rollout/0", report(version=1, room=0))
+    core = RouterCore(RouterLimits())
+    core.on_members(0.0, [EngineEntry("rollout/0", 1, "ready", 1, 0)], RECORDS)
+    core.on_report(0.0, "rollout/0", report(version=1, room=0))
     numbers = [core.submit(0.0, wanted(lag))[0] for lag in (0, 1, 0, 2, 1)]
     # One publication behind: nothing for those that allow no lag, the others in their turn.
-    assert sent(core.report(0.1, "rollout/0", report(version=1, generated=2, room=2))) == [numbers[1], numbers[3]]
+    assert sent(core.on_report(0.1, "rollout/0", report(version=1, generated=2, room=2))) == [numbers[1], numbers[3]]
     reasons = core.waiting_on()
     assert sum(n for why, n in reasons.items() if why.startswith("an engine at version 2")) == 3
-    assert sent(core.report(0.2, "rollout/0", report(generated=3, room=9))) == [numbers[0], numbers[2], numbers[4]]
+    assert sent(core.on_report(0.2, "rollout/0", report(generated=3, room=9))) == [numbers[0], numbers[2], numbers[4]]
 
 
 def test_one_that_is_late_says_what_it_waited_for() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from router_far_end import Rollout, fleet
 
-from relax_rt.roles.rollout.router import NotGenerated, Router, RouterEnded, Wanted
+from relax_rt.roles.rollout.router import GenerationRequest, NotGenerated, Router, RouterEnded
 
-WANTED = Wanted(prompt=(1, 2, 3), seed=5, max_new_tokens=20, chunk_tokens=2, timeout_s=60.0)
+WANTED = GenerationRequest(prompt=(1, 2, 3), seed=5, max_new_tokens=20, chunk_tokens=2, timeout_s=60.0)
 
 
 async def test_who_asks_again_when_the_router_is_left_is_told_so(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from relax_rt.roles.rollout.generation import EngineReport, Order, Piece
-from relax_rt.roles.rollout.router.requests import Life, Wanted
+from relax_rt.roles.rollout.router.core import GenerationRequest, RequestState
+from relax_rt.roles.rollout.router.interface import EngineReport, SequenceRequest, SequenceUpdate
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused
 
@@ -17,34 +17,34 @@ STOP, MOST, LOSSES = 0, 12, 3
 REPORT = EngineReport(epoch=1, version=1, generated=0)
 
 
-def piece(start: int, tokens: list[int], version: int = 1, **more: object) -> Piece:
+def piece(start: int, tokens: list[int], version: int = 1, **more: object) -> SequenceUpdate:
     """One that fits, if it begins where the sequence ends."""
     spans = [VersionSpan(start, start + len(tokens), version, version)] if tokens else []
     logprobs = [-float(t) for t in tokens]
-    return Piece(start=start, tokens=tokens, logprobs=logprobs, versions=spans, report=REPORT, **more)  # type: ignore[arg-type]
+    return SequenceUpdate(start=start, tokens=tokens, logprobs=logprobs, versions=spans, report=REPORT, **more)  # type: ignore[arg-type]
 
 
 class LifeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        wanted = Wanted(prompt=(1,), max_new_tokens=MOST, stop_ids=frozenset({STOP}), timeout_s=100.0)
-        self.life = Life(1, wanted, 0.0, LOSSES)
+        wanted = GenerationRequest(prompt=(1,), max_new_tokens=MOST, stop_ids=frozenset({STOP}), timeout_s=100.0)
+        self.life = RequestState(1, wanted, 0.0, LOSSES)
         self.now, self.losses, self.end, self.sent = 0.0, 0, "", 0
         self.tokens: list[int] = []
         self.versions: list[int] = []
         self.lost: set[int] = set()
 
     def open(self) -> bool:
-        return not self.end and self.life.place is not None
+        return not self.end and self.life.assignment is not None
 
     def waits(self) -> bool:
-        return not self.end and self.life.place is None
+        return not self.end and self.life.assignment is None
 
     @rule(epoch=st.integers(1, 3))
     @precondition(waits)
     def send(self, epoch: int) -> None:
         self.sent += 1
-        assert self.life.send(self.now, "rollout/0", epoch).attempt == self.sent
+        assert self.life.assign(self.now, "rollout/0", epoch).attempt == self.sent
 
     @rule(tokens=st.lists(st.integers(1, 9), max_size=5), version=st.integers(1, 3))
     @precondition(open)
@@ -71,10 +71,12 @@ class LifeMachine(RuleBasedStateMachine):
         wrong = {
             "gap": piece(at + 1, [5]),
             "again": piece(at - 1, [5]),
-            "logprobs": Piece(start=at, tokens=[5], versions=[VersionSpan(at, at + 1, 1, 1)], report=REPORT),
-            "versions": Piece(start=at, tokens=[5], logprobs=[0.0], report=REPORT),
+            "logprobs": SequenceUpdate(start=at, tokens=[5], versions=[VersionSpan(at, at + 1, 1, 1)], report=REPORT),
+            "versions": SequenceUpdate(start=at, tokens=[5], logprobs=[0.0], report=REPORT),
             "unknown": piece(at, [5], version=0),
-            "kv": Piece(start=at, tokens=[5], logprobs=[0.0], versions=[VersionSpan(at, at + 1, 1, 2)], report=REPORT),
+            "kv": SequenceUpdate(
+                start=at, tokens=[5], logprobs=[0.0], versions=[VersionSpan(at, at + 1, 1, 2)], report=REPORT
+            ),
             "many": piece(at, [5] * (MOST - at + 1)),
             "no stop": piece(at, [5], finish_reason="stop"),
             "short": piece(at, [5] * (MOST - at - 1), finish_reason="length"),
@@ -84,16 +86,16 @@ class LifeMachine(RuleBasedStateMachine):
     @rule()
     @precondition(open)
     def its_engine_is_lost(self) -> None:
-        assert self.life.place is not None
-        self.lost.add(self.life.place.epoch)
-        self.life.lose(f"loss {self.losses}")
+        assert self.life.assignment is not None
+        self.lost.add(self.life.assignment.epoch)
+        self.life.engine_lost(f"loss {self.losses}")
         self.losses += 1
         self.end = "failed" if len(self.lost) == LOSSES or self.losses == 9 else ""
 
     @rule()
     @precondition(open)
     def its_engine_does_not_want_it(self) -> None:
-        self.life.give_back("full")
+        self.life.unassign("full")
 
     @rule(way=st.sampled_from(["cancel", "expire", "refuse"]))
     @precondition(lambda self: bool(self.end))
@@ -134,7 +136,7 @@ TestLife = LifeMachine.TestCase
 
 
 def test_a_late_outcome_says_what_it_waited_for() -> None:
-    life = Life(1, Wanted(prompt=(1,), max_new_tokens=4, timeout_s=2.0), 0.0, LOSSES)
+    life = RequestState(1, GenerationRequest(prompt=(1,), max_new_tokens=4, timeout_s=2.0), 0.0, LOSSES)
     life.waiting_on = "an engine at version 7: rollout/0 is at version 6, 1 behind"
     life.expire()
     assert life.outcome is not None
@@ -155,18 +157,18 @@ def test_a_late_outcome_says_what_it_waited_for() -> None:
 def test_what_no_engine_samples_with_is_refused_before_one_sees_it(change: dict[str, object], match: str) -> None:
     values: dict[str, object] = {"prompt": (1,), "max_new_tokens": 4} | change
     with pytest.raises(Refused, match=match):
-        Wanted(**values)  # type: ignore[arg-type]
+        GenerationRequest(**values)  # type: ignore[arg-type]
     plain = {"prompt": [1], "seed": 0, "max_new_tokens": 4, "allowed": [1]}
-    msgspec.convert(plain, Order)
+    msgspec.convert(plain, SequenceRequest)
     wire = plain | {key: list(v) if isinstance(v, (tuple, frozenset)) else v for key, v in change.items()}
     if wire["seed"] != 1 << 64:  # msgpack has no such number
         with pytest.raises(msgspec.ValidationError):
-            msgspec.convert(wire, Order)
+            msgspec.convert(wire, SequenceRequest)
 
 
 def test_what_no_engine_takes_and_what_only_lacks_time_are_told_apart() -> None:
-    wanted = Wanted(prompt=(1,), max_new_tokens=4, timeout_s=2.0)
-    refused, slow, waiting = (Life(1, wanted, 0.0, LOSSES) for _ in range(3))
+    wanted = GenerationRequest(prompt=(1,), max_new_tokens=4, timeout_s=2.0)
+    refused, slow, waiting = (RequestState(1, wanted, 0.0, LOSSES) for _ in range(3))
     refused.refuse("its context is 8 tokens")
     slow.expire(slow=True)
     waiting.expire()
@@ -175,8 +177,8 @@ def test_what_no_engine_takes_and_what_only_lacks_time_are_told_apart() -> None:
 
 
 def test_routing_rows_are_taken_with_their_tokens_and_kept_when_another_engine_goes_on() -> None:
-    life = Life(1, Wanted(prompt=(1, 2, 3), max_new_tokens=4, routing=True), 0.0, LOSSES)
-    life.send(0.0, "rollout/0", 1)
+    life = RequestState(1, GenerationRequest(prompt=(1, 2, 3), max_new_tokens=4, routing=True), 0.0, LOSSES)
+    life.assign(0.0, "rollout/0", 1)
     prompt = {"prompt_routing": b"ppqq"}
     for wrong in (
         {},
@@ -188,8 +190,8 @@ def test_routing_rows_are_taken_with_their_tokens_and_kept_when_another_engine_g
     assert life.tokens == []
     assert life.add(0.0, piece(0, [5, 6], routing=b"aabb", **prompt)) == ""
     assert life.add(0.0, piece(2, [])) == ""
-    life.give_back("it stops")
-    life.send(0.0, "rollout/1", 1)
+    life.unassign("it stops")
+    life.assign(0.0, "rollout/1", 1)
     assert "routing rows" in life.add(0.0, piece(2, [7], routing=b"c"))
     # The second engine computed the prompt anew: the rows of tokens stay, those of the prompt are of who ended it.
     assert life.add(0.0, piece(2, [7, 8], routing=b"ccdd", finish_reason="length", prompt_routing=b"PPQQ")) == ""
@@ -198,16 +200,18 @@ def test_routing_rows_are_taken_with_their_tokens_and_kept_when_another_engine_g
 
 
 def test_rows_of_a_prompt_are_told_from_where_they_are_wanted() -> None:
-    life = Life(1, Wanted(prompt=(1, 2, 3, 4), max_new_tokens=2, routing=True, rows_from=2), 0.0, LOSSES)
-    life.send(0.0, "rollout/0", 1)
+    life = RequestState(
+        1, GenerationRequest(prompt=(1, 2, 3, 4), max_new_tokens=2, routing=True, rows_from=2), 0.0, LOSSES
+    )
+    life.assign(0.0, "rollout/0", 1)
     whole = {"routing": b"aabb", "prompt_routing": b"ppqqrr"}
     assert "from position 2 on, with 6 bytes" in life.add(0.0, piece(0, [5, 6], **whole))
     ended = {**whole, "prompt_routing": b"rr", "finish_reason": "length"}
     assert life.add(0.0, piece(0, [5, 6], **ended)) == ""
     assert life.outcome is not None and life.outcome.prompt_routing == b"rr"
-    last = Wanted(prompt=(1, 2), max_new_tokens=1, routing=True, rows_from=1)
-    life = Life(2, last, 0.0, LOSSES)
-    life.send(0.0, "rollout/0", 1)
+    last = GenerationRequest(prompt=(1, 2), max_new_tokens=1, routing=True, rows_from=1)
+    life = RequestState(2, last, 0.0, LOSSES)
+    life.assign(0.0, "rollout/0", 1)
     assert life.add(0.0, piece(0, [5], routing=b"aa", finish_reason="length")) == ""
     for start in (-1, 2):
         with pytest.raises(Refused, match=f"routing rows from position {start} on of a prompt of 2"):

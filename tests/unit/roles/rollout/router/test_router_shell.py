@@ -11,12 +11,12 @@ import pytest
 from msgspec.structs import replace
 from router_far_end import FleetOfTests, Rollout, fleet, token
 
-from relax_rt.roles.rollout.router import Limits, NotGenerated, Router, Wanted
+from relax_rt.roles.rollout.router import GenerationRequest, NotGenerated, Router, RouterLimits
 from relax_rt.roles.rollout.router import router as router_module
-from relax_rt.roles.rollout.router.fleet import Patience
+from relax_rt.roles.rollout.router.fleet import HealthLimits
 from relax_rt.transport.rpc.errors import Refused
 
-LIMITS = Limits(silent_s=3.0, full_s=0.05, patience=Patience(stuck_s=0.5, dead_s=5.0, probe_every_s=0.1))
+LIMITS = RouterLimits(silent_s=3.0, full_s=0.05, health=HealthLimits(stuck_s=0.5, dead_s=5.0, probe_every_s=0.1))
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ async def run(tmp_path: Path) -> AsyncIterator[FleetOfTests]:
         yield made
 
 
-def wanted(tokens: int = 20, seed: int = 5, **more: Any) -> Wanted:
-    return Wanted(prompt=(1, 2, 3), seed=seed, max_new_tokens=tokens, chunk_tokens=2, timeout_s=60.0, **more)
+def wanted(tokens: int = 20, seed: int = 5, **more: Any) -> GenerationRequest:
+    return GenerationRequest(prompt=(1, 2, 3), seed=seed, max_new_tokens=tokens, chunk_tokens=2, timeout_s=60.0, **more)
 
 
 def right(tokens: int = 20, seed: int = 5) -> list[int]:
@@ -73,8 +73,8 @@ async def test_a_sequence_goes_on_elsewhere_with_its_tokens(run: FleetOfTests) -
         assert (
             partial is not None and list(partial.tokens) == parts[: len(partial.tokens)] and len(partial.tokens) >= 10
         )
-        assert router.statistics().counts["continued"] == 1
-        assert router.core.fleet.state("rollout/0") == "dead"
+        assert router.statistics().counts["resumed"] == 1
+        assert router.core.fleet.health("rollout/0") == "dead"
 
 
 async def test_one_that_hangs_loses_its_sequences_and_hears_that_they_are_over(run: FleetOfTests) -> None:
@@ -110,7 +110,7 @@ async def test_an_engine_refuses_by_its_own_word_what_the_router_does_not_know_y
     """A new incarnation answers at the old one's address, without weights."""
     first = await Rollout(run, "rollout/0").begin()
     # Nothing tells the router in time: the registry's news is late, and it is not the time for a probe.
-    async with Router(run, limits=replace(LIMITS, patience=Patience(probe_every_s=30.0))) as router:
+    async with Router(run, limits=replace(LIMITS, health=HealthLimits(probe_every_s=30.0))) as router:
         await router.generate(wanted())
         await asyncio.sleep(0.2)
         run.silent = True
@@ -118,7 +118,7 @@ async def test_an_engine_refuses_by_its_own_word_what_the_router_does_not_know_y
         again = Rollout(run, "rollout/0", version=0)
         asked = asyncio.create_task(router.generate(wanted()))
         await again.begin()
-        await eventually(lambda: router.statistics().counts.get("turned_away_stale"))
+        await eventually(lambda: router.statistics().counts.get("rejected_stale"))
         assert not again.engine.seen
         run.silent = False
         again.swap(1)
@@ -139,7 +139,7 @@ async def test_who_leaves_has_the_sequence_ended(run: FleetOfTests) -> None:
         await eventually(lambda: len(one.engine.aborted) == 2)
         assert not one.engine.running
         counts = router.statistics().counts
-        assert counts["cancelled"] == 2 and not router.core.lives
+        assert counts["cancelled"] == 2 and not router.core.requests
 
 
 async def test_a_late_one_says_what_it_waited_for_and_keeps_its_tokens(run: FleetOfTests) -> None:
@@ -148,13 +148,13 @@ async def test_a_late_one_says_what_it_waited_for_and_keeps_its_tokens(run: Flee
         # So that the way to it is known, and the time goes into tokens.
         await router.generate(wanted())
         with pytest.raises(NotGenerated, match="late: not finished in 3 s") as late:
-            await router.generate(Wanted(prompt=(1,), max_new_tokens=100_000, timeout_s=3.0, chunk_tokens=2))
+            await router.generate(GenerationRequest(prompt=(1,), max_new_tokens=100_000, timeout_s=3.0, chunk_tokens=2))
         assert late.value.outcome.tokens == right(len(late.value.outcome.tokens), seed=0)
         assert len(late.value.outcome.tokens) > 5
         await eventually(lambda: one.engine.aborted)
     async with Router(run, role="nobody", limits=LIMITS) as router:
         with pytest.raises(NotGenerated, match="waited for an engine: none has entered the registry"):
-            await router.generate(Wanted(prompt=(1,), max_new_tokens=5, timeout_s=0.3))
+            await router.generate(GenerationRequest(prompt=(1,), max_new_tokens=5, timeout_s=0.3))
 
 
 async def test_one_that_stops_hands_over_without_a_loss(run: FleetOfTests) -> None:
@@ -166,7 +166,7 @@ async def test_one_that_stops_hands_over_without_a_loss(run: FleetOfTests) -> No
         first.stopping.set()
         assert (await asked).tokens == right(80)
         counts = router.statistics().counts
-        assert counts["turned_away_stopping"] >= 1 and not counts.get("lost")
+        assert counts["rejected_stopping"] >= 1 and not counts.get("lost")
 
 
 async def test_a_full_engine_is_not_sent_more_and_nothing_is_lost(run: FleetOfTests) -> None:
@@ -180,7 +180,7 @@ async def test_a_full_engine_is_not_sent_more_and_nothing_is_lost(run: FleetOfTe
         assert [task.result().tokens for task in asked] == [right(seed=n) for n in range(12)]
         assert peak <= 3
         # Only of the first burst, sent before the engine had said how many it takes.
-        assert router.statistics().counts.get("turned_away_full", 0) <= Limits().first_room - 3
+        assert router.statistics().counts.get("rejected_full", 0) <= RouterLimits().first_room - 3
 
 
 async def test_what_no_engine_can_do_fails_at_once(run: FleetOfTests) -> None:
@@ -194,8 +194,8 @@ async def test_what_no_engine_can_do_fails_at_once(run: FleetOfTests) -> None:
         with pytest.raises(NotGenerated, match="the model's context is 8 tokens"):
             await router.generate(wanted())
         with pytest.raises(Refused, match="a prompt, at least one token"):
-            await router.generate(Wanted(prompt=(), max_new_tokens=1))
-        assert router.core.fleet.state("rollout/0") == "healthy"
+            await router.generate(GenerationRequest(prompt=(), max_new_tokens=1))
+        assert router.core.fleet.health("rollout/0") == "healthy"
 
 
 async def test_a_registry_that_is_away_costs_only_news(run: FleetOfTests, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,9 +221,9 @@ async def test_a_router_that_ends_leaves_nobody_waiting(run: FleetOfTests) -> No
 
 
 async def test_a_background_job_that_fails_once_goes_on(run: FleetOfTests, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_module, "AGAIN_S", 0.01)
+    monkeypatch.setattr(router_module, "RETRY_S", 0.01)
     async with Router(run, limits=LIMITS) as router:
-        for name in ("news", "tick"):
+        for name in ("on_members", "tick"):
             whole, failed = getattr(router.core, name), asyncio.Event()
 
             def once(*args: Any, name: str = name, whole: Any = whole, failed: asyncio.Event = failed) -> Any:
@@ -240,11 +240,11 @@ async def test_a_background_job_that_fails_once_goes_on(run: FleetOfTests, monke
         assert len(router.statistics().engines) == 2
 
 
-@pytest.mark.parametrize("name", ["news", "tick"])
+@pytest.mark.parametrize("name", ["on_members", "tick"])
 async def test_a_background_job_that_fails_for_good_fails_its_callers(
     run: FleetOfTests, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(router_module, "AGAIN_S", 0.01)
+    monkeypatch.setattr(router_module, "RETRY_S", 0.01)
 
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError(name)

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_rt.roles.base.sample import TurnSpan
-from relax_rt.roles.training.algorithms.advantages.gae import GaeOptions, estimate, estimates, token_rewards
-from relax_rt.roles.training.algorithms.advantages.group import EPS
+from relax_rt.roles.training.algorithms.advantages import EPS, GaeOptions, estimate, estimates, token_rewards
 from relax_rt.roles.training.algorithms.inputs import AdvantageInputs, Trajectory, trajectory
 from relax_rt.roles.training.algorithms.registry import bound
 from relax_rt.transport.rpc.errors import Refused

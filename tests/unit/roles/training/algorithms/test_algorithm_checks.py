@@ -148,7 +148,7 @@ def test_the_defaults_are_those_of_asynchronous_training() -> None:
 
 
 USERS_CRITIC = """
-from relax_rt.roles.training.algorithms.advantages.gae import GaeOptions, gae, gae_returns
+from relax_rt.roles.training.algorithms.advantages import GaeOptions, gae, gae_returns
 from relax_rt.roles.training.algorithms.registry import part
 
 @part("advantage", options=GaeOptions, needs={"values"}{returns})

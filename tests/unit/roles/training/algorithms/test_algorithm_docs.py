@@ -12,9 +12,8 @@ import torch
 from algorithm_samples import sample, tokens
 
 from relax_rt.roles.training.algorithms.objective import Objective
-from relax_rt.roles.training.algorithms.presets import PRESETS
 from relax_rt.roles.training.algorithms.registry import NEEDS, Kind, parts
-from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.roles.training.algorithms.settings import PRESETS, AlgorithmTable
 
 TEXT = (Path(__file__).parents[5] / "docs/algorithms.md").read_text()
 ROWS = [line for line in TEXT.splitlines() if line.startswith("| ")]

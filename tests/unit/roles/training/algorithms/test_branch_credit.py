@@ -10,7 +10,7 @@ import pytest
 from algorithm_samples import sample
 
 from relax_rt.roles.base.sample import Sample, TurnSpan
-from relax_rt.roles.training.algorithms.advantages.gae import GaeOptions, estimates
+from relax_rt.roles.training.algorithms.advantages import GaeOptions, estimates
 from relax_rt.roles.training.algorithms.inputs import AdvantageInputs, Trajectory, trajectory
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.registry import bound

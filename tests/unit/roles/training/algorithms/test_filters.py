@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_rt.roles.training.algorithms.filters.history import PromptHistory
-from relax_rt.roles.training.algorithms.filters.options import RefillOptions
-from relax_rt.roles.training.algorithms.filters.refill import Drop, Refill
-from relax_rt.roles.training.algorithms.filters.rules import ScoredGroup
-from relax_rt.roles.training.algorithms.filters.samplers import PromptSampler, uniform
+from relax_rt.roles.training.algorithms.filters import Drop, Refill, ScoredGroup
+from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
 from relax_rt.roles.training.algorithms.registry import Bound, bind, bound, part
+from relax_rt.roles.training.algorithms.samplers import PromptSampler, uniform
+from relax_rt.roles.training.algorithms.settings import RefillOptions
 from relax_rt.transport.rpc.errors import Refused
 
 ITEMS = [f"q{i}" for i in range(50)]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_rt.roles.training.algorithms.advantages.group import apply_truncation, group_advantages
+from relax_rt.roles.training.algorithms.advantages import apply_truncation, group_advantages
 
 REWARDS = st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=16)
 

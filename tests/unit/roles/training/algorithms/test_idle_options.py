@@ -9,7 +9,7 @@ import pytest
 
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.training.algorithms.checks import check_algorithm
-from relax_rt.roles.training.algorithms.presets import PRESETS
+from relax_rt.roles.training.algorithms.settings import PRESETS
 from relax_rt.roles.training.critic.settings import CriticSettings
 
 HERE: dict[str, Any] = {"critic": CriticSettings(), "reference": None}

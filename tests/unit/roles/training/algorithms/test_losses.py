@@ -15,8 +15,8 @@ from algorithm_samples import tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_rt.roles.training.algorithms.advantages.gae import value_loss
-from relax_rt.roles.training.algorithms.losses.second_moment import outliers
+from relax_rt.roles.training.algorithms.advantages import value_loss
+from relax_rt.roles.training.algorithms.losses import outliers
 from relax_rt.roles.training.algorithms.registry import bound
 from relax_rt.roles.training.algorithms.tensors import TokenTensors
 

@@ -14,12 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_rt.roles.base.sample import Sample
-from relax_rt.roles.training.algorithms.advantages.group import apply_truncation, group_advantages
+from relax_rt.roles.training.algorithms.advantages import apply_truncation, group_advantages
 from relax_rt.roles.training.algorithms.objective import Objective
-from relax_rt.roles.training.algorithms.own import OwnPartFailed
-from relax_rt.roles.training.algorithms.presets import PRESETS
-from relax_rt.roles.training.algorithms.registry import bound, parts
-from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.roles.training.algorithms.registry import OwnPartFailed, bound, parts
+from relax_rt.roles.training.algorithms.settings import PRESETS, AlgorithmTable
 from relax_rt.roles.training.algorithms.tensors import TokenTensors, merge
 from relax_rt.transport.rpc.errors import Refused
 

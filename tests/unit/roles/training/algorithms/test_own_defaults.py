@@ -13,9 +13,8 @@ from relax_rt.config.problems import ConfigErrors
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.training.algorithms.checks import check_algorithm
 from relax_rt.roles.training.algorithms.objective import COMMON_OPTIONS, Objective, Parts
-from relax_rt.roles.training.algorithms.presets import PRESETS
 from relax_rt.roles.training.algorithms.registry import Kind, parts
-from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.roles.training.algorithms.settings import PRESETS, AlgorithmTable
 
 OF_OBJECTIVE = ("advantage", "loss", "aggregation", "correction", "kl", "entropy")
 BARE = [(kind, name) for kind in OF_OBJECTIVE for name in parts(cast(Kind, kind))]

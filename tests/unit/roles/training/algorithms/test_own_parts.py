@@ -10,15 +10,12 @@ import torch
 from algorithm_samples import sample, tokens
 
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.training.algorithms.dry_run import check_own_parts
-from relax_rt.roles.training.algorithms.dry_run_calls import Asked, Found, first_failure
-from relax_rt.roles.training.algorithms.filters.history import PromptHistory
-from relax_rt.roles.training.algorithms.filters.refill import Refill
-from relax_rt.roles.training.algorithms.filters.rules import ScoredGroup
-from relax_rt.roles.training.algorithms.filters.samplers import PromptSampler
+from relax_rt.roles.training.algorithms.dry_run import Asked, Found, check_own_parts, first_failure
+from relax_rt.roles.training.algorithms.filters import Refill, ScoredGroup
 from relax_rt.roles.training.algorithms.objective import Objective
-from relax_rt.roles.training.algorithms.own import OwnPartFailed
-from relax_rt.roles.training.algorithms.registry import Bound, bind
+from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
+from relax_rt.roles.training.algorithms.registry import Bound, OwnPartFailed, bind
+from relax_rt.roles.training.algorithms.samplers import PromptSampler
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.supervision.diagnosis import Diagnosis, classify_exception

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from relax_rt.roles.training.algorithms.filters.history import PromptHistory
-from relax_rt.roles.training.algorithms.filters.samplers import Ahead, PromptSampler
+from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
 from relax_rt.roles.training.algorithms.registry import bound
+from relax_rt.roles.training.algorithms.samplers import Ahead, PromptSampler
 from relax_rt.transport.rpc.errors import Refused
 
 ITEMS = [f"q{i}" for i in range(50)]

@@ -14,10 +14,9 @@ transformers = pytest.importorskip("transformers")
 
 from relax_rt.roles.models.tokenizer import load_tokenizer  # noqa: E402
 from relax_rt.roles.training.algorithms.objective import Objective  # noqa: E402
-from relax_rt.roles.training.sft.data import ColdItem, samples_of  # noqa: E402
+from relax_rt.roles.training.sft.data import ColdItem, encode, lay_out, samples_of  # noqa: E402  # noqa: E402
 from relax_rt.roles.training.sft.phase import cold_algorithm  # noqa: E402
-from relax_rt.roles.training.sft.render import encode, lay_out  # noqa: E402
-from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
+from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 
 BUDGETS = (16, 90, 4096)
 BETA = 0.3

@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from relax_rt.roles.training import gang
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.orders import Order
+from relax_rt.roles.training.backend import gang
+from relax_rt.roles.training.backend.gang import Order
 
 TABLES = [
     AlgorithmTable(name="sft", learning_rate=1e-4, warmup_steps=3, adam_betas=(0.8, 0.95)),

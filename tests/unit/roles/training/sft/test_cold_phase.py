@@ -16,13 +16,19 @@ torch = pytest.importorskip("torch")
 
 from relax_rt.config.problems import BadInput  # noqa: E402
 from relax_rt.roles.config.sections import RLConfig  # noqa: E402
-from relax_rt.roles.training import checkpoint  # noqa: E402
 from relax_rt.roles.training.algorithms.objective import Objective  # noqa: E402
-from relax_rt.roles.training.identity import ModelIdentity  # noqa: E402
+from relax_rt.roles.training.checkpoints import store as checkpoint  # noqa: E402
+from relax_rt.roles.training.checkpoints.cold_start import (  # noqa: E402
+    finished,
+    folder_of,
+    read_mark,
+    read_reference,
+    write_reference,
+)
+from relax_rt.roles.training.checkpoints.digests import ModelIdentity  # noqa: E402
 from relax_rt.roles.training.sft import phase  # noqa: E402
-from relax_rt.roles.training.sft.kept import finished, folder_of, read_mark, read_reference, write_reference  # noqa: E402
 from relax_rt.roles.training.sft.phase import SKIPPED_IN_A_ROW, ColdStart, preference_loss  # noqa: E402
-from relax_rt.roles.training.torch_backend import TorchBackend  # noqa: E402
+from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.transport.rpc.errors import GivenUp, RelaxError  # noqa: E402
 
 SFT = (
@@ -160,7 +166,7 @@ def test_a_damaged_checkpoint_is_passed_over(home: Path) -> None:
     assert done and dict(ctx.events)["cold_start_resumed"]["step"] == 4
     assert dict(ctx.events)["checkpoint_damaged"]["checkpoint"] == "cold_start/step-000005"
     assert "model.safetensors is not what was written" in dict(ctx.events)["checkpoint_damaged"]["why"]
-    assert dict(ctx.events)["checkpoint_set_aside"]["folder"] == "cold_start/damaged-step-000005"
+    assert dict(ctx.events)["checkpoint_quarantined"]["folder"] == "cold_start/damaged-step-000005"
     assert sorted(path.name for path in folder.glob("*step-*")) == [
         "damaged-step-000005",
         "step-000004",

@@ -9,7 +9,7 @@ import pytest
 
 from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer
-from relax_rt.roles.training.sft.render import Encoded, encode, lay_out
+from relax_rt.roles.training.sft.data import Encoded, encode, lay_out
 
 SYSTEM, HI, HO = (
     {"role": "system", "content": "be brief"},

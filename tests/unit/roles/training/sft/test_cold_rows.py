@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cold_parts import write_rows
 
-from relax_rt.roles.training.sft.rows import MOST_FAULTS, parse, read
+from relax_rt.roles.training.sft.data import MOST_FAULTS, parse, read
 from relax_rt.transport.rpc.errors import RelaxError
 
 USER, ANSWER = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}

@@ -1,0 +1,400 @@
+"""Admission control of generation: how many sequences an engine takes, and which callers go first. Pure.
+
+Two limits, both driven by the load of the engines:
+
+- `EngineCap` bounds the sequences of one engine by the use of its KV cache. It runs beside the engine: a rollout asks
+  it before it begins groups of its own and before it accepts a routed request.
+- `FairAdmission` decides which calls of many clients run, which wait and which are refused. `AdmissionQueue` in
+  `router.router` carries out what it decides; the HTTP gateway uses that.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, OrderedDict
+from typing import Literal
+
+import msgspec
+
+from relax_rt.transport.rpc.errors import Refused
+
+
+class CapLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of one engine, and when its cap changes.
+
+    Attributes:
+        most, least: sequences that may run at most, and that may always run.
+        high, low: share of the KV cache in use: the high-water and the low-water mark.
+        shrink: the cap comes down to this share of what is running.
+        every_s: time between two changes of the cap, so that a change can show its effect.
+    """
+
+    most: int
+    least: int = 1
+    high: float = 0.85
+    low: float = 0.6
+    shrink: float = 0.75
+    every_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.least <= self.most and 0 <= self.low < self.high <= 1 and 0 < self.shrink < 1):
+            raise Refused(
+                f"limits {self}", why="they contradict each other", hint="1 <= least <= most, 0 <= low < high <= 1"
+            )
+
+
+class EngineCap:
+    """The cap of one engine.
+
+    Above the high-water mark nothing is accepted and the cap shrinks; nothing is accepted until the use has fallen to
+    the low-water mark. From there on the cap rises by one at a time, and only while about as many sequences run.
+    Between the marks nothing changes: otherwise the cap would swing with every sequence that ends.
+    """
+
+    def __init__(self, limits: CapLimits) -> None:
+        self.limits = limits
+        self.cap = limits.most
+        self.closed = False
+        """The cache was above the high-water mark and has not been below the low-water mark since."""
+        self._changed_at = float("-inf")
+
+    def observe(self, now: float, kv_used: float, running: int) -> None:
+        """Adapt the cap to the use of the KV cache (0 to 1) by so many running sequences."""
+        limits = self.limits
+        if kv_used >= limits.high:
+            self.closed = True
+            if self._may_change(now):
+                self._set(now, max(limits.least, int(min(self.cap, running) * limits.shrink)))
+        elif kv_used <= limits.low:
+            self.closed = False
+            # "Near the cap", not "at it": this may be called just after a sequence has ended.
+            if self.cap < limits.most and running > limits.shrink * self.cap and self._may_change(now):
+                self._set(now, self.cap + 1)
+
+    def room(self, running: int) -> int:
+        """Sequences that may be accepted now."""
+        if running < self.limits.least:
+            return (self.limits.least if self.closed else max(self.cap, self.limits.least)) - running
+        return 0 if self.closed else max(0, self.cap - running)
+
+    def why_full(self, running: int) -> str:
+        """What has to happen before a sequence is accepted; empty if one is."""
+        if self.room(running):
+            return ""
+        if self.closed:
+            return f"the KV cache to empty to {self.limits.low:.0%}"
+        return f"one of {running} sequences to end: the cap is {self.cap}"
+
+    def _may_change(self, now: float) -> bool:
+        return now - self._changed_at >= self.limits.every_s
+
+    def _set(self, now: float, cap: int) -> None:
+        if cap != self.cap:
+            self.cap, self._changed_at = cap, now
+
+
+Trend = Literal["grow", "hold", "preempt"]
+
+
+class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of `FairAdmission`, and when its cap changes.
+
+    Attributes:
+        first, least, most: cap on running sequences at the start, always, and ever (a single larger call excepted).
+        waiting: calls that may wait.
+        wait_s: longest wait of a call, from its arrival or its preemption.
+        high, low: share of the engines' KV caches in use above which calls are preempted, below which the cap grows.
+        slack: share of the running sequences that may wait at the router for an engine: they fill room as it comes.
+        shrink: the cap comes down to this share of what is running.
+        grow: the cap grows by this share, by at least one.
+        every_s: time between two changes of the cap, so that a change can show its effect.
+        preemptions: how often one call may be preempted.
+    """
+
+    first: int = 16
+    least: int = 1
+    most: int = 4096
+    waiting: int = 4096
+    wait_s: float = 300.0
+    high: float = 0.9
+    low: float = 0.7
+    slack: float = 0.1
+    shrink: float = 0.85
+    grow: float = 0.25
+    every_s: float = 0.5
+    preemptions: int = 2
+
+    def __post_init__(self) -> None:
+        sound = 1 <= self.least <= self.first <= self.most and self.waiting >= 0 and self.wait_s > 0
+        if not (sound and 0 < self.low < self.high <= 1 and 0 < self.shrink < 1 and self.grow > 0 <= self.slack):
+            hint = "1 <= least <= first <= most, 0 < low < high <= 1, 0 < shrink < 1"
+            raise Refused(f"limits {self}", why="they contradict each other", hint=hint)
+
+
+class FleetLoad(msgspec.Struct, frozen=True):
+    """Load of all engines.
+
+    Attributes:
+        room: further sequences that the engines accept.
+        stalled: our sequences that wait at the router for an engine.
+        kv_used: use of the fullest KV cache, 0 to 1.
+    """
+
+    room: int
+    stalled: int
+    kv_used: float
+
+
+class Admit(msgspec.Struct, frozen=True):
+    """Run a call."""
+
+    number: int
+
+
+class Preempt(msgspec.Struct, frozen=True):
+    """End a call's sequences; the call waits again."""
+
+    number: int
+
+
+class Reject(msgspec.Struct, frozen=True):
+    """Fail a waiting call."""
+
+    number: int
+    why: str
+    retry_after_s: float
+
+
+AdmissionAction = Admit | Preempt | Reject
+
+
+class _QueuedCall:
+    """A call that waits or runs."""
+
+    def __init__(self, number: int, group: str, sequences: int, now: float) -> None:
+        self.number, self.group, self.sequences = number, group, sequences
+        self.waits_since = now
+        self.preemptions = 0
+        self.pinned = False
+        """Its caller has seen tokens: it cannot begin anew."""
+
+
+class FairAdmission:
+    """Which calls run: events in, actions out.
+
+    The cap on running sequences *grows* while it is reached and the engines have room, *holds* between, and shrinks
+    when the engines fall behind: then the youngest calls are *preempted* and wait again at the head of their queue, so
+    that older ones, whose work is worth more, end first. A call that was preempted too often, or whose caller has seen
+    tokens, is not preempted.
+
+    Fairness: the next call is of the group with the fewest running sequences; among equals of the one that was served
+    longest ago. When the queue is full, a new call takes the place of the youngest call of the group that waits with
+    most, or is rejected itself.
+
+    Work is counted in sequences, as engines count it: a call has as many as it wants answers. A call larger than the
+    cap runs when nothing else does; nobody overtakes the call that is next.
+    """
+
+    def __init__(self, limits: AdmissionLimits | None = None) -> None:
+        self.limits = limits or AdmissionLimits()
+        self.cap = self.limits.first
+        self.trend: Trend = "hold"
+        self.counts: Counter[str] = Counter()
+        self._calls: OrderedDict[int, _QueuedCall] = OrderedDict()
+        """Those that run, in the order in which they were admitted."""
+        self._queues: dict[str, OrderedDict[int, _QueuedCall]] = {}
+        """Those that wait, by group."""
+        self._waiting: dict[int, _QueuedCall] = {}
+        self._sequences = 0
+        self._running: Counter[str] = Counter()
+        """Running sequences of each group."""
+        self._served: dict[str, int] = {}
+        """By group: number of the last admission."""
+        self._admissions = 0
+        self._ranks: list[tuple[int, int, str]] = []
+        """A heap of (running, last admission, group) of the groups that wait. A rank that has changed is pushed anew;
+        the old one is dropped when it comes to the top."""
+        self._changed_at = float("-inf")
+        self._gap_s = 0.0
+        """Moving average of the time between two calls that end."""
+        self._ended_at: float | None = None
+
+    @property
+    def running(self) -> int:
+        """Sequences that were admitted."""
+        return self._sequences
+
+    @property
+    def waiting(self) -> int:
+        """Calls that were not."""
+        return len(self._waiting)
+
+    # --- events
+
+    def arrive(self, now: float, number: int, group: str, sequences: int = 1) -> list[AdmissionAction]:
+        """Queue a new call; `number` must be new, `sequences` at least one."""
+        self.counts["arrived"] += 1
+        actions: list[AdmissionAction] = []
+        # With `waiting = 0` calls are still admitted as long as there is room.
+        if self.waiting >= self.limits.waiting and not (not self.waiting and self._fits(sequences)):
+            victim = self._victim(group)
+            if victim is None:
+                return [self._reject(number, f"{self.waiting} calls wait already, the bound", now)]
+            self._dequeue(victim)
+            actions.append(self._reject(victim.number, "others, who had fewer calls waiting, came", now))
+        self._enqueue(_QueuedCall(number, group, sequences, now), first=False)
+        return actions + self._admit()
+
+    def leave(self, now: float, number: int) -> list[AdmissionAction]:
+        """Forget a call that has ended or was cancelled; without effect if it is unknown."""
+        if (call := self._waiting.get(number)) is not None:
+            self._dequeue(call)
+            self.counts["cancelled"] += 1
+        elif (call := self._calls.pop(number, None)) is not None:
+            self._release(call)
+            self.counts["ended"] += 1
+            if self._ended_at is not None:
+                self._gap_s += 0.1 * (now - self._ended_at - self._gap_s)
+            self._ended_at = now
+        return self._admit()
+
+    def pin(self, number: int) -> bool:
+        """Exclude a running call from preemption, since its caller sees tokens of it. False: it was just preempted."""
+        if (call := self._calls.get(number)) is not None:
+            call.pinned = True
+        return call is not None
+
+    def tick(self, now: float, load: FleetLoad) -> list[AdmissionAction]:
+        """Reject calls that have waited too long, and adapt the cap to the engines' load."""
+        late = [call for call in self._waiting.values() if now - call.waits_since >= self.limits.wait_s]
+        actions: list[AdmissionAction] = []
+        for call in late:
+            self._dequeue(call)
+            actions.append(self._reject(call.number, f"it waited {self.limits.wait_s:g} s for its turn", now))
+        if now - self._changed_at >= self.limits.every_s:
+            actions += self._adapt(now, load)
+        return actions + self._admit()
+
+    # --- inside
+
+    def _adapt(self, now: float, load: FleetLoad) -> list[AdmissionAction]:
+        limits, running = self.limits, self.running
+        behind = load.stalled > max(1.0, limits.slack * running)
+        if load.kv_used >= limits.high or behind:
+            # Sequences without an engine are too many in any case; with full caches, so is a share of the others.
+            fits = running - load.stalled + int(limits.slack * running)
+            cap = min(fits, int(running * limits.shrink)) if load.kv_used >= limits.high else fits
+            self.trend = "preempt"
+            self._set(now, min(self.cap, max(limits.least, cap)))
+            return self._preempt(now, running - self.cap)
+        self.trend = "hold"
+        full = running >= self.cap or self.waiting > 0
+        if load.kv_used < limits.low and not load.stalled and load.room > 0 and full and self.cap < limits.most:
+            self.trend = "grow"
+            wanted = sum(call.sequences for call in self._waiting.values())
+            by = max(1, int(self.cap * limits.grow), min(load.room, wanted))
+            self._set(now, min(limits.most, self.cap + by))
+        return []
+
+    def _set(self, now: float, cap: int) -> None:
+        if cap != self.cap:
+            self.cap, self._changed_at = cap, now
+
+    def _preempt(self, now: float, excess: int) -> list[AdmissionAction]:
+        """Move the youngest calls that may be preempted back to the head of their queues; the oldest runs on."""
+        found: list[_QueuedCall] = []
+        for call in reversed(self._calls.values()):
+            if sum(one.sequences for one in found) >= excess or len(found) + 1 == len(self._calls):
+                break
+            if not call.pinned and call.preemptions < self.limits.preemptions:
+                found.append(call)
+        for call in found:
+            del self._calls[call.number]
+            self._release(call)
+            call.preemptions += 1
+            call.waits_since = now
+            self.counts["preempted"] += 1
+            self._enqueue(call, first=True)
+        return [Preempt(call.number) for call in found]
+
+    def _fits(self, sequences: int) -> bool:
+        return self.running + sequences <= self.cap or not self.running
+
+    def _admit(self) -> list[AdmissionAction]:
+        actions: list[AdmissionAction] = []
+        while self._waiting:
+            group = self._next_group()
+            call = next(iter(self._queues[group].values()))
+            if not self._fits(call.sequences):
+                break
+            self._dequeue(call)
+            self._admissions += 1
+            self._served[group] = self._admissions
+            self._calls[call.number] = call
+            self._sequences += call.sequences
+            self._running[group] += call.sequences
+            self._rank(group)
+            self.counts["admitted"] += 1
+            actions.append(Admit(call.number))
+        return actions
+
+    def _next_group(self) -> str:
+        while (best := self._ranks[0]) != self._rank_of(best[2]) or best[2] not in self._queues:
+            heapq.heappop(self._ranks)
+        return best[2]
+
+    def _rank_of(self, group: str) -> tuple[int, int, str]:
+        return self._running[group], self._served.get(group, 0), group
+
+    def _rank(self, group: str) -> None:
+        """Push a group's present rank; outdated ones stay until they come to the top, or are too many."""
+        if group in self._queues:
+            heapq.heappush(self._ranks, self._rank_of(group))
+        if len(self._ranks) > 64 + 4 * len(self._queues):
+            self._ranks = [self._rank_of(one) for one in self._queues]
+            heapq.heapify(self._ranks)
+
+    def _enqueue(self, call: _QueuedCall, *, first: bool) -> None:
+        queue = self._queues.setdefault(call.group, OrderedDict())
+        queue[call.number] = self._waiting[call.number] = call
+        if first:
+            queue.move_to_end(call.number, last=False)
+        if len(queue) == 1:
+            self._rank(call.group)
+
+    def _dequeue(self, call: _QueuedCall) -> None:
+        del self._waiting[call.number]
+        queue = self._queues[call.group]
+        del queue[call.number]
+        if not queue:
+            del self._queues[call.group]
+            self._forget(call.group)
+
+    def _release(self, call: _QueuedCall) -> None:
+        group = call.group
+        self._sequences -= call.sequences
+        self._running[group] -= call.sequences
+        if not self._running[group]:
+            del self._running[group]
+            self._forget(group)
+        self._rank(group)
+
+    def _forget(self, group: str) -> None:
+        """Drop what is kept of a group without calls: groups come and go."""
+        if group not in self._running and group not in self._queues:
+            self._served.pop(group, None)
+
+    def _victim(self, group: str) -> _QueuedCall | None:
+        """The call whose place one of this group takes: the youngest of the longest queue, if that is longer than its
+        own."""
+        if not self._queues:
+            return None
+        longest = max(self._queues, key=lambda g: (len(self._queues[g]), g))
+        if len(self._queues[longest]) <= len(self._queues.get(group, ())) + 1:
+            return None
+        return next(reversed(self._queues[longest].values()))
+
+    def _reject(self, number: int, why: str, now: float) -> Reject:
+        """With an estimate of the time until the waiting calls will have been admitted, 1 to 60 s."""
+        self.counts["rejected"] += 1
+        return Reject(number, why, min(60.0, max(1.0, self.waiting * self._gap_s)))

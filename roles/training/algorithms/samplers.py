@@ -1,0 +1,227 @@
+"""Samplers: which prompt the run's n-th group is of, by what became of the prompts so far."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import Field
+
+from relax_rt.config.schema import Table
+from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
+from relax_rt.roles.training.algorithms.registry import Bound, part
+from relax_rt.transport.rpc.errors import Refused
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """What a sampler chooses from.
+
+    Attributes:
+        index: number of the group in the run. step: of the trainer, as far as it is known.
+        usual: place in `items` that the run's order has for this index.
+        items: ids of all training prompts. place: from id to place in `items`.
+        draw: the i-th uniform number in [0, 1) of this index, the same on every machine.
+    """
+
+    index: int
+    step: int
+    usual: int
+    items: Sequence[str]
+    place: Mapping[str, int]
+    draw: Callable[[int], float]
+
+
+class CurriculumOptions(Table):
+    """Prompts of a wanted difficulty."""
+
+    target: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of successes to aim at."""
+    width: Annotated[float, Field(gt=0)] = 0.25
+    """Prompts whose share is so far from the target weigh 0.6 of one at it (a Gaussian's standard deviation)."""
+    unknown: Annotated[float, Field(ge=0)] = 0.5
+    """Weight of a prompt that was not tried."""
+    floor: Annotated[float, Field(ge=0)] = 0.05
+    """Least weight of any prompt: none is given up."""
+    candidates: Annotated[int, Field(ge=2, le=1024)] = 16
+    """Prompts that each choice is made among: the run's order's own and others drawn evenly."""
+
+
+class ReplayOptions(Table):
+    """Prompts that rarely succeed."""
+
+    share: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """Share of groups that are of such prompts, while there are any."""
+    below: Annotated[float, Field(ge=0, le=1)] = 0.25
+    """Largest share of successes of a prompt that is tried again."""
+    after: Annotated[int, Field(ge=1)] = 5
+    """Steps before a prompt comes again."""
+
+
+@part("sampler", "curriculum", options=CurriculumOptions)
+def curriculum(choice: Choice, history: PromptHistory, options: CurriculumOptions) -> int:
+    """A prompt among a few, drawn with weights by how near its share of successes is to the target.
+
+    Prompts of middling difficulty teach most: the variance of a group's rewards is largest there (online difficulty
+    filtering, arXiv 2504.03380; from memory; the Gaussian weight is ours).
+
+    Returns:
+        Its place in `choice.items`.
+    """
+    import math
+
+    count = len(choice.items)
+    places = [choice.usual, *(int(choice.draw(i) * count) for i in range(1, options.candidates))]
+
+    def weight(place: int) -> float:
+        rate = history.rate(choice.items[place])
+        if rate is None:
+            return max(options.unknown, options.floor)
+        return max(math.exp(-0.5 * ((rate - options.target) / options.width) ** 2), options.floor)
+
+    weights = [weight(place) for place in places]
+    left = choice.draw(0) * sum(weights)
+    for place, own in zip(places, weights, strict=True):
+        left -= own
+        if left < 0:
+            return place
+    return choice.usual
+
+
+@part("sampler", "replay", options=ReplayOptions)
+def replay(choice: Choice, history: PromptHistory, options: ReplayOptions) -> int:
+    """Now and then a prompt that succeeded rarely and not lately; else the one of the run's order.
+
+    The prompt is sampled anew: its old completions are of old weights and beyond the staleness bound.
+
+    Returns:
+        Its place in `choice.items`.
+    """
+    if choice.draw(0) >= options.share:
+        return choice.usual
+    known = [item for item in history.rare(options.below, choice.step - options.after + 1) if item in choice.place]
+    return choice.place[known[int(choice.draw(1) * len(known))]] if known else choice.usual
+
+
+class PromptSampler:
+    """Which prompt each group of the run is of. A choice stands once it is made: asked again, also after a restart from
+    a checkpoint, the same index gets the same prompt, unless it was never used (`renew`).
+
+    Args:
+        rule: a sampler; None: the run's order.
+        items: ids of the training prompts, without duplicates. usual: the run's order, from index to place.
+        seed: run.seed. places: map from an id to its place in `items`; None: built from `items`.
+    """
+
+    def __init__(
+        self,
+        rule: Bound | None,
+        items: Sequence[str],
+        usual: Callable[[int], int],
+        *,
+        seed: int,
+        history: PromptHistory,
+        places: Mapping[str, int] | None = None,
+    ) -> None:
+        self._rule, self._items, self._usual, self._seed, self._history = rule, items, usual, seed, history
+        self._place = {item: place for place, item in enumerate(items)} if places is None else places
+        self._chosen: dict[int, int] = {}
+
+    def choose(self, index: int, step: int) -> int:
+        """The place in `items` of the run's index-th group.
+
+        Args:
+            step: of the trainer, as far as it is known.
+
+        Raises:
+            OwnPartFailed: a user's sampler failed, or returned no place.
+        """
+        if self._rule is None:
+            return self._usual(index)
+        if index not in self._chosen:
+            choice = Choice(
+                index, step, self._usual(index), self._items, self._place, lambda i: uniform(self._seed, index, i)
+            )
+            found = self._rule(choice, self._history)
+            if not isinstance(found, int) or not 0 <= found < len(self._items):
+                why = f"it chose {found!r:.80}, and a sampler returns a place, an int below {len(self._items)}"
+                raise self._rule.wrong(why, choice)
+            self._chosen[index] = found
+        return self._chosen[index]
+
+    def renew(self, first: int) -> None:
+        """Choices from this index on were not used yet: they are made again, by what is known by now."""
+        self._chosen = {i: place for i, place in self._chosen.items() if i < first}
+
+    def forget(self, below: int) -> None:
+        """Indices below this one will not be asked for again: a committed checkpoint covers them."""
+        self._chosen = {i: place for i, place in self._chosen.items() if i >= below}
+
+    def state(self) -> dict[str, Any]:
+        """Plain data for the checkpoint: choices by item, so that they survive a change of the data's order."""
+        return {"chosen": {str(index): self._items[place] for index, place in self._chosen.items()}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`; choices of items that are no longer there are made again.
+
+        Raises:
+            Refused: it is not what `state` gave.
+        """
+        try:
+            chosen = msgspec.convert(state["chosen"], dict[int, str], strict=False)
+        except (KeyError, msgspec.ValidationError) as error:
+            raise Refused("prompt choices of a checkpoint", why=str(error)) from error
+        self._chosen = {i: self._place[item] for i, item in chosen.items() if item in self._place}
+
+
+class Ahead:
+    """Chooses the prompts of the places that come next in the run's order, so many that admission finds one each time.
+
+    Args:
+        places: how many are chosen. end: the run's order ends before this index; None: it does not end.
+    """
+
+    def __init__(self, sampler: PromptSampler, history: PromptHistory, *, places: int, end: int | None = None) -> None:
+        self.history = history
+        self._sampler, self._places, self._end = sampler, places, end
+
+    def after_step(self, step: int, next_index: int) -> dict[int, int]:
+        """The place in the items of each index that comes next.
+
+        What was chosen for indices that were not given out is chosen again: the history knows more by now.
+
+        Args:
+            step: of the trainer. next_index: the first that was not given out.
+
+        Raises:
+            OwnPartFailed: a user's sampler failed, or returned no place.
+        """
+        self._sampler.renew(next_index)
+        self._sampler.forget(next_index)
+        end = next_index + self._places
+        indices = range(next_index, end if self._end is None else min(end, self._end))
+        return {index: self._sampler.choose(index, step) for index in indices}
+
+    def state(self) -> dict[str, Any]:
+        """Plain data for the checkpoint. Choices are in the queue, which keeps those that were given out."""
+        return {"history": self.history.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`; anew from one that is empty.
+
+        Raises:
+            Refused: it is not what `state` gave.
+        """
+        if state:
+            self.history.restore(state.get("history", {}))
+        else:
+            self.history.clear()
+
+
+def uniform(seed: int, index: int, i: int) -> float:
+    """A number in [0, 1) from blake2b-64(index, i; seed): the same on every machine."""
+    key = struct.pack("<Q", seed)
+    digest = hashlib.blake2b(struct.pack("<QQ", index, i), key=key, digest_size=8, person=b"relax-draw").digest()
+    return (int.from_bytes(digest, "little") >> 11) / (1 << 53)

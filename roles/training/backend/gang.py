@@ -1,0 +1,480 @@
+"""A gang of ranks behind the interface of one trainer backend: rank 0 leads, the others follow its commands.
+
+What rank 0 is asked to do goes to every rank as a command, one after the other, whatever thread asked: so all of them
+make the same calls in the same order, and collectives never cross each other. One thing runs beside the commands: the
+weights of a publication are copied aside and gathered by a thread of each rank over a process group of their own. Only
+a command that changes the weights waits for the copy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+
+from relax_rt.config.problems import BadInput
+from relax_rt.roles.base.sample import Sample, SampleMeta
+from relax_rt.roles.training.algorithms.objective import Objective
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.roles.training.backend.channel import GATHER_S, ORDER_S
+from relax_rt.roles.training.backend.interface import AdapterBackend, Partial, StepResult
+from relax_rt.roles.training.batch.rows import Numbered, share
+from relax_rt.roles.training.checkpoints.optimizer_state import failure_of
+from relax_rt.roles.training.checkpoints.store import passing
+from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused
+from relax_rt.transport.weights.manifest import Layout
+from relax_rt.transport.weights.payloads import Lora
+
+T = TypeVar("T")
+
+COPIED_S = ORDER_S + GATHER_S
+"""For a rank's copy of its weights: others may have to begin theirs first."""
+UNREADABLE = (SafetensorError, OSError, Refused)
+"""What a checkpoint that cannot be used raises."""
+
+
+class Ranks(Protocol):
+    """This process among the ranks of a gang.
+
+    Attributes:
+        rank: among all. replica, replicas: its place among those that have samples of their own.
+        speaks: whether its losses are counted: one of those that compute the same ones.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def replica(self) -> int: ...
+    @property
+    def replicas(self) -> int: ...
+    @property
+    def speaks(self) -> bool: ...
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """Between the processors of all ranks; waits as long as it takes."""
+
+    def gather(self, value: T) -> list[T]:
+        """A small plain value of each rank, by rank, on all of them."""
+
+
+class RankBackend(Protocol):
+    """One rank of a backend. All make the same calls in the same order; each is given its share of a batch, which may
+    be empty. What each call does is said by `TrainerBackend`.
+
+    Attributes:
+        takes_branches: whether it computes the branches of a sample as what they are, sequences of their own.
+    """
+
+    objective: Objective
+
+    @property
+    def takes_branches(self) -> bool: ...
+    @property
+    def ranks(self) -> Ranks: ...
+    def together(self, samples: Sequence[Sample]) -> bool:
+        """Whether the samples of a group go to one replica."""
+
+    def use(self, objective: Objective, table: AlgorithmTable, *, temperature: float | None = None) -> None: ...
+    def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]: ...
+    def accumulate(self, samples: Sequence[Sample]) -> Partial: ...
+    def apply(self, count: float, number: int, before_update: Callable[[], None] = ...) -> StepResult: ...
+    def layout(self, dtype: str) -> Layout: ...
+    def export(self, into: memoryview | None, dtype: str, copied: Callable[[], None] = ...) -> None:
+        """The weights of all ranks into rank 0's buffer; the others give None. Called beside the other calls, so that
+        it uses no process group of theirs.
+
+        Args:
+            copied: called when this rank's weights may change.
+        """
+
+    def snapshot(self) -> None: ...
+    def write(self, folder: Path) -> None: ...
+    def restore(self, folder: Path) -> None: ...
+
+
+class Member:
+    """One rank's part of each order. The same code runs on rank 0 and on those that follow it.
+
+    Args:
+        waiting: told what this rank waits for, and the empty string when it goes on.
+    """
+
+    def __init__(self, backend: RankBackend, waiting: Callable[[str], None] = lambda _: None) -> None:
+        self.backend, self.ranks, self._waiting = backend, backend.ranks, waiting
+        self._copied = threading.Event()
+        self._copied.set()
+
+    def _export(self, into: memoryview | None, dtype: str, copied: Callable[[], None] = lambda: None) -> None:
+        """This rank's part of a publication; `_copied` was cleared when it was ordered."""
+
+        def aside() -> None:
+            self._copied.set()
+            copied()
+
+        try:
+            self.backend.export(into, dtype, aside)
+        finally:
+            self._copied.set()
+
+    def _weights_may_change(self) -> None:
+        if self._copied.is_set():
+            return
+        self._waiting("this rank's copy of its weights for a publication")
+        try:
+            if not self._copied.wait(COPIED_S):
+                raise DeadlineExceeded(f"rank {self.ranks.rank} did not copy its weights aside within {COPIED_S:g} s")
+        finally:
+            self._waiting("")
+
+    @property
+    def _adapted(self) -> AdapterBackend:
+        assert isinstance(self.backend, AdapterBackend), "only asked of a backend that has adapters"
+        return self.backend
+
+    def _share(self, samples: Sequence[Sample]) -> list[Numbered]:
+        whole = self.backend.together(samples)
+        return share(samples, self.ranks.replica, self.ranks.replicas, whole_groups=whole)
+
+    def _log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        """Of the whole batch, on every rank: each replica has computed its share."""
+        mine = self._share(samples)
+        values = self.backend.log_probabilities([sample for _, sample in mine])
+        speaks = self.ranks.speaks
+        told = {str(i): v.tobytes() for (i, _), v in zip(mine, values, strict=True)} if speaks else {}
+        found = {int(i): np.frombuffer(v, np.float32) for part in self.ranks.gather(told) for i, v in part.items()}
+        return [found[index] for index in range(len(samples))]
+
+    def _accumulate(self, samples: Sequence[Sample]) -> None:
+        """This replica's share."""
+        self.backend.accumulate([sample for _, sample in self._share(samples)])
+
+    def _restore(self, folder: Path) -> None:
+        """All ranks or none go on from it.
+
+        Raises:
+            OSError: the file system refused it to one of them.
+            Refused: one of them cannot read it, or it is of another model.
+        """
+        why, again = "", False
+        self._weights_may_change()
+        try:
+            self.backend.restore(folder)
+        except UNREADABLE as error:
+            why, again = str(error) or type(error).__name__, passing(error)
+        told = [
+            (f"rank {rank}: {why}", again) for rank, (why, again) in enumerate(self.ranks.gather((why, again))) if why
+        ]
+        if any(again for _, again in told):
+            raise OSError(next(why for why, again in told if again))
+        if told:
+            raise Refused(f"checkpoint {folder}", why=told[0][0])
+
+
+class Leader(Member):
+    """Rank 0: a `TrainerBackend` over all ranks. Batches are whole; each replica takes its share of them."""
+
+    def __init__(self, backend: RankBackend) -> None:
+        super().__init__(backend)
+        self._turn = threading.Lock()
+        self._exporting = threading.Lock()
+
+    @contextmanager
+    def _order(
+        self,
+        name: str,
+        samples: Sequence[Sample] = (),
+        options: Mapping[str, str | int | float] | None = None,
+        table: Mapping[str, Any] | None = None,
+    ) -> Iterator[None]:
+        """Give an order; it is carried out on this rank within the context."""
+        with self._turn:
+            give(Order(name, sent(samples), dict(options or {}), dict(table or {})), self.ranks.control)
+            yield
+
+    def _check(self, samples: Sequence[Sample]) -> None:
+        """Before the order is given: the others must not be in the middle of one when this rank ends."""
+        most = max((len(sample.meta.branches) for sample in samples), default=0)
+        if most > 1 and not self.backend.takes_branches:
+            raise BadInput(
+                f"an episode of {most} branches",
+                why="gangs of Megatron-Core compute a sample as one sequence: a branch would see those before it",
+                hint='set roles.trainer.backend = "torch", with which the queue has taken it; `relax-rt up` goes on',
+            )
+
+    def use(self, objective: Objective, table: AlgorithmTable, *, temperature: float | None = None) -> None:
+        """Every rank follows the objective, which is of the table, from now on."""
+        options: dict[str, str | int | float] = {"base": str(objective.base)}
+        if objective.longest is not None:
+            options["longest"] = objective.longest
+        if temperature is not None:
+            options["temperature"] = temperature
+        with self._order("use", options=options, table=table.model_dump()):
+            self.backend.use(objective, table, temperature=temperature)
+
+    def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        """Of each trained token, of logits / temperature: float32 [T] for each sample.
+
+        Raises:
+            BadInput: one has branches, and the backend takes none.
+        """
+        self._check(samples)
+        with self._order("log_probabilities", samples):
+            return self._log_probabilities(samples)
+
+    def accumulate(self, samples: Sequence[Sample]) -> Partial:
+        """Forward and backward of a part of the step's batch. What the objective carries from step to step goes along:
+        a checkpoint gave it to rank 0 alone.
+
+        Raises:
+            BadInput: a sample has branches, and the backend takes none.
+        """
+        self._check(samples)
+        objective = self.backend.objective
+        with self._order("accumulate", samples, objective.state()):
+            self._accumulate(samples)
+        return Partial(objective.count(samples), sum(int(sample.loss_mask.sum()) for sample in samples))
+
+    def apply(self, count: float, number: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
+        """The optimizer's step. What `before_update` waits for may need orders of its own, so it is called first."""
+        before_update()
+        with self._order("apply", options={"count": count, "number": number}):
+            return self.backend.apply(count, number, self._weights_may_change)
+
+    def layout(self, dtype: str) -> Layout:
+        """Where `export` puts each tensor."""
+        return self.backend.layout(dtype)
+
+    def export(self, into: memoryview, dtype: str, copied: Callable[[], None] = lambda: None) -> None:
+        """The weights of all ranks, as they are when their turn comes, by Hugging Face names; other orders are carried
+        out meanwhile.
+
+        Raises:
+            Unreachable: a rank is gone, or did not send its part in time. RelaxError: one could not copy it.
+        """
+        with self._exporting:
+            with self._order("export", options={"dtype": dtype}):
+                self._copied.clear()
+            self._export(into, dtype, copied)
+
+    def export_base(self, into: memoryview | None, dtype: str) -> None:
+        """See `AdapterBackend.export_base`."""
+        with self._order("export_base", options={"dtype": dtype}):
+            self._adapted.export_base(into, dtype)
+
+    @property
+    def changes_kept(self) -> float | None:
+        """Return `AdapterBackend.changes_kept` of rank 0's rows."""
+        found: float | None = getattr(self.backend, "changes_kept", None)
+        return found
+
+    def adapters(self) -> Lora:
+        """See `AdapterBackend.adapters`."""
+        with self._order("adapters"):
+            return self._adapted.adapters()
+
+    def snapshot(self) -> None:
+        """Every rank copies its state aside."""
+        with self._order("snapshot"):
+            self.backend.snapshot()
+
+    def write(self, folder: Path) -> None:
+        """Every rank writes its part of the last snapshot, beside whatever is ordered next."""
+        with self._order("write", options={"folder": str(folder)}):
+            pass
+        self.backend.write(folder)
+
+    def restore(self, folder: Path) -> None:
+        """Every rank takes its part of a checkpoint.
+
+        Raises:
+            Refused: one of them could not; none must go on without another `restore`.
+        """
+        with self._order("restore", options={"folder": str(folder)}):
+            self._restore(folder)
+
+    def close(self) -> None:
+        """The others need not wait for orders any more."""
+        with self._exporting, self._order("end"):
+            pass
+
+
+class Follower(Member):
+    """Any other rank: does as it is told until it is told to end.
+
+    Args:
+        doing: told the name of each order when it comes, and the empty string when it is done.
+    """
+
+    def __init__(
+        self,
+        backend: RankBackend,
+        doing: Callable[[str], None] = lambda _: None,
+        waiting: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        super().__init__(backend, waiting)
+        self._doing = doing
+        self._threads: dict[str, threading.Thread] = {}
+        self._failed: BaseException | None = None
+
+    def run(self) -> None:
+        """Follow rank 0. Raises what an order, or what ran beside the orders, raised."""
+        self._doing("")
+        while (order := take(self.ranks.control)).name != "end":
+            self._raise_failure()
+            self._doing(order.name)
+            self._carry_out(order)
+            self._doing("")
+        for name in self._threads:
+            self._end_of(name)
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+
+    def _end_of(self, name: str) -> None:
+        """Wait for what runs beside the orders under this name; its own deadlines bound it."""
+        if name in self._threads:
+            self._threads[name].join()
+
+    def _beside(self, name: str, work: Callable[[], None]) -> None:
+        """Do it beside the orders that follow."""
+
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 - raised when the next order comes
+                self._failed = error
+
+        self._threads[name] = threading.Thread(target=guarded, name=name, daemon=True)
+        self._threads[name].start()
+
+    def _carry_out(self, order: Order) -> None:
+        samples, options = received(order.samples), order.options
+        match order.name:
+            case "use":
+                self._use(order)
+            case "log_probabilities":
+                self._log_probabilities(samples)
+            case "accumulate":
+                self.backend.objective.restore({name: float(value) for name, value in options.items()})
+                self._accumulate(samples)
+            case "apply":
+                self.backend.apply(float(options["count"]), int(options["number"]), self._weights_may_change)
+            case "export":
+                dtype = str(options["dtype"])
+                self._end_of("export")
+                self._copied.clear()
+                self._beside("export", lambda: self._export(None, dtype))
+            case "export_base":
+                self._adapted.export_base(None, str(options["dtype"]))
+            case "adapters":
+                self._adapted.adapters()
+            case "snapshot":
+                self.backend.snapshot()
+            case "write":
+                folder = Path(str(options["folder"]))
+                self._beside("write", lambda: self._write(folder))
+            case "restore":
+                try:
+                    self._restore(Path(str(options["folder"])))
+                except Refused:
+                    pass  # rank 0 says so, and orders another one
+            case _:
+                raise Refused(f"order {order.name!r}", why="this rank does not know it: are all of one version?")
+
+    def _use(self, order: Order) -> None:
+        table, longest = AlgorithmTable(**order.table), order.options.get("longest")
+        temperature = order.options.get("temperature")
+        objective = Objective.of(
+            table, base=Path(str(order.options["base"])), longest=int(longest) if longest is not None else None
+        )
+        self.backend.use(objective, table, temperature=float(temperature) if temperature is not None else None)
+
+    def _write(self, folder: Path) -> None:
+        try:
+            self.backend.write(folder)
+        except BaseException as error:
+            failure_of(folder, self.ranks.rank).write_text(str(error))
+            raise
+
+
+COLUMNS: dict[str, type[np.generic]] = {
+    "tokens": np.int32,
+    "loss_mask": np.uint8,
+    "behaviour_logprobs": np.float32,
+    "advantages": np.float32,
+    "proximal_logprobs": np.float32,
+    "reference_logprobs": np.float32,
+    "values": np.float32,
+}
+"""What forward and backward passes read of a sample."""
+
+
+class SentSample(msgspec.Struct, array_like=True, frozen=True):
+    """A sample's columns as bytes, by name, and its reward."""
+
+    meta: SampleMeta
+    columns: dict[str, bytes]
+    reward: float | None = None
+
+
+class Order(msgspec.Struct, array_like=True, frozen=True):
+    """A call that every rank makes.
+
+    Attributes:
+        name: the method. samples: its batch. options: its other arguments.
+        table: the keys of [algorithm], for `use`.
+    """
+
+    name: str
+    samples: list[SentSample] = []
+    options: dict[str, str | int | float] = {}
+    table: dict[str, Any] = {}
+
+
+def sent(samples: Sequence[Sample]) -> list[SentSample]:
+    """Samples on their way to other ranks."""
+    found = []
+    for sample in samples:
+        columns = {}
+        for name, dtype in COLUMNS.items():
+            values = getattr(sample, name)
+            if values is not None:
+                columns[name] = np.ascontiguousarray(values, dtype).tobytes()
+        found.append(SentSample(sample.meta, columns, sample.reward))
+    return found
+
+
+def received(samples: Sequence[SentSample]) -> list[Sample]:
+    """Samples as they were sent; what passes do not read is not with them."""
+    found = []
+    for sample in samples:
+        columns: dict[str, Any] = {k: np.frombuffer(v, COLUMNS[k]) for k, v in sample.columns.items()}
+        found.append(Sample(meta=sample.meta, versions=[], reward=sample.reward, **columns))
+    return found
+
+
+def give(order: Order, group: dist.ProcessGroup) -> None:
+    """Rank 0's side: to all others of the group."""
+    data = bytearray(msgspec.msgpack.encode(order))
+    dist.broadcast(torch.tensor([len(data)]), 0, group=group)
+    dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), 0, group=group)
+
+
+def take(group: dist.ProcessGroup) -> Order:
+    """The others' side: wait for the next order."""
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.broadcast(size, 0, group=group)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, 0, group=group)
+    return msgspec.msgpack.decode(data.numpy().data, type=Order)

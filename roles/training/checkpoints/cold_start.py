@@ -1,0 +1,146 @@
+"""What a cold start leaves in the run's folder (its own checkpoints), and how other roles wait for its weights.
+
+Written by the trainer's cold start; read by the launcher, the reference and the rollouts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from relax_rt.interfaces.role import RoleContext
+from relax_rt.roles.training.checkpoints.store import PREFIX, passing
+from relax_rt.roles.training.sft.settings import ColdStartTable
+from relax_rt.transport.rpc.errors import DeadlineExceeded, Unreachable
+
+FOLDER = "cold_start"
+MARK_FILE = "cold_start.json"
+REFERENCE_FILE = "reference.safetensors"
+KEEP = 2
+
+Floats = NDArray[np.float32]
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a checkpoint of a cold start has come.
+
+    Attributes:
+        step: optimizer steps done, of `total`. done: the phase is over, and RL begins with these weights.
+        digest: of the data. tokens: learnt so far. skipped: steps thrown away. elapsed_s: training took so long.
+    """
+
+    step: int
+    total: int
+    done: bool
+    digest: str
+    tokens: int = 0
+    skipped: int = 0
+    elapsed_s: float = 0.0
+
+
+def folder_of(run_dir: Path) -> Path:
+    """Where the checkpoints are."""
+    return run_dir / FOLDER
+
+
+def write_mark(folder: Path, mark: Mark) -> None:
+    """Into a checkpoint that is being made."""
+    (folder / MARK_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(mark)))
+
+
+def read_mark(folder: Path) -> Mark | None:
+    """How far a checkpoint has come; None if it does not say.
+
+    Raises:
+        OSError: the file system refused it, see `passing`.
+    """
+    try:
+        return msgspec.json.decode((folder / MARK_FILE).read_bytes(), type=Mark)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        if passing(error):
+            raise
+        return None
+
+
+def finished(run_dir: Path) -> Path | None:
+    """The weights after the cold start, as a Hugging Face folder; None before its end."""
+    for folder in sorted(folder_of(run_dir).glob(f"{PREFIX}*"), reverse=True):
+        # What cannot be read now is asked again: by those who wait for it, and by a trainer that goes on.
+        with suppress(OSError):
+            mark = read_mark(folder)
+            if mark is not None and mark.done:
+                return folder
+    return None
+
+
+def write_reference(folder: Path, values: list[list[Floats]], digest: str) -> None:
+    """Keep log-probabilities of the weights before the phase, of each sequence of each row; whole or not at all."""
+    flat = [one for row in values for one in row]
+    joined: Floats = np.concatenate(flat).astype(np.float32)
+    tensors: dict[str, np.ndarray] = {
+        "lengths": np.array([len(one) for one in flat], np.int64),
+        "members": np.array([len(row) for row in values], np.int64),
+        "values": joined,
+    }
+    temporary = folder / f".{REFERENCE_FILE}.partial"
+    save_file(tensors, temporary, metadata={"digest": digest, "check": _check(joined)})
+    temporary.replace(folder / REFERENCE_FILE)
+
+
+def read_reference(folder: Path, digest: str) -> list[list[Floats]] | None:
+    """What `write_reference` left, if it is of this data."""
+    try:
+        with safe_open(folder / REFERENCE_FILE, framework="np") as file:
+            found = {name: file.get_tensor(name) for name in ("lengths", "members", "values")}
+            metadata = file.metadata() or {}
+    except (OSError, SafetensorError):
+        return None
+    if metadata.get("digest") != digest or metadata.get("check") != _check(found["values"]):
+        return None
+    flat = iter(np.split(found["values"], np.cumsum(found["lengths"])[:-1]))
+    return [[next(flat) for _ in range(int(members))] for members in found["members"]]
+
+
+def _check(values: Floats) -> str:
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(values).tobytes())
+
+
+WHY = "the trainer's cold start"
+POLL_S = 0.5
+
+
+async def wait_for_weights(ctx: RoleContext) -> None:
+    """Say, in a run with a cold start that has no weights yet, that there is nothing to do until then.
+
+    The role counts as started with it: the cold start may take longer than a start may. What waits for the weights
+    themselves goes on waiting.
+    """
+    if not ctx.config.table(ColdStartTable).wanted:
+        return
+    with suppress(Unreachable, DeadlineExceeded):
+        if await ctx.registry.versions():
+            return
+    ctx.progress.waiting(WHY)
+    await ctx.ready()
+
+
+async def weights_after(ctx: RoleContext) -> Path | None:
+    """The weights that RL begins with, once they are there; None: the role was asked to stop before."""
+    while (folder := finished(ctx.run_dir)) is None:
+        ctx.progress.waiting(WHY)
+        if not ctx.stopping.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await ctx.stopping.wait()
+        if ctx.stopping.is_set():
+            return None
+    ctx.progress.waiting("")
+    return folder

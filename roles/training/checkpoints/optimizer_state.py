@@ -1,0 +1,231 @@
+"""The optimizer's state in files that any other division of the model can read.
+
+Each rank writes what it owns as blocks of Hugging Face tensors, keyed ``name|kind|row:rows|column:columns``; nothing in
+them depends on how the ranks were divided. Kinds are Adam's ``exp_avg`` and ``exp_avg_sq``, and ``master``, the float32
+weights, where the trained ones are bfloat16. Whole tensors under ``name|kind``, as the torch backend writes them, are
+read as well.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from relax_rt.roles.training.checkpoints.digests import digest_of, leave_digest
+from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError
+
+
+class Block(NamedTuple):
+    """Rows and columns of a Hugging Face tensor, as a matrix: one of more dimensions as its first one by all others."""
+
+    name: str
+    row: int
+    rows: int
+    column: int
+    columns: int
+
+
+Read = Callable[[Block], torch.Tensor]
+"""Gives a block's values [rows, columns]."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "master"
+STEPS = "steps"
+FILES_WAIT_S = 600.0
+"""For the other ranks' files of a checkpoint."""
+
+
+def key_of(kind: str, block: Block) -> str:
+    """Under which name a block is written."""
+    return f"{block.name}|{kind}|{block.row}:{block.rows}|{block.column}:{block.columns}"
+
+
+def file_of(folder: Path, rank: int, world: int) -> Path:
+    """A rank's file."""
+    return folder / f"optimizer-{rank + 1:05d}-of-{world:05d}.safetensors"
+
+
+def failure_of(folder: Path, rank: int) -> Path:
+    """Where a rank says why its file does not come."""
+    return folder / f"rank-{rank}.failed"
+
+
+def write(path: Path, blocks: Mapping[str, torch.Tensor], steps: int) -> None:
+    """Write a rank's blocks, and their digest beside them; the file is there when both are complete.
+
+    Args:
+        steps: updates that Adam's moments have seen.
+    """
+    partial = path.with_suffix(".partial")
+    save_file(dict(blocks), partial, metadata={STEPS: str(steps)})
+    leave_digest(path, digest_of(partial))
+    partial.rename(path)
+
+
+class _Part(NamedTuple):
+    """Where in a wanted block the tensor `inner` of a file belongs."""
+
+    rows: slice
+    columns: slice
+    file: Any
+    inner: Block
+
+
+class OptimizerFiles:
+    """The blocks of all ranks' files in a checkpoint.
+
+    Raises:
+        Refused: a file is missing, or there is none. SafetensorError: one is truncated.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        paths = sorted(folder.glob("optimizer*.safetensors"))
+        if not paths:
+            raise Refused(f"checkpoint {folder}", why="it has no state of an optimizer")
+        if "-of-" in paths[0].name and len(paths) != (world := int(paths[0].stem.rpartition("-")[2])):
+            raise Refused(f"checkpoint {folder}", why=f"it has {len(paths)} of the {world} ranks' files")
+        self._found: dict[tuple[str, str], list[tuple[Block, Any, str]]] = {}
+        steps = set()
+        for path in paths:
+            file: Any = safe_open(path, framework="pt")
+            steps.add(int((file.metadata() or {}).get(STEPS, 0)))
+            for key in file.keys():  # noqa: SIM118
+                self._add(file, key)
+                if key.endswith("|step"):
+                    steps.add(int(file.get_tensor(key)))
+        self.steps = max(steps)
+
+    def _add(self, file: Any, key: str) -> None:
+        name, kind, *place = key.split("|")
+        if place:
+            rows, columns = (tuple(map(int, part.split(":"))) for part in place)
+            block = Block(name, *rows, *columns)
+        else:
+            size = file.get_slice(key).get_shape()
+            block = whole(name, size)
+        self._found.setdefault((name, kind), []).append((block, file, key))
+
+    def has(self, kind: str) -> bool:
+        """Whether any tensor has state of this kind."""
+        return any(found == kind for _, found in self._found)
+
+    def holds(self, kind: str, name: str) -> bool:
+        """Whether a tensor has state of this kind under this very name."""
+        return (name, kind) in self._found
+
+    def tensor(self, name: str, kind: str) -> torch.Tensor | None:
+        """What was written whole under this name and kind, if anything."""
+        found = self._found.get((name, kind))
+        if not found:
+            return None
+        _, file, key = found[0]
+        values: torch.Tensor = file.get_tensor(key)
+        return values
+
+    def reader(self, kind: str) -> Read:
+        """Gives blocks of one kind of state, put together of those in the files."""
+        return lambda wanted: self._read(kind, wanted)
+
+    def check(self, kind: str, wanted: Block) -> None:
+        """See that a block of this kind of state is there, without reading it.
+
+        Raises:
+            Refused: some of it is not.
+        """
+        seen = torch.zeros(wanted.rows, wanted.columns, dtype=torch.bool)
+        for part in self._parts(kind, wanted):
+            seen[part.rows, part.columns] = True
+        if not bool(seen.all()):
+            raise Refused(
+                f"checkpoint {self._folder}",
+                why=f"it lacks {kind} of {int((~seen).sum())} elements of {wanted.name}",
+                hint="it is of another model, or incomplete",
+            )
+
+    def _read(self, kind: str, wanted: Block) -> torch.Tensor:
+        self.check(kind, wanted)
+        out = torch.empty(wanted.rows, wanted.columns)
+        for part in self._parts(kind, wanted):
+            out[part.rows, part.columns] = read_block(part.file, part.inner)
+        return out
+
+    def _parts(self, kind: str, wanted: Block) -> Iterator[_Part]:
+        """What the files have of a block."""
+        for block, file, key in self._found.get((wanted.name, kind), ()):
+            top, bottom = max(wanted.row, block.row), min(wanted.row + wanted.rows, block.row + block.rows)
+            left = max(wanted.column, block.column)
+            right = min(wanted.column + wanted.columns, block.column + block.columns)
+            if top < bottom and left < right:
+                inner = Block(key, top - block.row, bottom - top, left - block.column, right - left)
+                rows = slice(top - wanted.row, bottom - wanted.row)
+                columns = slice(left - wanted.column, right - wanted.column)
+                yield _Part(rows, columns, file, inner)
+
+
+def whole(name: str, shape: Sequence[int]) -> Block:
+    """All of a tensor of this shape."""
+    return Block(name, 0, shape[0] if shape else 1, 0, math.prod(shape[1:]))
+
+
+def read_block(file: Any, block: Block) -> torch.Tensor:
+    """A block [rows, columns] of a tensor in an opened safetensors file; nothing else of it is read."""
+    part = file.get_slice(block.name)
+    dimensions = len(part.get_shape())
+    rows = slice(block.row, block.row + block.rows)
+    columns = slice(block.column, block.column + block.columns)
+    if dimensions == 2:
+        matrix: torch.Tensor = part[rows, columns]
+        return matrix
+    found: torch.Tensor = part[rows] if dimensions else file.get_tensor(block.name)
+    return found.reshape(block.rows, -1)[:, columns]
+
+
+class TensorFiles:
+    """The tensors of a folder's safetensors files, read by blocks.
+
+    Raises:
+        Refused: there is no such file. SafetensorError: one is truncated.
+    """
+
+    def __init__(self, folder: Path, pattern: str = "model*.safetensors") -> None:
+        self.folder = folder
+        self._files: list[Any] = [safe_open(path, framework="pt") for path in sorted(folder.glob(pattern))]
+        if not self._files:
+            raise Refused(f"weights in {folder}", why=f"there is no {pattern}")
+        self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Of a tensor; None if it is not there."""
+        file = self._where.get(name)
+        return None if file is None else tuple(file.get_slice(name).get_shape())
+
+    def __call__(self, block: Block) -> torch.Tensor:
+        """The block's values [rows, columns], in the file's dtype. What is read must have been checked."""
+        return read_block(self._where[block.name], block)
+
+
+def await_files(folder: Path, world: int) -> None:
+    """Wait until all ranks have written their parts of a checkpoint.
+
+    Raises:
+        RelaxError: a rank could not. DeadlineExceeded: one does not come.
+    """
+    deadline = time.monotonic() + FILES_WAIT_S
+    while lacking := [r for r in range(world) if not file_of(folder, r, world).exists()]:
+        for rank in lacking:
+            if (failure := failure_of(folder, rank)).exists():
+                raise RelaxError(f"checkpoint {folder}", why=f"rank {rank}: {failure.read_text()}")
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"checkpoint {folder}",
+                why=f"rank {lacking[0]} of {world} has not written its part within {FILES_WAIT_S:g} s",
+                hint="all ranks must see the run directory: on several nodes it lies on a shared file system",
+            )
+        time.sleep(0.02)

@@ -1,0 +1,96 @@
+"""Prompt samplers in a run: before a step and after it the queue is told which prompts come next."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
+from relax_rt.roles.training.algorithms.registry import bind
+from relax_rt.roles.training.algorithms.samplers import Ahead, PromptSampler
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.transport.rpc.errors import Refused
+
+if TYPE_CHECKING:
+    from relax_rt.config.schema import RunConfig
+    from relax_rt.interfaces.role import RoleContext
+    from relax_rt.roles.base.sample import Sample
+    from relax_rt.roles.training.algorithms.objective import Objective
+    from relax_rt.transport.queue.client import QueueClient
+
+MOST_AHEAD = 4096
+"""Places of the prompt order for which a choice is made at once."""
+
+
+class PromptChoices:
+    """What a trainer with a sampler tells the queue.
+
+    Args:
+        ahead: chooses. recorded: somebody else, as the filters, writes the history that it chooses by.
+    """
+
+    def __init__(self, queue: QueueClient, objective: Objective, ahead: Ahead, *, recorded: bool) -> None:
+        self._queue, self._objective, self._recorded = queue, objective, recorded
+        self.ahead = ahead
+
+    @classmethod
+    def of(
+        cls,
+        ctx: RoleContext,
+        config: RunConfig,
+        queue: QueueClient,
+        objective: Objective,
+        history: PromptHistory | None,
+    ) -> PromptChoices:
+        """The choices of a run with a sampler. Reads the data, so call it in a thread.
+
+        Args:
+            history: what the filters keep; None: there are none.
+
+        Raises:
+            Refused: the sampler is unknown or wrong.
+            RelaxError: bad data.
+        """
+        from relax_rt.roles.base.locations import model_folder
+        from relax_rt.roles.data.source import Places, PromptSource
+        from relax_rt.roles.models.tokenizer import load_tokenizer
+
+        table, base, seed = config.table(AlgorithmTable), Path(config.config_dir), config.run.seed
+        assert table.sampler is not None
+        rule = bind("sampler", table.sampler, ("algorithm", "sampler"), base=base, defaults={})
+        if isinstance(rule, list):
+            raise Refused("algorithm.sampler", why=rule[0].message, hint=rule[0].hint)
+        tokenizer = load_tokenizer(model_folder(ctx))
+        source = PromptSource.load(config.table(DataTable), tokenizer, seed=seed, config_dir=base, run_dir=ctx.run_dir)
+        known = PromptHistory() if history is None else history
+        ids = source.train.ids
+        sampler = PromptSampler(rule, ids, source.place, seed=seed, history=known, places=Places(ids))
+        ahead = Ahead(sampler, known, places=places(table), end=source.limit)
+        return cls(queue, objective, ahead, recorded=history is not None)
+
+    async def choose(self, step: int) -> None:
+        """Say which prompts come next, by what is known after `step`."""
+        first = (await self._queue.choose({})).next_index
+        await self._queue.choose(self.ahead.after_step(step, first))
+
+    async def after_step(self, samples: list[Sample], step: int) -> None:
+        """The samples of a step were trained on."""
+        if not self._recorded:
+            groups: dict[int, list[Sample]] = {}
+            for sample in samples:
+                groups.setdefault(sample.meta.group, []).append(sample)
+            for members in groups.values():
+                self.ahead.history.record(members[0].meta.item, self._objective.rewards(members), step)
+        await self.choose(step)
+
+
+def places(table: AlgorithmTable) -> int:
+    """Places that admission may give out before the next choice, and a batch more; beyond them the run's order holds.
+
+    With filters a step may cost several times its groups.
+    """
+    steps = table.max_staleness + 2 + (table.refill.most if table.filters else 0)
+    most = steps * table.prompts_per_step + table.over_provision
+    return MOST_AHEAD if math.isinf(most) else min(math.ceil(most), MOST_AHEAD)
