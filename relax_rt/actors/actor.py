@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, ClassVar, NoReturn, Self, cast
 
 from relax_rt.interfaces.role import Role, RoleContext
-from relax_rt.transport.rpc.errors import Refused, Retiring, Unreachable
+from relax_rt.transport.rpc.errors import Refused, ShuttingDown, Unreachable
 from relax_rt.transport.rpc.interface import methods_of
 
 REPORT_EVERY_S = 0.5
@@ -139,7 +139,7 @@ class Mailbox:
         await self._turn.acquire()
         if self._closed:
             self._turn.release()
-            raise Retiring(f"{self._actor.ctx.who}", why="it is stopping and begins no more calls")
+            raise ShuttingDown(f"{self._actor.ctx.who}", why="it is stopping and begins no more calls")
         self.at_work += 1
 
     def _leave(self) -> None:
@@ -154,7 +154,7 @@ class Mailbox:
             await self._enter()
             try:
                 return await handler(*args, **kwargs)
-            except Retiring as error:
+            except ShuttingDown as error:
                 raise _passed_on(error) from error
             finally:
                 self._leave()
@@ -173,7 +173,7 @@ class Mailbox:
                         yield item
                     finally:
                         self.given -= 1
-            except Retiring as error:
+            except ShuttingDown as error:
                 raise _passed_on(error) from error
             finally:
                 try:
@@ -185,6 +185,6 @@ class Mailbox:
         return stream
 
 
-def _passed_on(error: Retiring) -> Unreachable:
+def _passed_on(error: ShuttingDown) -> Unreachable:
     """What a handler was told by another actor: to our caller it must not look as if we had not begun."""
     return Unreachable(error.what, why=error.why, hint=error.hint)

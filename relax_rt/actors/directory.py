@@ -9,13 +9,12 @@ from typing import Any, TypeVar, cast
 from relax_rt.actors.reference import Options, Reference, Route
 from relax_rt.interfaces.members import Members
 from relax_rt.interfaces.registry import RegistryApi
-from relax_rt.transport.rpc.channel import Lost
+from relax_rt.transport.rpc.channel import ConnectionLost
 from relax_rt.transport.rpc.client import Client
-from relax_rt.transport.rpc.deaths import Deaths, died_of
-from relax_rt.transport.rpc.errors import ActorDied, DeadlineExceeded, Refused, Retiring, Unreachable
+from relax_rt.transport.rpc.errors import ActorDied, DeadlineExceeded, Refused, ShuttingDown, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.interface import Method
-from relax_rt.transport.rpc.items import DEFAULT_WINDOW, Inlet, RemoteStream
+from relax_rt.transport.rpc.streams import DEFAULT_WINDOW, DeathLimit, RemoteStream, StreamBuffer, died_of
 
 T = TypeVar("T")
 
@@ -170,7 +169,7 @@ class SlotRoute:
         target.outstanding += 1
         start_s = asyncio.get_running_loop().time()
         try:
-            return await target.client.call(method, values, timeout_s, Deaths(DEATHS, self._directory.alive))
+            return await target.client.call(method, values, timeout_s, DeathLimit(DEATHS, self._directory.alive))
         except ActorDied as died:
             left_s = start_s + timeout_s - asyncio.get_running_loop().time()
             raise await self._directory.explained(died, left_s) from None
@@ -180,7 +179,7 @@ class SlotRoute:
     def stream(self, method: Method, values: tuple[Any, ...], timeout_s: float, window: int) -> RemoteStream[Any]:
         """See Client.stream."""
         known = self._directory
-        deaths = Deaths(DEATHS, known.alive)
+        deaths = DeathLimit(DEATHS, known.alive)
         return self._target.client.stream(method, values, timeout_s, window, known.explained, deaths)
 
     async def all(self, timeout_s: float) -> list[Route]:
@@ -204,12 +203,12 @@ class RoleRoute:
         budget_s = timeout_s + method.wait_s(values)
         deadline = loop.time() + budget_s
         what = f"call of {method} at {self.name}"
-        deaths = Deaths(DEATHS, self._directory.alive)
+        deaths = DeathLimit(DEATHS, self._directory.alive)
         while True:
             target, epoch = await self._pick(what, deadline)
             try:
                 return await target.client.call_once(method, payload, deadline, budget_s)
-            except Lost as lost:
+            except ConnectionLost as lost:
                 target.failed(epoch, loop.time())
                 left_s = deadline - loop.time()
                 try:
@@ -218,7 +217,7 @@ class RoleRoute:
                     await deaths.count(f"call of {method}", lost, left_s)
                 except ActorDied as died:
                     raise await self._directory.explained(died, left_s) from None
-            except Retiring:
+            except ShuttingDown:
                 target.failed(epoch, loop.time())
             finally:
                 target.outstanding -= 1
@@ -228,25 +227,25 @@ class RoleRoute:
         payload = method.encode_arguments(values)
         budget_s = timeout_s + method.wait_s(values)
 
-        async def opener(deadline: float) -> Inlet:
+        async def opener(deadline: float) -> StreamBuffer:
             target, epoch = await self._pick(f"stream of {method} at {self.name}", deadline)
             loop = asyncio.get_running_loop()
 
             def ended(end: BaseException) -> None:
                 target.outstanding -= 1
-                if isinstance(end, Lost | Retiring):
+                if isinstance(end, ConnectionLost | ShuttingDown):
                     target.failed(epoch, loop.time())
 
             try:
-                inlet = await target.client.open(method, payload, deadline, budget_s, window)
+                incoming = await target.client.open(method, payload, deadline, budget_s, window)
             except BaseException as error:
                 ended(error)
                 raise
-            inlet.on_end = ended
-            return inlet
+            incoming.on_end = ended
+            return incoming
 
         known = self._directory
-        return RemoteStream(method, opener, budget_s, known.explained, Deaths(DEATHS, known.alive))
+        return RemoteStream(method, opener, budget_s, known.explained, DeathLimit(DEATHS, known.alive))
 
     async def all(self, timeout_s: float) -> list[Route]:
         """A route to each ready member.

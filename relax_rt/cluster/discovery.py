@@ -29,8 +29,8 @@ from relax_rt.supervision.control import NoRun, find_run
 from relax_rt.supervision.rundir import RunPaths, slot_file
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.items import DEFAULT_WINDOW
 from relax_rt.transport.rpc.rpc import Client, CurveKeys, make_hello
+from relax_rt.transport.rpc.streams import DEFAULT_WINDOW
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ LAST_LINES, LAST_CHARS = 5, 600
 """Of what a program that failed wrote to its standard error: they are told."""
 LOCAL = ("127.0.0.1", "localhost")
 START_AGAIN_S = (0.5, 1.0, 2.0, 4.0, *[8.0] * 7)
-"""Pauses before an episode is tried again for whose program, or session, there was no room."""
+"""PauseDetector before an episode is tried again for whose program, or session, there was no room."""
 
 
 class NotReachable(RelaxError):

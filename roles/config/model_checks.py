@@ -20,8 +20,8 @@ from relax_rt.roles.rollout.engines.sglang.options import unlike_the_model
 from relax_rt.roles.rollout.router.interface import MAX_ROW_BYTES
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.transport.queue.ledger.policy import QueueLimits
-from relax_rt.transport.rpc.codec import DEFAULT_MAX_MESSAGE_BYTES
 from relax_rt.transport.rpc.errors import Refused
+from relax_rt.transport.rpc.wire import DEFAULT_MAX_MESSAGE_BYTES
 
 ROUTING = ("roles", "rollout", "routing")
 TOKEN_BYTES = 8

@@ -13,12 +13,12 @@ from sim_kernel import Steps
 
 from relax_rt.cluster.registry.core import TICK_S, Counters, Entry, Forgotten, Issued, RegistryCore, Stored
 from relax_rt.interfaces.registry import Changes
+from relax_rt.transport.base.pauses import PauseDetector
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.errors import RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.pauses import Pauses
 
 if TYPE_CHECKING:
     from plane_world import World
@@ -213,7 +213,7 @@ class Broker(SimBroker):
     """The queue's ledger and journal; it lives as long as the process that carries it."""
 
     process: Queue | None = None
-    pauses: Pauses
+    pauses: PauseDetector
 
     def __init__(self, world: World, policy: LedgerPolicy, limits: QueueLimits) -> None:
         super().__init__(world.kernel, world.no_memory, policy, limits)
@@ -266,7 +266,7 @@ class Queue(Role):
         broker.process, broker.run_id, broker.crash_rate = self, self.run, 0.0
         broker.start()
         broker.crash_rate = world.crash_rate
-        broker.pauses = Pauses(self.now(), QUEUE_TICK_S)
+        broker.pauses = PauseDetector(self.now(), QUEUE_TICK_S)
         world.servers[self.slot] = self
         self.report_ready()
         self.waiting("calls")

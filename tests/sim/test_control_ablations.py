@@ -30,11 +30,11 @@ from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.protocol import SlotExited
 from relax_rt.supervision.supervisor import Supervisor
 from relax_rt.supervision.tree import RestartWindow, RoleNode, Slot
+from relax_rt.transport.base.pauses import PauseDetector
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.state import Callers
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.pauses import Pauses
 
 RUNS = 1000
 """The most that an ablation may take to be found: as many as the suite plays. Where a safeguard matters only in runs of
@@ -112,7 +112,10 @@ ABLATIONS: dict[str, tuple[Any, set[str]]] = {
     "registry: epochs": (patch.object(RegistryCore, "_living", hear_all), {HEARD}),
     "queue: epochs": (patch.object(Callers, "check", lambda *_: None), {HEARD}),
     "stage: epochs": (patch.object(Stage, "fence", lambda *_: None), {HEARD}),
-    "registry and queue: no judgement after a pause": (patch.object(Pauses, "look", lambda *_: "judge"), {LAPSED}),
+    "registry and queue: no judgement after a pause": (
+        patch.object(PauseDetector, "look", lambda *_: "judge"),
+        {LAPSED},
+    ),
     "registry: durable before the answer": (patch.object(Registry, "_flush", answer_first), {EPOCHS, VERSIONS}),
     "registry: compare-and-set of the commit": (
         patch.object(RegistryCore, "commit_version", commit_anything),

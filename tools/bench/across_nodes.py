@@ -31,7 +31,7 @@ from two_nodes import LOOPBACK, Nodes, NotPermitted, two_nodes
 
 from relax_rt.transport.memory.payload import Fetcher, PayloadServer
 from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.rpc.zmq_keys import CurveKeys
+from relax_rt.transport.rpc.identity import CurveKeys
 
 RAW, RAW_CURVE, RAW_CURVE_2 = "raw ZeroMQ, not encrypted", "raw ZeroMQ, CURVE", "raw ZeroMQ, CURVE, 2 links"
 OURS, OURS_2, OURS_BARE = "ours, CURVE", "ours, CURVE, 2 links", "ours, CURVE, no digests"

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from relax_rt.transport.base.journal import SEGMENT_BYTES, Journal
+from relax_rt.transport.base.pauses import PauseDetector
 from relax_rt.transport.base.process_stat import start_time
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.base.waits import Waits
@@ -48,7 +49,6 @@ from relax_rt.transport.queue.statistics import States, broker_statistics
 from relax_rt.transport.rpc import rpc
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.pauses import Pauses
 
 MAX_WAIT_S = 60.0
 _EMPTY_KEPT = 1024
@@ -521,7 +521,7 @@ class Broker:
         lease_s = self._limits.lease_s
         tick_s = min(max(lease_s / 8, 0.02), 1.0)
         woken_for: float | None = None
-        pauses = Pauses(self._clock(), tick_s)
+        pauses = PauseDetector(self._clock(), tick_s)
         while True:
             self._rearm.clear()
             now, straggler_at = self._clock(), self._ledger.straggler_deadline()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Lost(Exception):
+class ConnectionLost(Exception):
     """The connection ended under a call.
 
     Attributes:
@@ -19,7 +19,7 @@ class Lost(Exception):
         self.sent, self.who, self.where = sent, who, where
 
 
-class Silent(Exception):
+class NoReply(Exception):
     """The deadline has passed by more than the grace, and no word has come."""
 
 

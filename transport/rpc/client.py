@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 import random
 from collections.abc import Awaitable, Callable
@@ -11,24 +10,44 @@ from typing import Any, TypeGuard, TypeVar, cast
 
 import msgspec
 
-from relax_rt.transport.rpc import codec, stream
+from relax_rt.transport.rpc import unix_channel, wire
 from relax_rt.transport.rpc.address import Address, AddressError, parse_address
 from relax_rt.transport.rpc.backoff import Backoff, BackoffPolicy
-from relax_rt.transport.rpc.channel import Channel, Lost, Silent
-from relax_rt.transport.rpc.deaths import Deaths, died_of
+from relax_rt.transport.rpc.channel import Channel, ConnectionLost, NoReply
 from relax_rt.transport.rpc.errors import (
+    DeadlineExceeded,
     ProtocolError,
     Refused,
     RelaxError,
-    Retiring,
+    ShuttingDown,
     Unreachable,
 )
-from relax_rt.transport.rpc.identity import Hello
+from relax_rt.transport.rpc.identity import CurveKeys, Hello
 from relax_rt.transport.rpc.interface import Method, did_you_mean, methods_of
-from relax_rt.transport.rpc.items import DEFAULT_WINDOW, RETIRING_PAUSE_S, Explain, Inlet, RemoteStream
-from relax_rt.transport.rpc.link import Link
-from relax_rt.transport.rpc.wire import CREDIT_MAX
-from relax_rt.transport.rpc.zmq_keys import CurveKeys
+from relax_rt.transport.rpc.streams import (
+    DEFAULT_WINDOW,
+    SHUTDOWN_PAUSE_S,
+    DeathLimit,
+    Explain,
+    RemoteStream,
+    StreamBuffer,
+    died_of,
+)
+from relax_rt.transport.rpc.wire import (
+    CREDIT_MAX,
+    Cancel,
+    End,
+    Fault,
+    GoAway,
+    Grant,
+    HelloFrame,
+    Item,
+    Open,
+    Reply,
+    Request,
+    Tell,
+    error_of,
+)
 
 T = TypeVar("T")
 
@@ -36,31 +55,17 @@ DEFAULT_BACKOFF = BackoffPolicy(base_s=0.01, cap_s=0.5)
 _CLOSE_PATIENCE_S = 1.0
 
 
-class ClientStatistics(msgspec.Struct, frozen=True):
+class ClientStatistics(msgspec.Struct):
     """Numbers of a client since it was made; `connected` and `inflight` are of this moment."""
 
-    connected: bool
-    inflight: int
-    calls: int
-    tells: int
-    streams: int
-    faults: int
-    resent: int
-    reconnects: int
-    failed_dials: int
-    late_replies: int
-    unanswered: int
-    bytes_in: int
-    bytes_out: int
-
-
-@dataclasses.dataclass
-class _Counters:
+    connected: bool = False
+    inflight: int = 0
     calls: int = 0
     tells: int = 0
     streams: int = 0
     faults: int = 0
     resent: int = 0
+    reconnects: int = 0
     failed_dials: int = 0
     late_replies: int = 0
     unanswered: int = 0
@@ -89,7 +94,7 @@ class Client:
         hello: Hello,
         *,
         connect_timeout_s: float = 5.0,
-        max_message_bytes: int = codec.DEFAULT_MAX_MESSAGE_BYTES,
+        max_message_bytes: int = wire.DEFAULT_MAX_MESSAGE_BYTES,
         max_inflight: int = 1024,
         backoff: BackoffPolicy = DEFAULT_BACKOFF,
         curve: CurveKeys | None = None,
@@ -99,8 +104,7 @@ class Client:
         self.hello, self.slot = hello, slot
         self.max_message_bytes = max_message_bytes
         self.max_inflight = max_inflight
-        self.reconnects = 0
-        self.counters = _Counters()
+        self.counters = ClientStatistics()
         self.links: set[Link] = set()
         self._address = address
         self.where = address if isinstance(address, str) else "a peer not yet found"
@@ -110,7 +114,7 @@ class Client:
         self._link: Link | None = None
         self._dialing: asyncio.Task[None] | None = None
         self._waiters = 0
-        self._unproven = 0
+        self._unanswered_dials = 0
         self._connects = 0
         self._last_failure = ""
         self._closed = False
@@ -167,20 +171,15 @@ class Client:
 
     def statistics(self) -> ClientStatistics:
         """Numbers for people and metrics."""
-        totals = dataclasses.asdict(self.counters)
+        known = msgspec.structs.replace(self.counters, connected=self.connected)
+        known.inflight = len(self._link.pending) if self._link else 0
         for link in self.links:
-            totals["bytes_in"] += link.channel.bytes_in
-            totals["bytes_out"] += link.channel.bytes_out
-        alive = self._link is not None and self._link.usable
-        return ClientStatistics(
-            connected=alive,
-            inflight=len(self._link.pending) if self._link else 0,
-            reconnects=self.reconnects,
-            **totals,
-        )
+            known.bytes_in += link.channel.bytes_in
+            known.bytes_out += link.channel.bytes_out
+        return known
 
     async def call(
-        self, method: Method, values: tuple[Any, ...], timeout_s: float, deaths: Deaths | None = None
+        self, method: Method, values: tuple[Any, ...], timeout_s: float, deaths: DeathLimit | None = None
     ) -> Any:
         """Call a method with all its arguments, in the order of the wire; what proxies do.
 
@@ -193,7 +192,7 @@ class Client:
         while True:
             try:
                 return await self.call_once(method, payload, deadline, budget_s)
-            except Lost as lost:
+            except ConnectionLost as lost:
                 if lost.sent and not method.idempotent:
                     raise died_of(method, lost) from None
                 self._last_failure = str(lost)
@@ -202,16 +201,16 @@ class Client:
                 if loop.time() >= deadline:
                     raise self._unreachable(f"call of {method}", budget_s) from None
                 self.counters.resent += lost.sent
-            except Retiring:
-                if loop.time() + RETIRING_PAUSE_S >= deadline:
+            except ShuttingDown:
+                if loop.time() + SHUTDOWN_PAUSE_S >= deadline:
                     raise
-                await asyncio.sleep(RETIRING_PAUSE_S)
+                await asyncio.sleep(SHUTDOWN_PAUSE_S)
 
     async def call_once(self, method: Method, payload: bytes, deadline: float, budget_s: float) -> Any:
         """Send a call, once a connection stands.
 
         Raises:
-            Lost: the connection ended under it.
+            ConnectionLost: the connection ended under it.
         """
         if method.one_way:
             self.counters.tells += 1
@@ -225,7 +224,7 @@ class Client:
             return None
         try:
             raw = await link.request(method, payload, deadline, min(1.0, budget_s / 2))
-        except Silent:
+        except NoReply:
             self.counters.unanswered += 1
             raise Unreachable(
                 f"call of {method} at {link.name()}",
@@ -241,29 +240,31 @@ class Client:
         timeout_s: float,
         window: int = DEFAULT_WINDOW,
         explain: Explain | None = None,
-        deaths: Deaths | None = None,
+        deaths: DeathLimit | None = None,
     ) -> RemoteStream[Any]:
         """Call a method that yields; what proxies do. It is sent when the first item is asked for."""
         payload = method.encode_arguments(values)
         budget_s = timeout_s + method.wait_s(values)
 
-        async def opener(deadline: float) -> Inlet:
+        async def opener(deadline: float) -> StreamBuffer:
             return await self.open(method, payload, deadline, budget_s, window)
 
         return RemoteStream(method, opener, budget_s, explain, deaths)
 
-    async def open(self, method: Method, payload: bytes, deadline: float, timeout_s: float, window: int) -> Inlet:
+    async def open(
+        self, method: Method, payload: bytes, deadline: float, timeout_s: float, window: int
+    ) -> StreamBuffer:
         """Open a stream, once a connection stands.
 
         Raises:
-            Lost: the connection ended meanwhile.
+            ConnectionLost: the connection ended meanwhile.
         """
         link = self._link
         if link is None or not link.usable or self._closed:
             link = await self._connected(f"stream of {method}", deadline, timeout_s)
-        inlet = await link.open(method, payload, deadline, timeout_s, window)
+        incoming = await link.open(method, payload, deadline, timeout_s, window)
         self.counters.streams += 1
-        return inlet
+        return incoming
 
     def _unreachable(self, what: str, budget_s: float) -> Unreachable:
         why = self._last_failure or "no answer yet to the attempt to connect"
@@ -305,12 +306,12 @@ class Client:
     async def _dial_until_connected(self) -> None:
         while True:
             # A server that accepts and dies at once must not be hammered: only an answer ends the back-off.
-            if self._unproven:
+            if self._unanswered_dials:
                 delay = self._backoff.next_delay_s()
                 if delay is None:
                     raise Unreachable(self.where, why=f"{self._backoff.attempts} attempts failed: {self._last_failure}")
                 await asyncio.sleep(delay)
-            self._unproven += 1
+            self._unanswered_dials += 1
             try:
                 async with asyncio.timeout(self._connect_timeout_s):
                     self._link = await self._dial()
@@ -321,7 +322,7 @@ class Client:
             except TimeoutError:
                 self._last_failure = f"{self.where} did not greet in {self._connect_timeout_s:.3g} s"
             else:
-                self.reconnects += self._connects > 0
+                self.counters.reconnects += self._connects > 0
                 self._connects += 1
                 return
             self.counters.failed_dials += 1
@@ -341,17 +342,288 @@ class Client:
 
     async def _open(self, address: Address, link: Link) -> Channel:
         if address.scheme == "unix":
-            return await stream.dial(address, link.attach)
+            return await unix_channel.dial(address, link.attach)
         # Loaded on demand: roles that stay on their node never need ZeroMQ.
         from relax_rt.transport.rpc import zmq_channel
 
         return await zmq_channel.dial(address, link.attach, self.max_message_bytes, self._curve)
 
-    def proven(self) -> None:
+    def mark_answered(self) -> None:
         """The server has answered: the next loss starts a new back-off."""
-        if self._unproven:
-            self._unproven = 0
+        if self._unanswered_dials:
+            self._unanswered_dials = 0
             self._backoff.reset()
+
+
+class Link:
+    """One connection of the client and the calls on it."""
+
+    channel: Channel
+
+    def __init__(self, client: Client, address: str) -> None:
+        loop = asyncio.get_running_loop()
+        self.client = client
+        self.address = address
+        self.peer: HelloFrame | None = None
+        self.dead = False
+        self.going_away = False
+        """The server begins nothing more that comes on this connection."""
+        self.pending: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self.streams: dict[int, StreamBuffer] = {}
+        self.greeted: asyncio.Future[None] = loop.create_future()
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self._loop = loop
+        self._reason = ""
+        self._last_id = 0
+        self._slots: asyncio.Semaphore
+        self._max_message_bytes = client.max_message_bytes
+
+    @property
+    def usable(self) -> bool:
+        """New requests may go out on it."""
+        return not self.dead and not self.going_away
+
+    def name(self) -> str:
+        return f"{self.peer.who} ({self.address})" if self.peer else self.address
+
+    def attach(self, channel: Channel) -> Link:
+        self.channel = channel
+        self.client.links.add(self)
+        hello = self.client.hello
+        channel.send(
+            wire.encode_message(
+                HelloFrame(
+                    protocol=hello.protocol,
+                    run_id=hello.run_id,
+                    who=hello.who,
+                    pid=hello.pid,
+                    max_message_bytes=self.client.max_message_bytes,
+                )
+            )
+        )
+        return self
+
+    def received(self, message: bytes) -> None:
+        try:
+            if self.peer is None:
+                self._greet(message)
+            else:
+                self._answer(message)
+        except ProtocolError as error:
+            self._fail(error)
+            self.channel.close()
+
+    def lost(self, reason: str) -> None:
+        self.client.links.discard(self)
+        self.client.counters.bytes_in += self.channel.bytes_in
+        self.client.counters.bytes_out += self.channel.bytes_out
+        self._reason = self._reason or reason
+        if not self.greeted.done():
+            self.greeted.set_exception(Unreachable(self.address, why=f"{reason} before it greeted"))
+        self._fail(self._loss(f"{self.name()} was lost: {reason}", sent=True))
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def _loss(self, reason: str, *, sent: bool) -> ConnectionLost:
+        return ConnectionLost(reason, sent=sent, who=str(self.peer.who) if self.peer else "", where=self.name())
+
+    def _fail(self, error: Exception) -> None:
+        self.dead = True
+        if not self.greeted.done():
+            self.greeted.set_exception(error)
+        # Whether or not someone still awaits the greeting, its error is known here.
+        self.greeted.cancelled() or self.greeted.exception()
+        pending, self.pending = self.pending, {}
+        for answer in pending.values():
+            if not answer.done():
+                answer.set_exception(error)
+        streams, self.streams = self.streams, {}
+        for incoming in streams.values():
+            incoming.finish(error)
+
+    def _greet(self, message: bytes) -> None:
+        peer, mine = wire.decode_hello(message), self.client.hello
+        protocol = peer if isinstance(peer, int) else peer.protocol
+        if isinstance(peer, int) or protocol != mine.protocol:
+            raise ProtocolError(
+                f"connecting to {self.address}",
+                why=f"it speaks protocol version {protocol}, this process version {mine.protocol}",
+                hint="run the same release of relax-rt on both ends",
+            )
+        if peer.run_id != mine.run_id:
+            raise ProtocolError(
+                f"connecting to {self.address}",
+                why=f"{peer.who} belongs to run {peer.run_id}, this process to run {mine.run_id}",
+                hint="an earlier run still serves there, or the address is of another run",
+            )
+        if self.client.slot not in ("", peer.who.slot):
+            # Its port has gone to another process of the run since it was found.
+            self._fail(Unreachable(self.address, why=f"{peer.who} answers there, not {self.client.slot}"))
+            self.channel.close()
+            return
+        self.peer = peer
+        self.channel.who = peer.who.slot
+        self._slots = asyncio.Semaphore(min(self.client.max_inflight, peer.max_inflight or self.client.max_inflight))
+        self._max_message_bytes = min(self._max_message_bytes, peer.max_message_bytes or self._max_message_bytes)
+        self.channel.limit(self.client.max_message_bytes)
+        if not self.greeted.done():
+            self.greeted.set_result(None)
+
+    def _answer(self, message: bytes) -> None:
+        answer = wire.decode_from_server(message)
+        self.client.mark_answered()
+        if isinstance(answer, GoAway):
+            self.going_away = True
+            self._reason = "it is closing"
+            self._close_if_drained()
+            return
+        if isinstance(answer, Item):
+            incoming = self.streams.get(answer.id)
+            # Of a stream that was cancelled items may still be under way.
+            if incoming is not None:
+                incoming.put(answer.value)
+            return
+        if answer.id in self.streams or isinstance(answer, End):
+            self._ended(answer)
+            return
+        waiting = self.pending.pop(answer.id, None)
+        if waiting is None or waiting.done():
+            self.client.counters.late_replies += 1
+        elif isinstance(answer, Reply):
+            waiting.set_result(answer.result)
+        else:
+            self.client.counters.faults += 1
+            waiting.set_exception(error_of(answer))
+        self._close_if_drained()
+
+    def _close_if_drained(self) -> None:
+        """End a connection that the server has retired, once nothing is under way on it."""
+        if self.going_away and not self.dead and not self.pending and not self.streams:
+            self.channel.close()
+
+    def _ended(self, answer: End | Fault | Reply) -> None:
+        incoming = self.streams.get(answer.id)
+        if incoming is None:
+            return
+        self.leave(answer.id, cancel=False)
+        if isinstance(answer, Fault):
+            self.client.counters.faults += 1
+            incoming.finish(error_of(answer))
+        else:
+            incoming.finish(StopAsyncIteration())
+
+    async def open(
+        self, method: Method, payload: bytes, deadline: float, timeout_s: float, window: int
+    ) -> StreamBuffer:
+        """Open a stream. It counts as a call of the connection until it ends."""
+        await self._acquire_slot(method, deadline)
+        try:
+            if not self.usable:
+                raise self._loss(self._reason, sent=False)
+            self._last_id += 1
+            number = self._last_id
+            self._write(method, Open(number, method.api, method.name, timeout_s, window, msgspec.Raw(payload)))
+        except BaseException:
+            self._slots.release()
+            raise
+        incoming = self.streams[number] = StreamBuffer(self, number, window)
+        return incoming
+
+    def grant(self, number: int, credit: int) -> None:
+        """The consumer of a stream has taken items."""
+        if not self.dead:
+            self.channel.send(wire.encode_message(Grant(number, credit)))
+
+    def leave(self, number: int, *, cancel: bool) -> None:
+        """A stream has ended here; with `cancel` the server is told."""
+        if self.streams.pop(number, None) is not None:
+            self._slots.release()
+            if cancel and not self.dead:
+                self.channel.send(wire.encode_message(Cancel(number)))
+            self._close_if_drained()
+
+    async def request(self, method: Method, payload: bytes, deadline: float, grace_s: float) -> msgspec.Raw:
+        """Send a request and wait for its answer, for grace_s beyond the deadline at most.
+
+        The grace lets the server's own verdict (handler too slow) arrive, which tells a slow one from a dead one.
+        """
+        await self._acquire_slot(method, deadline)
+        try:
+            if not self.usable:
+                raise self._loss(self._reason, sent=False)
+            self._last_id += 1
+            number, answer = self._last_id, self._loop.create_future()
+            left_s = max(0.0, deadline - self._loop.time())
+            self._write(method, Request(number, method.api, method.name, left_s, msgspec.Raw(payload)))
+            self.pending[number] = answer
+            timer = self._loop.call_at(deadline + grace_s, self._timed_out, number)
+            try:
+                return cast(msgspec.Raw, await answer)
+            except asyncio.CancelledError:
+                self._abandon(number)
+                raise
+            finally:
+                timer.cancel()
+        finally:
+            self._slots.release()
+
+    async def tell(self, method: Method, payload: bytes, deadline: float) -> None:
+        """Write a one-way message; waits only for room in the write buffer."""
+        if self.channel.congested:
+            await self._uncongested(method, deadline)
+        if not self.usable:
+            raise self._loss(self._reason, sent=False)
+        left_s = max(0.0, deadline - self._loop.time())
+        self._write(method, Tell(method.api, method.name, left_s, msgspec.Raw(payload)))
+
+    async def _acquire_slot(self, method: Method, deadline: float) -> None:
+        """Take a slot of the connection, once the write buffer has room too."""
+        if self._slots.locked():
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._slots.acquire()
+            except TimeoutError:
+                why = f"{len(self.pending)} calls are at work there already, the most that the connection may have"
+                raise DeadlineExceeded(f"call of {method} at {self.name()}", why=why) from None
+        else:
+            await self._slots.acquire()
+        if self.channel.congested:
+            try:
+                await self._uncongested(method, deadline)
+            except BaseException:
+                self._slots.release()
+                raise
+
+    async def _uncongested(self, method: Method, deadline: float) -> None:
+        try:
+            async with asyncio.timeout_at(deadline):
+                while self.channel.congested:
+                    await self.channel.drain()
+        except TimeoutError:
+            why = "the connection's write buffer stayed full: the server does not read"
+            raise DeadlineExceeded(f"call of {method} at {self.name()}", why=why) from None
+
+    def _write(self, method: Method, message: Request | Tell | Open) -> None:
+        data = wire.encode_message(message)
+        if len(data) > self._max_message_bytes:
+            raise ProtocolError(
+                f"call of {method}",
+                why=f"its message has {len(data)} bytes; the limit of {self.name()} is {self._max_message_bytes}",
+                hint="send less at once, or raise max_message_bytes on both ends",
+            )
+        self.channel.send(data)
+
+    def _timed_out(self, number: int) -> None:
+        answer = self.pending.get(number)
+        if answer is not None and not answer.done():
+            self._abandon(number)
+            answer.set_exception(NoReply())
+
+    def _abandon(self, number: int) -> None:
+        """Give up on a request, and tell the server."""
+        if self.pending.pop(number, None) is not None and not self.dead:
+            self.channel.send(wire.encode_message(Cancel(number)))
+            self._close_if_drained()
 
 
 def check_options(what: str, timeout_s: float, window: int) -> None:

@@ -53,7 +53,7 @@ class ActorDied(Unreachable):
     diagnosis: str = ""
 
 
-class Retiring(RelaxError):
+class ShuttingDown(RelaxError):
     """The far end is stopping in order and has not begun this request: its successor, or another, may take it."""
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from relax_rt.transport.rpc import codec
+from relax_rt.transport.rpc import wire
 from relax_rt.transport.rpc.errors import ProtocolError, Refused
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -89,7 +89,7 @@ class Method:
 
     def encode_arguments(self, values: tuple[Any, ...]) -> bytes:
         """Raises: Refused, when a value has no place in a message."""
-        return codec.encode(values, f"arguments of {self}")
+        return wire.encode(values, f"arguments of {self}")
 
     def decode_arguments(self, raw: msgspec.Raw) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments for the implementation.
@@ -99,7 +99,7 @@ class Method:
         """
         try:
             values = self.arguments.decode(raw)
-        except codec.UNDECODABLE as error:
+        except wire.UNDECODABLE as error:
             raise Refused(f"arguments of {self}", why=self._named(str(error)), hint=f"it takes {self.takes}") from error
         if not self.keyword_only:
             return values, {}
@@ -128,7 +128,7 @@ class Method:
         """Raises: ProtocolError, when the result is not what the annotation says."""
         try:
             return self.result.decode(raw)
-        except codec.UNDECODABLE as error:
+        except wire.UNDECODABLE as error:
             raise ProtocolError(
                 f"result of {self}", why=str(error), hint="the implementation does not keep to its annotation"
             ) from error
@@ -212,8 +212,8 @@ def _method(api: str, name: str, function: Callable[..., Any]) -> Method:
         idempotent=getattr(function, _IDEMPOTENT, False),
         one_way=one_way,
         stream=item is not None,
-        arguments=codec.decoder_for(kinds, f"arguments of {label}"),
-        result=codec.decoder_for(result if item is None else item, f"result of {label}"),
+        arguments=wire.decoder_for(kinds, f"arguments of {label}"),
+        result=wire.decoder_for(result if item is None else item, f"result of {label}"),
     )
 
 

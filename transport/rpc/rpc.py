@@ -25,10 +25,10 @@ cancelled), `ProtocolError` (other protocol, other run, message too large), the 
 from __future__ import annotations
 
 from relax_rt.transport.rpc.client import Client, ClientStatistics
+from relax_rt.transport.rpc.identity import CurveKeys
 from relax_rt.transport.rpc.interface import idempotent, tell
 from relax_rt.transport.rpc.server import Server, ServerStatistics, caller
 from relax_rt.transport.rpc.wire import PROTOCOL, make_hello
-from relax_rt.transport.rpc.zmq_keys import CurveKeys
 
 __all__ = [
     "PROTOCOL",

@@ -7,22 +7,34 @@ import collections
 import contextvars
 import dataclasses
 import logging
+import math
+import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from relax_rt.transport.rpc import codec, stream
+from relax_rt.transport.rpc import unix_channel, wire
 from relax_rt.transport.rpc.address import parse_address
-from relax_rt.transport.rpc.calls import Call, StreamCall, bounded_s
 from relax_rt.transport.rpc.channel import Channel
-from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, Refused, Retiring
-from relax_rt.transport.rpc.faults import fault_of
-from relax_rt.transport.rpc.identity import Hello
+from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, Refused, ShuttingDown
+from relax_rt.transport.rpc.identity import CurveKeys, Hello
 from relax_rt.transport.rpc.interface import Method, check_implementation, did_you_mean, methods_of
-from relax_rt.transport.rpc.wire import Cancel, Grant, HelloFrame, Open, Request, Retire, Tell
-from relax_rt.transport.rpc.zmq_keys import CurveKeys
+from relax_rt.transport.rpc.wire import (
+    Cancel,
+    End,
+    Fault,
+    GoAway,
+    Grant,
+    HelloFrame,
+    Item,
+    Open,
+    Reply,
+    Request,
+    Tell,
+    fault_of,
+)
 
 T = TypeVar("T")
 Handler = Callable[..., Awaitable[Any]]
@@ -31,7 +43,7 @@ log = logging.getLogger(__name__)
 _caller: contextvars.ContextVar[Hello] = contextvars.ContextVar("relax_rpc_caller")
 
 _CANCEL_PATIENCE_S = 1.0
-_PARTING_S = 0.25
+_CLIENT_CLOSE_S = 0.25
 """For clients to end connections on which nothing is under way; one that is stopped or far behind is not waited for."""
 TOLD_BYTES = 1024 * 1024
 """One-way messages of one connection that are read though there is no room for them."""
@@ -49,32 +61,13 @@ def caller() -> Hello:
     return hello
 
 
-class ServerStatistics(msgspec.Struct, frozen=True):
+class ServerStatistics(msgspec.Struct):
     """Numbers of a server since it was made; `connections` and `inflight` are of this moment."""
 
-    connections: int
-    connections_total: int
-    connections_refused: int
-    inflight: int
-    peak_inflight: int
-    requests: int
-    tells: int
-    streams: int
-    items: int
-    replies: int
-    faults: int
-    cancelled: int
-    expired: int
-    protocol_errors: int
-    bytes_in: int
-    bytes_out: int
-    by_method: dict[str, int]
-
-
-@dataclasses.dataclass
-class _Counters:
+    connections: int = 0
     connections_total: int = 0
     connections_refused: int = 0
+    inflight: int = 0
     peak_inflight: int = 0
     requests: int = 0
     tells: int = 0
@@ -87,6 +80,7 @@ class _Counters:
     protocol_errors: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
+    by_method: dict[str, int] = {}
 
 
 class _Listener(Protocol):
@@ -117,7 +111,7 @@ class Server:
         self,
         hello: Hello,
         *,
-        max_message_bytes: int = codec.DEFAULT_MAX_MESSAGE_BYTES,
+        max_message_bytes: int = wire.DEFAULT_MAX_MESSAGE_BYTES,
         max_inflight: int = 1024,
         max_connections: int = 1024,
         curve: CurveKeys | None = None,
@@ -134,7 +128,7 @@ class Server:
         self.write_timeout_s = write_timeout_s
         self.stream_idle_s = stream_idle_s
         self.max_calls = max_calls
-        self.greeting = codec.encode_message(
+        self.greeting = wire.encode_message(
             HelloFrame(
                 protocol=hello.protocol,
                 run_id=hello.run_id,
@@ -144,7 +138,7 @@ class Server:
                 max_inflight=max_inflight,
             )
         )
-        self.counters = _Counters()
+        self.counters = ServerStatistics()
         self.by_method: Counter[str] = Counter()
         self.connections: set[Connection] = set()
         self.calls: set[Call] = set()
@@ -179,7 +173,7 @@ class Server:
         parsed = parse_address(address)
         listener: _Listener
         if parsed.scheme == "unix":
-            listener = await stream.listen(parsed, self._attach)
+            listener = await unix_channel.listen(parsed, self._attach)
         else:
             # Loaded on demand: roles that stay on their node never need ZeroMQ.
             from relax_rt.transport.rpc import zmq_channel
@@ -198,7 +192,7 @@ class Server:
         for listener in self._listeners:
             listener.stop()
         for connection in list(self.connections):
-            connection.retire()
+            connection.go_away()
         current = asyncio.current_task()
         tasks = {call.task for call in self.calls if call.task is not current}
         if tasks:
@@ -209,8 +203,8 @@ class Server:
                 _, stuck = await asyncio.wait(late, timeout=_CANCEL_PATIENCE_S)
                 for task in stuck:
                     log.warning("%s: a handler ignores its cancellation: %s", self.hello.who, task)
-        if parting := [connection.ended for connection in self.connections if connection.peer is not None]:
-            await asyncio.wait(parting, timeout=_PARTING_S)
+        if closing_clients := [connection.ended for connection in self.connections if connection.peer is not None]:
+            await asyncio.wait(closing_clients, timeout=_CLIENT_CLOSE_S)
         for connection in list(self.connections):
             connection.channel.close()
         await self._connections_ended()
@@ -231,13 +225,12 @@ class Server:
 
     def statistics(self) -> ServerStatistics:
         """Numbers for people and metrics."""
-        totals = dataclasses.asdict(self.counters)
+        known = msgspec.structs.replace(self.counters, by_method=dict(self.by_method))
+        known.connections, known.inflight = len(self.connections), len(self.calls)
         for connection in self.connections:
-            totals["bytes_in"] += connection.channel.bytes_in
-            totals["bytes_out"] += connection.channel.bytes_out
-        return ServerStatistics(
-            connections=len(self.connections), inflight=len(self.calls), by_method=dict(self.by_method), **totals
-        )
+            known.bytes_in += connection.channel.bytes_in
+            known.bytes_out += connection.channel.bytes_out
+        return known
 
     def find(self, api: str, name: str) -> tuple[Method, Handler]:
         """Raises: Refused, when the interface or the method is not offered."""
@@ -253,7 +246,7 @@ class Server:
             raise Refused(f"call of {api}.{name}", why=f"{api} has no method {name}", hint=did_you_mean(name, offer))
         return found
 
-    def make_room(self) -> None:
+    def start_held_calls(self) -> None:
         """A handler has ended: connections whose requests wait take turns."""
         while not self.closing and len(self.calls) < self.max_calls:
             connection = next((c for c in self.held if c.inflight < self.max_inflight), None)
@@ -261,7 +254,7 @@ class Server:
                 return
             # It comes back at the end if it has more.
             del self.held[connection]
-            connection.go_on()
+            connection.start_held()
 
     def _attach(self, channel: Channel) -> Connection:
         self.counters.connections_total += 1
@@ -291,7 +284,7 @@ class Connection:
         self._paused = False
         self.ended: asyncio.Future[None] = loop.create_future()
         self._context = contextvars.copy_context()
-        self._hello_timer = loop.call_later(server.hello_timeout_s, self._no_hello)
+        self._hello_timer = loop.call_later(server.hello_timeout_s, self._hello_timed_out)
 
     def received(self, message: bytes) -> None:
         try:
@@ -319,13 +312,13 @@ class Connection:
     def _name(self) -> str:
         return str(self.peer.who) if self.peer else self.channel.peer
 
-    def _no_hello(self) -> None:
+    def _hello_timed_out(self) -> None:
         self.server.counters.protocol_errors += 1
         log.warning("%s: disconnecting %s: it did not greet", self.server.hello.who, self.channel.peer)
         self.channel.close()
 
     def _greet(self, message: bytes) -> None:
-        peer, mine = codec.decode_hello(message), self.server.hello
+        peer, mine = wire.decode_hello(message), self.server.hello
         # Sent also when the peer will not do: it compares too, and tells its user.
         self.channel.send(self.server.greeting)
         protocol = peer if isinstance(peer, int) else peer.protocol
@@ -340,7 +333,7 @@ class Connection:
         self.channel.limit(self.server.max_message_bytes)
 
     def _dispatch(self, message: bytes) -> None:
-        request = codec.decode_from_client(message)
+        request = wire.decode_from_client(message)
         if isinstance(request, Cancel):
             call = self.requests.get(request.id)
             if call is not None:
@@ -348,7 +341,7 @@ class Connection:
                 call.drop()
             elif request.id in self._held:
                 self.server.counters.cancelled += 1
-                self._give_up(request.id)
+                self._drop_held_request(request.id)
             return
         if isinstance(request, Grant):
             call = self.requests.get(request.id)
@@ -357,7 +350,7 @@ class Connection:
             return
         server = self.server
         if server.closing:
-            self._turn_away(request)
+            self._reject(request)
             return
         if not isinstance(request, Tell) and (request.id in self.requests or request.id in self._held):
             raise ProtocolError(f"request {request.id} of {request.api}.{request.method}", why="its id is in use")
@@ -377,7 +370,7 @@ class Connection:
         else:
             key = request.id
         self._held_bytes += size
-        timer = asyncio.get_running_loop().call_at(now + bounded_s(request.timeout_s), self._late, key)
+        timer = asyncio.get_running_loop().call_at(now + bounded_s(request.timeout_s), self._expire_held, key)
         self._held[key] = _Held(request, size, now, timer)
         self.server.held.setdefault(self, None)
         if self._full():
@@ -398,18 +391,18 @@ class Connection:
             self._told_bytes -= held.size
         return held
 
-    def retire(self) -> None:
+    def go_away(self) -> None:
         """The server closes: nothing that is held, or comes from here on, is begun, and the peer is told so."""
         for key in list(self._held):
-            self._turn_away(self._give_up(key).request)
+            self._reject(self._drop_held_request(key).request)
         if self.peer is not None:
-            self.channel.send(codec.encode_message(Retire()))
+            self.channel.send(wire.encode_message(GoAway()))
 
-    def _turn_away(self, request: Request | Tell | Open) -> None:
+    def _reject(self, request: Request | Tell | Open) -> None:
         if not isinstance(request, Tell):
             where = f"{self.server.hello.who} {request.api}.{request.method}"
-            error = Retiring(where, why="it is stopping and begins no more calls")
-            self.channel.send(codec.encode_message(fault_of(error, request.id, where)))
+            error = ShuttingDown(where, why="it is stopping and begins no more calls")
+            self.channel.send(wire.encode_message(fault_of(error, request.id, where)))
 
     def _drop_held(self) -> None:
         """Carry out none of the requests that are held; what was told stays told."""
@@ -418,24 +411,24 @@ class Connection:
         if not self._held:
             self.server.held.pop(self, None)
 
-    def _give_up(self, key: int | str) -> _Held:
+    def _drop_held_request(self, key: int | str) -> _Held:
         """A request that is held is not carried out."""
         held = self._release(key)
         if not self._held:
             self.server.held.pop(self, None)
-        self._read_on()
+        self._resume_reading()
         return held
 
-    def _late(self, key: int | str) -> None:
-        request = self._give_up(key).request
+    def _expire_held(self, key: int | str) -> None:
+        request = self._drop_held_request(key).request
         self.server.counters.expired += 1
         if not isinstance(request, Tell):
             where = f"{self.server.hello.who} {request.api}.{request.method}"
             why = f"not begun in the {request.timeout_s:.3g} s that its caller gave it: there was no room"
             self.server.counters.faults += 1
-            self.channel.send(codec.encode_message(fault_of(DeadlineExceeded(where, why=why), request.id, where)))
+            self.channel.send(wire.encode_message(fault_of(DeadlineExceeded(where, why=why), request.id, where)))
 
-    def _read_on(self) -> None:
+    def _resume_reading(self) -> None:
         if self._paused and not self._full() and not self.ended.done():
             self._paused = False
             self.channel.resume()
@@ -464,15 +457,15 @@ class Connection:
             del self.requests[call.request.id]
         self.inflight -= 1
         if self.server.held:
-            self.server.make_room()
+            self.server.start_held_calls()
 
-    def go_on(self) -> None:
+    def start_held(self) -> None:
         """Carry out the first request that was held, and read on."""
         held = self._release(next(iter(self._held)))
         self._start(held.request, held.arrived)
         if self._held:
             self.server.held[self] = None
-        self._read_on()
+        self._resume_reading()
 
 
 @dataclasses.dataclass
@@ -483,3 +476,203 @@ class _Held:
     size: int
     arrived: float
     timer: asyncio.TimerHandle
+
+
+class Call:
+    """A handler at work, until a deadline of the loop's clock."""
+
+    def __init__(
+        self, connection: Connection, request: Request | Tell | Open, context: contextvars.Context, deadline: float
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.connection = connection
+        self.request = request
+        self.task = loop.create_task(self._serve(), context=context)
+        self._expired = False
+        self._dropped = False
+        self._timer = loop.call_at(deadline, self._expire)
+        self.task.add_done_callback(self._done)
+
+    def drop(self) -> None:
+        """The caller wants no answer any more."""
+        self._dropped = True
+        self.task.cancel()
+
+    def _expire(self) -> None:
+        self._expired = True
+        self.task.cancel()
+
+    async def _serve(self) -> None:
+        message, faulty = await self._outcome()
+        self._timer.cancel()
+        if message is None or self._dropped:
+            return
+        if await self._send(message):
+            self.connection.server.counters.replies += not faulty
+            self.connection.server.counters.faults += faulty
+
+    async def _send(self, message: bytes) -> bool:
+        """Write a message once there is room; False when the peer does not read and was disconnected for it."""
+        channel, server = self.connection.channel, self.connection.server
+        if channel.congested:
+            try:
+                async with asyncio.timeout(server.write_timeout_s):
+                    while channel.congested:
+                        await channel.drain()
+            except TimeoutError:
+                log.warning("%s: disconnecting %s: it does not read", server.hello.who, channel.peer)
+                channel.abort()
+                return False
+        channel.send(message)
+        return True
+
+    async def _outcome(self) -> tuple[bytes | None, bool]:
+        """The encoded answer, None when there is none to send, and whether it is a fault."""
+        request, server = self.request, self.connection.server
+        try:
+            method, handler = server.find(request.api, request.method)
+            if method.stream:
+                raise Refused(f"call of {method}", why="it gives a stream", hint="read it with `async for`")
+            args, kwargs = method.decode_arguments(request.args)
+            result = await handler(*args, **kwargs)
+            if isinstance(request, Tell):
+                return None, False
+            assert isinstance(request, Request)
+            message = wire.encode_message(Reply(request.id, msgspec.Raw(wire.encode(result, f"result of {method}"))))
+            self._check_size(len(message), str(method))
+        except Exception as error:  # noqa: BLE001 - whatever user code raises goes to the caller
+            return self._fault(error), True
+        return message, False
+
+    def _check_size(self, size: int, method: str) -> None:
+        server, peer = self.connection.server, self.connection.peer
+        limit = min(server.max_message_bytes, (peer and peer.max_message_bytes) or server.max_message_bytes)
+        if size > limit:
+            raise ProtocolError(
+                f"result of {method}", why=f"it has {size} bytes; the limit is {limit}", hint="answer in parts"
+            )
+
+    def _fault(self, error: BaseException) -> bytes | None:
+        request, who = self.request, self.connection.server.hello.who
+        if isinstance(request, Tell):
+            self.connection.server.counters.faults += 1
+            trace = "".join(traceback.format_exception(error))
+            log.warning("%s: %s.%s, told by %s, failed:\n%s", who, request.api, request.method, self._peer(), trace)
+            return None
+        where = f"{who} {request.api}.{request.method}"
+        # A handler may turn its cancellation into an error of its own; the deadline is the cause.
+        return wire.encode_message(self._expired_fault() if self._expired else fault_of(error, request.id, where))
+
+    def _expired_fault(self) -> Fault:
+        request = self.request
+        assert not isinstance(request, Tell)
+        self.connection.server.counters.expired += 1
+        where = f"{self.connection.server.hello.who} {request.api}.{request.method}"
+        return fault_of(DeadlineExceeded(where, why=self._expiry_reason()), request.id, where)
+
+    def _expiry_reason(self) -> str:
+        return f"not finished in the {self.request.timeout_s:.3g} s that its caller gave it"
+
+    def _peer(self) -> str:
+        return str(self.connection.peer.who) if self.connection.peer else self.connection.channel.peer
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._timer.cancel()
+        connection, request = self.connection, self.request
+        if task.cancelled() and not self._dropped and not connection.server.closing and not isinstance(request, Tell):
+            where = f"{connection.server.hello.who} {request.api}.{request.method}"
+            cause = asyncio.CancelledError("the handler was cancelled by its own process")
+            fault = self._expired_fault() if self._expired else fault_of(cause, request.id, where)
+            connection.channel.send(wire.encode_message(fault))
+            connection.server.counters.faults += 1
+        elif not task.cancelled() and task.exception() is not None:
+            log.error("%s: answering %s failed", connection.server.hello.who, self._peer(), exc_info=task.exception())
+        connection.finished(self)
+
+
+class StreamCall(Call):
+    """A handler that yields. It is asked for an item only when the consumer has granted credit for it."""
+
+    request: Open
+
+    def __init__(self, connection: Connection, request: Open, context: contextvars.Context, deadline: float) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._between_s = bounded_s(request.timeout_s)
+        self._due = deadline
+        self._credit = request.credit
+        self._granted: asyncio.Future[None] | None = None
+        self._idle = False
+        super().__init__(connection, request, context, deadline)
+
+    def grant(self, credit: int) -> None:
+        self._credit += credit
+        if self._granted is not None and not self._granted.done():
+            self._granted.set_result(None)
+
+    async def _outcome(self) -> tuple[bytes | None, bool]:
+        request = self.request
+        try:
+            method, handler = self.connection.server.find(request.api, request.method)
+            if not method.stream:
+                raise Refused(f"stream of {method}", why="it gives one result", hint="await it")
+            args, kwargs = method.decode_arguments(request.args)
+            whole = await self._produce(method, handler(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - whatever user code raises goes to the caller
+            return self._fault(error), True
+        return (wire.encode_message(End(request.id)) if whole else None), False
+
+    async def _produce(self, method: Method, items: Any) -> bool:
+        """Send items as credit allows; False when the consumer does not read."""
+        server, what, name = self.connection.server, f"item of {method}", str(method)
+        try:
+            while True:
+                if not self._credit:
+                    await self._wait_for_credit()
+                    self._due = self._clock() + self._between_s
+                try:
+                    item = await anext(items)
+                except StopAsyncIteration:
+                    return True
+                self._due = math.inf
+                value = msgspec.Raw(wire.encode(item, what))
+                message = wire.encode_message(Item(self.request.id, value))
+                self._check_size(len(message), name)
+                if not await self._send(message):
+                    return False
+                self._credit -= 1
+                server.counters.items += 1
+                self._due = self._clock() + self._between_s
+        finally:
+            if (aclose := getattr(items, "aclose", None)) is not None:
+                await aclose()
+
+    async def _wait_for_credit(self) -> None:
+        self._granted = asyncio.get_running_loop().create_future()
+        self._due, self._idle = self._clock() + self.connection.server.stream_idle_s, True
+        try:
+            await self._granted
+        finally:
+            self._granted, self._idle = None, False
+
+    def _expire(self) -> None:
+        # One timer for all items: it goes off now and then, and looks whether the deadline has moved.
+        left_s = self._due - self._clock()
+        if left_s > 0:
+            pause_s = min(left_s, max(self._between_s, 0.001))
+            self._timer = asyncio.get_running_loop().call_later(pause_s, self._expire)
+        else:
+            self._expired_why = self._stream_expiry_reason()
+            super()._expire()
+
+    def _stream_expiry_reason(self) -> str:
+        if self._idle:
+            return f"its consumer took nothing for {self.connection.server.stream_idle_s:.3g} s"
+        return f"no item in the {self.request.timeout_s:.3g} s that its caller gave it"
+
+    def _expiry_reason(self) -> str:
+        return self._expired_why
+
+
+def bounded_s(timeout_s: float) -> float:
+    """A duration that overflows no clock, hostile or infinite as it may be; in this order, NaN counts as 0."""
+    return min(max(0.0, timeout_s), 1e7)

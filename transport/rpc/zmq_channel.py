@@ -11,8 +11,10 @@ import asyncio
 import collections
 import contextlib
 import errno
+import os
+import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 import zmq.asyncio
@@ -23,8 +25,7 @@ from relax_rt.transport.rpc import impair
 from relax_rt.transport.rpc.address import Address, AddressError
 from relax_rt.transport.rpc.channel import Channel, Receiver
 from relax_rt.transport.rpc.errors import Unreachable
-from relax_rt.transport.rpc.zmq_keys import CurveKeys
-from relax_rt.transport.rpc.zmq_sockets import as_client, as_server, bind, check_exposure, configure, numeric
+from relax_rt.transport.rpc.identity import CurveKeys
 
 SEND_HIGH_WATER_MESSAGES = 256
 PING_INTERVAL_S = 0.5
@@ -42,6 +43,9 @@ _ENDINGS = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "only one end uses CURVE keys, or the peer does not speak ZeroMQ",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the secure handshake failed: the keys do not match",
 }
+HEARTBEAT_INTERVAL_MS = 2_000
+HEARTBEAT_TIMEOUT_MS = 10_000
+"""After this silence of the wire a connection is taken for cut (a partition, a host that lost power)."""
 
 
 class _Gone(Exception):
@@ -384,3 +388,101 @@ async def dial(
         channel.abort()
         raise Unreachable(str(address), why=str(error)) from error
     return channel
+
+
+# --- sockets, also of the payload server
+
+
+class Authenticator(Protocol):
+    """ZeroMQ's, in a thread or on an event loop."""
+
+    def start(self) -> None: ...
+
+    def configure_curve_callback(self, domain: str, credentials_provider: Any) -> None: ...
+
+
+class _Admission:
+    """Tells the authenticator which keys may come in."""
+
+    def __init__(self, keys: CurveKeys) -> None:
+        self._admitted = keys.admitted
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key in self._admitted
+
+
+def configure(sock: zmq.Socket[Any], *, linger_ms: int, max_message_bytes: int, high_water_messages: int) -> None:
+    """Bounds and heartbeats of either end."""
+    for option, value in (
+        (zmq.LINGER, linger_ms),
+        (zmq.MAXMSGSIZE, max_message_bytes),
+        (zmq.SNDHWM, high_water_messages),
+        (zmq.RCVHWM, high_water_messages),
+        (zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS),
+        (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+        (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
+        (zmq.IPV6, 1),
+    ):
+        sock.setsockopt(option, value)
+
+
+def as_client(sock: zmq.Socket[Any], keys: CurveKeys | None) -> None:
+    """For a socket that connects once: one that came back by itself would hide that what was sent on the old
+    connection is lost."""
+    sock.setsockopt(zmq.RECONNECT_IVL, -1)
+    if keys is not None:
+        sock.curve_secretkey, sock.curve_publickey = keys.secret, keys.public
+        sock.curve_serverkey = keys.server_key
+
+
+def as_server(sock: zmq.Socket[Any], keys: CurveKeys | None, authenticator: Authenticator | None) -> None:
+    """For a ROUTER: a send to a peer that is gone fails, and only who has an admitted key gets anything."""
+    sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    if keys is not None and authenticator is not None:
+        authenticator.configure_curve_callback("*", _Admission(keys))
+        authenticator.start()
+        sock.curve_secretkey, sock.curve_publickey = keys.secret, keys.public
+        sock.curve_server = True
+
+
+def check_exposure(address: Address, keys: CurveKeys | None, hint: str) -> None:
+    """Raises:
+    AddressError: other machines could come in without keys.
+    """
+    if keys is None and not address.loopback:
+        raise AddressError(
+            f"listening on {address}", why="other machines reach it and there are no CURVE keys", hint=hint
+        )
+
+
+def numeric(address: Address) -> Address:
+    """The address as ZeroMQ binds it, which takes no host names. Blocks while the name is looked up.
+
+    Raises:
+        AddressError: the host is not known.
+    """
+    if address.scheme != "tcp" or address.host == "*":
+        return address
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise AddressError(f"listening on {address}", why=f"the host is not known: {error}") from error
+    return Address("tcp", host=str(found[0][4][0]), port=address.port)
+
+
+def bind(sock: zmq.Socket[Any], address: Address, at: Address) -> Address:
+    """Bind to `at`, the numeric form of `address`; answers with the address under which it is found.
+
+    Raises:
+        AddressError: in use, or not of this machine.
+    """
+    try:
+        sock.bind(str(at))
+        if address.scheme == "ipc":
+            os.chmod(address.path, 0o600)  # noqa: PTH101 - a string from the address, nothing to gain from a Path
+    except (zmq.ZMQError, OSError) as error:
+        raise AddressError(f"listening on {address}", why=zmq.strerror(error.errno or 0)) from error
+    if address.scheme != "tcp":
+        return address
+    port = sock.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+    return Address("tcp", host=address.host, port=int(port))

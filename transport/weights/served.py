@@ -21,8 +21,8 @@ import msgspec
 
 from relax_rt.transport.memory.payload.server import PayloadServer
 from relax_rt.transport.rpc.errors import Corrupt, Gone
+from relax_rt.transport.rpc.identity import CurveKeys
 from relax_rt.transport.rpc.interface import idempotent
-from relax_rt.transport.rpc.zmq_keys import CurveKeys
 from relax_rt.transport.weights.manifest import Manifest
 from relax_rt.transport.weights.stage import adapters_of, delta_of, narrow, pinned, read_manifest
 

@@ -38,7 +38,7 @@ from relax_rt.transport.rpc.errors import (
     StaleEpoch,
     Unreachable,
 )
-from relax_rt.transport.rpc.zmq_keys import CurveKeys
+from relax_rt.transport.rpc.identity import CurveKeys
 from relax_rt.transport.weights.delta import apply
 from relax_rt.transport.weights.manifest import Delta, Manifest, Sent, bucket_digest, bucket_slices, check_manifest
 from relax_rt.transport.weights.payloads import decode_wire, merge_lora

@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 
 from relax_rt.transport.rpc.errors import Refused
-from relax_rt.transport.rpc.zmq_keys import CurveKeys
+from relax_rt.transport.rpc.identity import CurveKeys
 
 FILE = "join.key"
 ENVIRONMENT = "RELAX_JOIN_KEY"

@@ -13,7 +13,7 @@ from relax_rt.cluster.nodes.api import Joined
 from relax_rt.cluster.nodes.keys import FILE, curve_keys, read_key
 from relax_rt.supervision.rundir import RunPaths
 from relax_rt.transport.rpc.errors import Corrupt
-from relax_rt.transport.rpc.zmq_keys import CurveKeys
+from relax_rt.transport.rpc.identity import CurveKeys
 
 T = TypeVar("T")
 

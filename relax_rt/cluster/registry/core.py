@@ -7,10 +7,10 @@ from typing import TypeAlias
 import msgspec
 
 from relax_rt.interfaces.registry import Changes, Ended, Member, Renewed
+from relax_rt.transport.base.pauses import PauseDetector
 from relax_rt.transport.base.versions import ROOT, VersionRecord, VersionTree
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.pauses import Pauses
 
 TICK_S = 0.2
 """How often `tick` is called."""
@@ -94,7 +94,7 @@ class RegistryCore:
         self._entries: dict[str, Entry] = {}
         self._asked: dict[str, tuple[str, int]] = {}
         self._deadlines: dict[str, float] = {}
-        self._pauses = Pauses(now, TICK_S)
+        self._pauses = PauseDetector(now, TICK_S)
         for entry in stored.entries:
             member = msgspec.structs.replace(entry.member, revision=self.revision)
             self._entries[member.who.slot] = Entry(member, entry.ttl_s)

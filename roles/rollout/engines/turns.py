@@ -12,7 +12,7 @@ from typing import Protocol
 from relax_rt.interfaces.registry import Changes, Member
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.rollout.engines.colocate import Action, Out, Report, Told, Train, Turns, nobody_trains
-from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError, Retiring, Unreachable
+from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError, ShuttingDown, Unreachable
 from relax_rt.transport.rpc.interface import idempotent
 
 TRAINER_SLOT = "trainer/0"
@@ -225,7 +225,7 @@ class EngineTurns:
         try:
             trainer = await self._ctx.peer(TRAINER_SLOT, TurnsApi, timeout_s=CALL_S)
             told = await trainer.turn(report, WAIT_S)
-        except (Unreachable, DeadlineExceeded, Retiring):
+        except (Unreachable, DeadlineExceeded, ShuttingDown):
             await asyncio.sleep(RETRY_S)
             return self._holds or await self._nobody_trains()
         self._trainer = max(self._trainer, told.trainer)

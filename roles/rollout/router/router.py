@@ -40,7 +40,7 @@ from relax_rt.roles.rollout.router.core import (
 from relax_rt.roles.rollout.router.fleet import EngineEntry
 from relax_rt.roles.rollout.router.interface import Generation
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.rpc.errors import Refused, RelaxError, Retiring
+from relax_rt.transport.rpc.errors import Refused, RelaxError, ShuttingDown
 
 T = TypeVar("T")
 
@@ -283,7 +283,7 @@ class Router:
             async for update in stream:
                 self._do(core.on_update(self._now(), number, attempt, update))
             self._do(core.on_failure(self._now(), number, attempt, "its stream ended without an end"))
-        except Retiring as error:
+        except ShuttingDown as error:
             self._do(core.on_returned(self._now(), number, attempt, str(error)))
         except Refused as error:
             self._do(core.on_failure(self._now(), number, attempt, str(error), never=True))

@@ -15,13 +15,13 @@ from collections.abc import AsyncIterator, Iterator
 
 import numpy as np
 import xxhash
+from eventually import eventually
 from numpy.typing import NDArray
-from rpc_far_end import eventually
 
 from relax_rt.transport.memory.payload import Fetcher, PayloadServer
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.rpc.errors import RelaxError
-from relax_rt.transport.rpc.zmq_keys import CurveKeys
+from relax_rt.transport.rpc.identity import CurveKeys
 
 SLAB = "rollout-0-7-1.slab"
 KEYS = CurveKeys.make()

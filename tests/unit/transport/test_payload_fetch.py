@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
+from eventually import eventually
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from payload_far_end import KEYS, SLAB, extents_of, reading, serving, shm_dir, write_slab
-from rpc_far_end import eventually
 
 from relax_rt.transport.memory.arena import Reader, Writer
 from relax_rt.transport.memory.payload import PayloadServer, frames
@@ -34,8 +34,7 @@ from relax_rt.transport.rpc.errors import (
     RelaxError,
     Unreachable,
 )
-from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.zmq_keys import CurveKeys
+from relax_rt.transport.rpc.identity import CurveKeys, Incarnation
 
 MIB = 1 << 20
 

@@ -14,9 +14,9 @@ import numpy as np
 import payload_far_end
 import pytest
 import xxhash
+from eventually import eventually
 from netns import Nodes, cut
 from payload_far_end import SLAB, Far, environment, extents_of, reading, shm_dir, write_slab
-from rpc_far_end import eventually
 
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.rpc.errors import Unreachable

@@ -34,7 +34,7 @@ from relax_rt.transport.rpc.errors import (
     RelaxError,
     Unreachable,
 )
-from relax_rt.transport.rpc.zmq_keys import CurveKeys
+from relax_rt.transport.rpc.identity import CurveKeys
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from relax_rt.transport.memory.payload.frames import Get, Part, Range
 from relax_rt.transport.rpc.address import AddressError, parse_address
 from relax_rt.transport.rpc.backoff import Backoff, BackoffPolicy
 from relax_rt.transport.rpc.errors import Corrupt, ProtocolError, RelaxError, RemoteError
-from relax_rt.transport.rpc.faults import error_of
-from relax_rt.transport.rpc.zmq_keys import CurveKeys
-from relax_rt.transport.rpc.zmq_sockets import as_client, configure
+from relax_rt.transport.rpc.identity import CurveKeys
+from relax_rt.transport.rpc.wire import error_of
+from relax_rt.transport.rpc.zmq_channel import as_client, configure
 
 MAX_LINK_RANGES = 256
 """Ranges asked for and not yet received on one connection, however small they are."""

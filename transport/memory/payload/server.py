@@ -21,8 +21,8 @@ from relax_rt.transport.memory.payload.frames import Get, Part, Range
 from relax_rt.transport.memory.payload.slabs import Served, Slabs
 from relax_rt.transport.memory.payload.sockets import Listening, Wakeup
 from relax_rt.transport.rpc.errors import ProtocolError, Refused, RelaxError
-from relax_rt.transport.rpc.faults import fault_of
-from relax_rt.transport.rpc.zmq_keys import CurveKeys
+from relax_rt.transport.rpc.identity import CurveKeys
+from relax_rt.transport.rpc.wire import fault_of
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from relax_rt.transport.rpc.address import AddressError, parse_address
-from relax_rt.transport.rpc.zmq_keys import CurveKeys
-from relax_rt.transport.rpc.zmq_sockets import as_server, bind, check_exposure, configure, numeric
+from relax_rt.transport.rpc.identity import CurveKeys
+from relax_rt.transport.rpc.zmq_channel import as_server, bind, check_exposure, configure, numeric
 
 
 class Wakeup:

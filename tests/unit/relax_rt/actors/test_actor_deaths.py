@@ -13,7 +13,7 @@ from actor_far_end import Judge, Registry, directory, eventually, fails, living,
 
 from relax_rt.actors import Actor
 from relax_rt.interfaces.registry import Changes
-from relax_rt.transport.rpc.errors import ActorDied, Retiring, Unreachable
+from relax_rt.transport.rpc.errors import ActorDied, ShuttingDown, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import CurveKeys
 
@@ -201,7 +201,7 @@ async def test_another_actor_that_stops_is_not_taken_for_this_one(tmp_path: path
 
         async def ask(self) -> None:
             self.begun += 1
-            raise Retiring("judge/0#1", why="it is stopping")
+            raise ShuttingDown("judge/0#1", why="it is stopping")
 
     async with (
         living(f"unix://{tmp_path}/m.sock", Middle, "middle/0") as (actor, real),

@@ -129,9 +129,8 @@ async def test_items_beyond_the_credit_end_the_connection(tmp_path: pathlib.Path
     """A producer that minds no credit is not let into memory."""
     import msgspec
 
-    from relax_rt.transport.rpc.codec import decode_from_client, encode, encode_message
     from relax_rt.transport.rpc.wire import HelloFrame as Greeting
-    from relax_rt.transport.rpc.wire import Item, Open, encode_frame
+    from relax_rt.transport.rpc.wire import Item, Open, decode_from_client, encode, encode_frame, encode_message
 
     async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async def read() -> bytes:

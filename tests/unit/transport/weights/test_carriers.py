@@ -34,8 +34,7 @@ from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.process_stat import start_time
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone, OutOfSpace, Refused, RelaxError, Unreachable
-from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.zmq_keys import CurveKeys
+from relax_rt.transport.rpc.identity import CurveKeys, Incarnation
 from relax_rt.transport.weights.broadcast.receivers import Receivers
 from relax_rt.transport.weights.cuda_ipc import Export
 from relax_rt.transport.weights.directory import DirectorySource, WeightDirectory

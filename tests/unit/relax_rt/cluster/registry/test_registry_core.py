@@ -22,10 +22,10 @@ from relax_rt.cluster.registry.core import (
     Stored,
 )
 from relax_rt.interfaces.registry import Changes, Member
+from relax_rt.transport.base.pauses import PAUSE_S
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.pauses import PAUSE_S
 
 SLOTS = ("trainer/0", "rollout/0", "rollout/1")
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 import msgspec
@@ -131,13 +131,6 @@ class FarEndImpl:
         async with asyncio.timeout(120):
             async with self.entered:
                 await self.entered.wait_for(lambda: self.working >= n)
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Wait for something that the far end does in its own time."""
-    async with asyncio.timeout(120):
-        while not condition():  # noqa: ASYNC110 - the other side has no event to give
-            await asyncio.sleep(0.01)
 
 
 def hello(slot: str = "rollout/0", epoch: int = 7, *, run_id: str = "cafe0001", protocol: int | None = None) -> Hello:

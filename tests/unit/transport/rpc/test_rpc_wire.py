@@ -12,23 +12,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_rt.transport.rpc import codec
+from relax_rt.transport.rpc import wire
 from relax_rt.transport.rpc.address import AddressError, parse_address
 from relax_rt.transport.rpc.backoff import Backoff, BackoffPolicy
 from relax_rt.transport.rpc.errors import Corrupt, ProtocolError, Refused, RelaxError, RemoteError
-from relax_rt.transport.rpc.faults import error_of, fault_of
 from relax_rt.transport.rpc.identity import Hello, Incarnation
 from relax_rt.transport.rpc.interface import methods_of
 from relax_rt.transport.rpc.wire import (
     Cancel,
     Fault,
     FrameDecoder,
+    GoAway,
     HelloFrame,
     Reply,
     Request,
-    Retire,
     Tell,
     encode_frame,
+    error_of,
+    fault_of,
 )
 
 numbers = st.integers(0, 2**63 - 1)
@@ -42,14 +43,14 @@ from_client = st.one_of(
 )
 from_server = st.one_of(
     st.builds(Reply, numbers, raws),
-    st.builds(Retire),
+    st.builds(GoAway),
     st.builds(Fault, numbers, st.lists(text, max_size=3).map(tuple), text, text, text, text, text, text, text),
 )
 
 
 @given(st.lists(st.one_of(from_client, from_server), max_size=8), st.data())
 def test_messages_survive_any_cut_of_the_stream(messages: list[Any], data: st.DataObject) -> None:
-    stream = b"".join(encode_frame(codec.encode_message(m)) for m in messages)
+    stream = b"".join(encode_frame(wire.encode_message(m)) for m in messages)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
     decoder = FrameDecoder(1 << 20)
     out: list[bytes] = []
@@ -57,7 +58,7 @@ def test_messages_survive_any_cut_of_the_stream(messages: list[Any], data: st.Da
         out += decoder.feed(stream[start:end])
     assert decoder.pending_bytes == 0
     decoded = [
-        codec.decode_from_client(b) if isinstance(m, Request | Tell | Cancel) else codec.decode_from_server(b)
+        wire.decode_from_client(b) if isinstance(m, Request | Tell | Cancel) else wire.decode_from_server(b)
         for b, m in zip(out, messages, strict=True)
     ]
     assert [comparable(m) for m in decoded] == [comparable(m) for m in messages]
@@ -65,10 +66,10 @@ def test_messages_survive_any_cut_of_the_stream(messages: list[Any], data: st.Da
 
 @given(st.one_of(from_client, from_server), st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=6))
 def test_a_changed_message_is_decoded_or_refused(message: Any, changes: list[tuple[int, int]]) -> None:
-    data = bytearray(codec.encode_message(message))
+    data = bytearray(wire.encode_message(message))
     for at, value in changes:
         data[at % len(data)] = value
-    for decode in (codec.decode_from_client, codec.decode_from_server, codec.decode_hello):
+    for decode in (wire.decode_from_client, wire.decode_from_server, wire.decode_hello):
         try:
             decode(bytes(data))
         except ProtocolError:
@@ -77,7 +78,7 @@ def test_a_changed_message_is_decoded_or_refused(message: Any, changes: list[tup
 
 @pytest.mark.parametrize("data", [b"\x92\xa1q\xa2\xff\xfe", b"\x96\xa1q\x01\xa2\xff\xfe\xa1x\xcb" + bytes(8) + b"\xc0"])
 def test_text_that_is_no_utf_8_is_no_message(data: bytes) -> None:
-    for decode in (codec.decode_from_client, codec.decode_from_server):
+    for decode in (wire.decode_from_client, wire.decode_from_server):
         with pytest.raises(ProtocolError):
             decode(data)
 
@@ -101,7 +102,7 @@ def test_the_frame_decoder_holds_no_more_than_its_bound(data: bytes, bound: int)
 
 @given(st.binary(max_size=300))
 def test_decoders_answer_any_bytes_with_a_message_or_a_protocol_error(data: bytes) -> None:
-    for decode in (codec.decode_from_client, codec.decode_from_server, codec.decode_hello):
+    for decode in (wire.decode_from_client, wire.decode_from_server, wire.decode_hello):
         try:
             decode(data)
         except ProtocolError:
@@ -110,11 +111,11 @@ def test_decoders_answer_any_bytes_with_a_message_or_a_protocol_error(data: byte
 
 def test_a_greeting_reads_as_hello() -> None:
     frame = HelloFrame(protocol=1, run_id="r", who=Incarnation("a/0", 2), pid=3, max_message_bytes=9)
-    data = codec.encode_message(frame)
-    assert codec.decode_hello(data) == frame
+    data = wire.encode_message(frame)
+    assert wire.decode_hello(data) == frame
     assert msgspec.msgpack.decode(data, type=Hello) == Hello(1, "r", Incarnation("a/0", 2), 3)
     with pytest.raises(ProtocolError, match="the limit is"):
-        codec.decode_hello(b"x" * 100_000)
+        wire.decode_hello(b"x" * 100_000)
 
 
 class Wide:
@@ -129,7 +130,7 @@ def test_numpy_scalars_and_paths_cross() -> None:
     raw = msgspec.Raw(method.encode_arguments(values))
     assert method.decode_arguments(raw) == ((pathlib.Path("/a"), 0.5, {"x": True}, [Incarnation("a/0", 1)]), {})
     with pytest.raises(Refused, match=r"numpy\.ndarray has no place in a message"):
-        codec.encode(np.zeros(3), "x")
+        wire.encode(np.zeros(3), "x")
 
 
 class Odd(RelaxError):
@@ -155,8 +156,8 @@ def test_an_error_that_skips_its_base_constructor_still_arrives() -> None:
 
 
 def test_faults_are_bounded() -> None:
-    assert len(codec.encode_message(fault_of(RelaxError("x" * 10**7, why="y" * 10**7), 1, "w"))) < 100_000
-    assert len(codec.encode_message(fault_of(ValueError("x" * 10**7), 1, "w"))) < 100_000
+    assert len(wire.encode_message(fault_of(RelaxError("x" * 10**7, why="y" * 10**7), 1, "w"))) < 100_000
+    assert len(wire.encode_message(fault_of(ValueError("x" * 10**7), 1, "w"))) < 100_000
 
 
 @given(st.floats(0.001, 1), st.floats(1, 100), st.floats(1, 4), st.one_of(st.none(), st.integers(0, 40)), st.integers())

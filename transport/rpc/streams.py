@@ -6,25 +6,24 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import msgspec
 
-from relax_rt.transport.rpc.channel import Lost, Silent
-from relax_rt.transport.rpc.deaths import Deaths, died
-from relax_rt.transport.rpc.errors import ActorDied, ProtocolError, Retiring, Unreachable
+from relax_rt.transport.rpc.channel import ConnectionLost, NoReply
+from relax_rt.transport.rpc.errors import ActorDied, ProtocolError, ShuttingDown, Unreachable
 from relax_rt.transport.rpc.interface import Method
 
 T = TypeVar("T")
 
 DEFAULT_WINDOW = 64
-RETIRING_PAUSE_S = 0.05
+SHUTDOWN_PAUSE_S = 0.05
 """Between attempts at a far end that is stopping: its successor takes its time."""
 
 
 class Link(Protocol):
-    """What an inlet needs of its connection."""
+    """What an incoming needs of its connection."""
 
     def grant(self, number: int, credit: int) -> None: ...
 
@@ -33,7 +32,7 @@ class Link(Protocol):
     def name(self) -> str: ...
 
 
-class Inlet:
+class StreamBuffer:
     """One stream on one connection: what has come in and was not yet taken."""
 
     def __init__(self, link: Link, number: int, window: int) -> None:
@@ -77,8 +76,8 @@ class Inlet:
         """The next item.
 
         Raises:
-            Silent: none came in patience_s, nor a word of the producer.
-            Lost: the connection ended.
+            NoReply: none came in patience_s, nor a word of the producer.
+            ConnectionLost: the connection ended.
             StopAsyncIteration: there are no more. RelaxError: the producer failed.
         """
         if not self._items:
@@ -97,23 +96,23 @@ class Inlet:
                 if self._end is not None:
                     raise self._end
                 self._waiter = self._loop.create_future()
-                timer = timer or self._loop.call_later(patience_s, self._silent)
+                timer = timer or self._loop.call_later(patience_s, self._timed_out)
                 await self._waiter
         finally:
             self._waiter = None
             if timer is not None:
                 timer.cancel()
 
-    def _silent(self) -> None:
+    def _timed_out(self) -> None:
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_exception(Silent())
+            self._waiter.set_exception(NoReply())
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
-Opener = Callable[[float], Awaitable[Inlet]]
+Opener = Callable[[float], Awaitable[StreamBuffer]]
 """Opens the stream at the far end before a deadline of the loop's clock."""
 Explain = Callable[[ActorDied, float], Awaitable[ActorDied]]
 
@@ -137,14 +136,14 @@ class RemoteStream(Generic[T]):
         opener: Opener,
         timeout_s: float,
         explain: Explain | None = None,
-        deaths: Deaths | None = None,
+        deaths: DeathLimit | None = None,
     ) -> None:
         self._method = method
         self._opener = opener
         self._timeout_s = timeout_s
         self._explain = explain
         self._deaths = deaths
-        self._inlet: Inlet | None = None
+        self._inlet: StreamBuffer | None = None
         self._count = 0
         self._busy = False
         self._closed = False
@@ -190,22 +189,22 @@ class RemoteStream(Generic[T]):
         deadline = start + self._timeout_s
         while True:
             try:
-                inlet = self._inlet
-                if inlet is None:
-                    inlet = self._inlet = await self._opener(deadline)
+                incoming = self._inlet
+                if incoming is None:
+                    incoming = self._inlet = await self._opener(deadline)
                 left_s = deadline - loop.time()
-                item = await inlet.take(max(0.0, left_s) + min(1.0, self._timeout_s / 2))
-            except Lost as lost:
+                item = await incoming.take(max(0.0, left_s) + min(1.0, self._timeout_s / 2))
+            except ConnectionLost as lost:
                 self._inlet = None
                 await self._after(lost, deadline - loop.time())
-            except Retiring:
+            except ShuttingDown:
                 self._inlet = None
-                if self._count or loop.time() + RETIRING_PAUSE_S >= deadline:
+                if self._count or loop.time() + SHUTDOWN_PAUSE_S >= deadline:
                     raise
-                await asyncio.sleep(RETIRING_PAUSE_S)
-            except Silent:
+                await asyncio.sleep(SHUTDOWN_PAUSE_S)
+            except NoReply:
                 raise Unreachable(
-                    f"stream of {self._method} at {inlet.link.name() if inlet else 'its producer'}",
+                    f"stream of {self._method} at {incoming.link.name() if incoming else 'its producer'}",
                     why=f"no item in {self._timeout_s:.3g} s, though the connection stands",
                     hint="the process may hang or be stopped: look at its log",
                 ) from None
@@ -213,7 +212,7 @@ class RemoteStream(Generic[T]):
                 self._count += 1
                 return self._method.decode_result(item)
 
-    async def _after(self, lost: Lost, left_s: float) -> None:
+    async def _after(self, lost: ConnectionLost, left_s: float) -> None:
         """Return to have the stream opened again: nothing of it was seen yet."""
         what = f"stream of {self._method}"
         at = f"{what} at {lost.where}"
@@ -226,3 +225,54 @@ class RemoteStream(Generic[T]):
             raise (await self._explain(end, left_s) if self._explain else end) from None
         if left_s <= 0:
             raise Unreachable(at, why=f"not opened in {self._timeout_s:.3g} s: {lost}") from None
+
+
+Alive = Callable[[Collection[str], float], Awaitable[Collection[str]]]
+"""Those of some incarnations that are known to live, found out within some seconds."""
+
+
+class DeathLimit:
+    """The incarnations that were lost while they had one request.
+
+    Args:
+        most: with as many it is not sent again.
+        alive: clears those of which only the connection was lost; without it each counts.
+    """
+
+    def __init__(self, most: int, alive: Alive | None = None) -> None:
+        self._most = most
+        self._alive = alive
+        self._lost: dict[str, None] = {}
+
+    async def count(self, what: str, lost: ConnectionLost, left_s: float) -> None:
+        """Count a loss.
+
+        Raises:
+            ActorDied: it was one too many.
+        """
+        if not lost.sent:
+            return
+        self._lost[lost.who] = None
+        if len(self._lost) >= self._most and self._alive is not None:
+            for who in await self._alive(tuple(self._lost), left_s):
+                self._lost.pop(who, None)
+        if len(self._lost) >= self._most:
+            raise died(
+                f"{what} at {lost.where}",
+                f"{lost}; {len(self._lost)} incarnations have died with it: {', '.join(self._lost)}",
+                "the request itself may be what kills them, so it is not sent again",
+                lost,
+            )
+
+
+def died_of(method: Method, lost: ConnectionLost) -> ActorDied:
+    """What the caller of a method that must not be repeated is told of a loss."""
+    why, hint = f"{lost}; the call may have been carried out", "it is not marked idempotent, so it is not sent again"
+    return died(f"call of {method} at {lost.where}", why, hint, lost)
+
+
+def died(what: str, why: str, hint: str, lost: ConnectionLost) -> ActorDied:
+    """The error of a request whose incarnation was lost."""
+    error = ActorDied(what, why=why, hint=hint)
+    error.who = lost.who
+    return error

@@ -10,7 +10,8 @@ import time
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from rpc_far_end import FarEnd, calling, eventually, serving
+from eventually import eventually
+from rpc_far_end import FarEnd, calling, serving
 
 from relax_rt.transport.rpc import impair
 from relax_rt.transport.rpc.errors import RelaxError, Unreachable
@@ -52,7 +53,7 @@ async def test_delay_both_ways_in_order_and_then_no_more(carrier: str, tmp_path:
                 await far.nothing()  # The end of the delay is noticed with a message.
         # Delayed, each of them would take so long.
         assert min([await took_s(far) for _ in range(20)]) < 0.2
-        assert client.reconnects == 0
+        assert client.counters.reconnects == 0
 
 
 @pytest.mark.parametrize("carrier", ["unix", "tcp"])
@@ -65,7 +66,7 @@ async def test_partition_holds_and_then_lets_pass(carrier: str, tmp_path: pathli
         await asyncio.sleep(0.1)
         assert not any(task.done() for task in waiting)
         assert await asyncio.gather(*waiting) == [bytes([i]) for i in range(20)]
-        assert client.reconnects == 0
+        assert client.counters.reconnects == 0
         await eventually(lambda: not impair.active)
 
 
@@ -89,7 +90,7 @@ async def test_a_partition_that_lasts_ends_the_connection(
         impair.impair(drop=1.0, for_s=2.0)
         # Sent again on another connection once there is one.
         assert await far.echo(b"late") == b"late"
-        assert client.reconnects >= 1
+        assert client.counters.reconnects >= 1
 
 
 @pytest.mark.parametrize("carrier", ["unix", "tcp"])
@@ -98,7 +99,7 @@ async def test_a_lost_message_is_a_lost_connection(carrier: str, tmp_path: pathl
         impair.impair(drop=0.1, seed=1)
         for i in range(30):
             assert await far.echo(bytes([i])) == bytes([i])
-        assert client.reconnects > 0
+        assert client.counters.reconnects > 0
 
 
 async def test_what_was_written_before_a_close_is_still_sent(tmp_path: pathlib.Path) -> None:

@@ -13,14 +13,14 @@ from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
-from rpc_far_end import FarEnd, FarEndImpl, calling, eventually, hello, serving, spawn
+from eventually import eventually
+from rpc_far_end import FarEnd, FarEndImpl, calling, hello, serving, spawn
 
 from relax_rt.transport.rpc.address import AddressError
 from relax_rt.transport.rpc.backoff import BackoffPolicy
-from relax_rt.transport.rpc.codec import encode_message
 from relax_rt.transport.rpc.errors import ActorDied, ProtocolError, Unreachable
 from relax_rt.transport.rpc.rpc import Client, CurveKeys, Server
-from relax_rt.transport.rpc.wire import PROTOCOL, HelloFrame, Reply, Request, encode_frame
+from relax_rt.transport.rpc.wire import PROTOCOL, HelloFrame, Reply, Request, encode_frame, encode_message
 
 
 async def working(far: FarEnd, client: Client) -> None:
@@ -49,7 +49,7 @@ async def test_killed_in_mid_call(carrier: str, tmp_path: pathlib.Path) -> None:
             second, same = await spawn(real, "answer", curve)
             assert same == real
             assert await again == second.pid
-            assert (client.reconnects, client.statistics().resent) == (1, 1)
+            assert (client.counters.reconnects, client.statistics().resent) == (1, 1)
     finally:
         for process in (first, second):
             if process is not None and process.returncode is None:
@@ -67,7 +67,7 @@ async def test_a_stopped_process_is_unreachable_not_slow(tmp_path: pathlib.Path)
                 await client.bind(FarEnd, timeout_s=0.3).nothing()
             process.send_signal(signal.SIGCONT)
             assert await far.echo(b"awake") == b"awake"
-            assert (client.statistics().unanswered, client.reconnects) == (1, 0)
+            assert (client.statistics().unanswered, client.counters.reconnects) == (1, 0)
     finally:
         process.kill()
         await process.wait()
@@ -98,7 +98,7 @@ async def test_a_server_that_closes_leaves_no_call_in_doubt(carrier: str, tmp_pa
         over.set()
         async with serving(real, answers=True):
             await asyncio.gather(*callers)
-        assert client.reconnects == 5
+        assert client.counters.reconnects == 5
 
 
 async def test_a_server_that_closes_answers_what_is_at_work_and_turns_away_the_rest(tmp_path: pathlib.Path) -> None:
@@ -127,7 +127,7 @@ async def test_idempotent_calls_wait_for_a_server_that_is_not_there_yet(tmp_path
         await eventually(lambda: client.statistics().failed_dials >= 2)
         async with serving(address):
             assert await asyncio.gather(*early) == [bytes([i]) for i in range(10)]
-        assert client.reconnects == 0
+        assert client.counters.reconnects == 0
 
 
 async def test_nothing_there_until_the_deadline(tmp_path: pathlib.Path) -> None:
@@ -257,7 +257,7 @@ async def test_garbage_ends_its_connection_and_nothing_else(garbage: bytes, tmp_
         await asyncio.wait_for(reader.read(), 120)
         writer.close()
         await far.nothing()
-        assert client.reconnects == 0
+        assert client.counters.reconnects == 0
         assert server.statistics().requests == 2
 
 
@@ -351,7 +351,7 @@ async def test_a_server_that_talks_nonsense(tmp_path: pathlib.Path) -> None:
             with pytest.raises(Unreachable, match="not connected for"):
                 await far.echo(b"")
             # It is tried again, with growing pauses, not in a tight loop.
-            assert 2 <= client.statistics().failed_dials + client.reconnects < 200
+            assert 2 <= client.statistics().failed_dials + client.counters.reconnects < 200
 
 
 async def test_a_stale_socket_is_replaced_and_is_private(tmp_path: pathlib.Path) -> None:

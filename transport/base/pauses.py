@@ -10,7 +10,7 @@ PAUSE_S = 1.0
 
 
 @dataclasses.dataclass
-class Pauses:
+class PauseDetector:
     """Looks at the clock before each judgement.
 
     Attributes:
