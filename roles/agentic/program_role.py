@@ -13,8 +13,8 @@ from relax_rt.config.schema import RunConfig
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.agentic.episode import Limits
 from relax_rt.roles.agentic.program import Program
+from relax_rt.roles.agentic.program_episodes import Programs
 from relax_rt.roles.agentic.program_host import ProgramHost
-from relax_rt.roles.agentic.program_play import Programs
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.gateway.remote import Lessee
 from relax_rt.roles.gateway.settings import GatewaySettings

@@ -16,8 +16,7 @@ from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.evaluation.checks import check_evaluation
 from relax_rt.roles.evaluation.settings import EvaluatorSettings
 from relax_rt.roles.models.settings import ShardedSettings, TrainedSettings
-from relax_rt.roles.rewards.checks import check_reward
-from relax_rt.roles.rewards.genrm.checks import check_judge
+from relax_rt.roles.rewards.checks import check_judge, check_reward
 from relax_rt.roles.rewards.settings import RewardSettings
 from relax_rt.roles.rollout.engines.checks import check_engines, check_mode
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
@@ -62,7 +61,7 @@ def check(config: RLConfig) -> list[Problem]:
         check_engines,
         _roles,
         check_environment,
-        check_reward,
+        _check_reward,
         check_judge,
         check_evaluation,
         check_cold_start,
@@ -71,6 +70,11 @@ def check(config: RLConfig) -> list[Problem]:
         _capacity,
     )
     return [problem for check in cheap for problem in check(config)]
+
+
+def _check_reward(config: RLConfig) -> Iterator[Problem]:
+    # Episodes have rewards of their own: see check_environment.
+    return iter(()) if env_settings(config) else check_reward(config.reward, config.algorithm.group_size)
 
 
 def _data(config: RLConfig) -> Iterator[Problem]:

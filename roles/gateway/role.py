@@ -134,15 +134,16 @@ class GatewayRole(RLRole[GatewaySettings]):
         self.ctx.serve(GatewayApi, self)
 
     def _load(self) -> None:
-        from relax_rt.roles.agentic.speech import Speech, load_chat
+        from relax_rt.roles.agentic.tokens.chat_format import ChatFormat, load_chat_template
         from relax_rt.roles.base.locations import model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
 
         table, folder = self.settings, model_folder(self.ctx)
         self.tokenizer = load_tokenizer(folder)
         self.context = context_of(folder)
-        speech = Speech(table.chat_template, table.tool_parser, table.reasoning_parser)
-        self.template = load_chat(self.config, self.tokenizer, speech, self.ctx.log.warning)
+        chat_format = ChatFormat(table.chat_template, table.tool_parser, table.reasoning_parser)
+        folder = self.config_dir
+        self.template = load_chat_template(folder, self.tokenizer, chat_format, self.ctx.log.warning)
 
     def _ledger(self, session: str, tokens: int) -> TokenLedger:
         from relax_rt.roles.agentic.tokens import TokenLedger

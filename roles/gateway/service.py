@@ -12,10 +12,10 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from relax_rt.roles.agentic.episode import used_up
 from relax_rt.roles.agentic.tokens import PromptPlan, Reply, Sampled, TokenLedger
+from relax_rt.roles.agentic.tokens.ledger import budget_exhausted
+from relax_rt.roles.agentic.tokens.pictures import new_pictures, process_pictures, with_digests
 from relax_rt.roles.data.media.sight import Looked, Sight
-from relax_rt.roles.data.media.taking import look_at, new_pictures, with_digests
 from relax_rt.roles.gateway.bounds import CHARACTERS_A_TOKEN, LONG_BYTES, characters
 from relax_rt.roles.gateway.calls import Answer, Call, Choice, Head, Message, Sink
 from relax_rt.roles.gateway.errors import CallError, bad
@@ -298,7 +298,7 @@ class Service:
         if self._sight is None or not (parts := new_pictures(call.messages)):
             return []
         try:
-            return await look_at(parts, self._sight)
+            return await process_pictures(parts, self._sight)
         except Refused as error:
             raise bad(str(error), "messages", "picture_refused") from error
 
@@ -323,7 +323,7 @@ class Service:
                 messages, call.tools, may_call=call.may_call, previous=named, n=call.n, max_new_tokens=limit
             )
         except Refused as error:
-            if used_up(error):
+            if budget_exhausted(error):
                 raise session.no_tokens(str(error)) from error
             raise bad(str(error), "messages", "conversation_refused") from error
 

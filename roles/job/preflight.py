@@ -16,6 +16,7 @@ from relax_rt.cluster.nodes.checks import node_problems
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.agentic.checks import preflight_environment
+from relax_rt.roles.agentic.rewards import reward_table
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.config.model_checks import check_engine_model, check_pictures, engine_warnings
 from relax_rt.roles.config.sections import RLConfig
@@ -30,10 +31,9 @@ from relax_rt.roles.models.settings import ShardedSettings
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.roles.models.vocabulary import check_vocabulary
 from relax_rt.roles.planning.division import divides_model
-from relax_rt.roles.rewards.checks import describe_boxes
+from relax_rt.roles.rewards.answer_checks import SHOWN, answer_reports
+from relax_rt.roles.rewards.checks import describe_sandboxes, preflight_judge
 from relax_rt.roles.rewards.dry_run import dry_run, task_of
-from relax_rt.roles.rewards.genrm.checks import preflight_judge
-from relax_rt.roles.rewards.golds import SHOWN, golds_of
 from relax_rt.roles.rollout.engines.settings import EngineSettings
 from relax_rt.roles.rollout.engines.sglang.interpreter import check_sglang
 from relax_rt.roles.training.algorithms.dry_run import check_own_parts
@@ -67,7 +67,7 @@ def preflight(config: RLConfig, config_dir: Path, *, golds: bool = True) -> list
         return [Problem(("model",), f"not installed: {', '.join(lacking)}", hint, at="key")]
     for warning in warnings(config):
         say(f"warning: {warning}")
-    if told := asyncio.run(describe_boxes(config)):
+    if (rewards := reward_table(config)) is not None and (told := asyncio.run(describe_sandboxes(rewards))):
         say(told)
     problems = [*node_problems(config, config.roles), *check_sglang(config, config_dir)]
     problems += preflight_publication(config, config_dir)
@@ -268,7 +268,7 @@ def _golds_stage(config: RLConfig, config_dir: Path) -> Stage:
 def _golds(config: RLConfig, config_dir: Path) -> list[Problem]:
     """Right answers that their own reward cannot read: a warning where they are some, a problem where they are most."""
     try:
-        reports = golds_of(config, config_dir)
+        reports = answer_reports(reward_table(config), config.data, config_dir)
     except RelaxError as error:
         return [as_problem(error, ("reward",))]
     problems = [problem for report in reports if (problem := report.problem(SHOWN))]

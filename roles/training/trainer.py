@@ -489,7 +489,7 @@ class TrainerRole(RLRole[TrainerSettings]):
             version = await self._patiently(self.ctx.registry.issue_version)
             self.weights = VersionRecord(version, self.weights.version, self.step, changed=result.changed)
         skipped = empty or not result.applied
-        advice = await self.queue.trained(batch.leases, self.step, self.weights, skipped=skipped)
+        advice = await self.queue.complete_step(batch.leases, self.step, self.weights, skipped=skipped)
         self._held = None
         batch.refused_tokens = advice.refused_tokens
         if self._choices is not None:
@@ -617,7 +617,7 @@ class TrainerRole(RLRole[TrainerSettings]):
                 critic.move(folder)
 
         folder: Path = await asyncio.to_thread(self.store.save, state, fill)
-        await self.queue.committed(state.step, folder.name)
+        await self.queue.commit(state.step, folder.name)
         self.ctx.event("checkpoint", step=state.step, folder=folder.name, seconds=round(time.monotonic() - began, 2))
         self._skipped_checkpoints = ""
 

@@ -19,9 +19,8 @@ from conformance import ENDLESS
 from harness import Driver, Traits, torch, transformers
 from sglang_parts import PYTHON, make_engine, needs_server
 
-from relax_rt.process import procfs
+from relax_rt.process import guard, procfs
 from relax_rt.roles.rollout.engines.base import EngineEnded
-from relax_rt.roles.rollout.engines.sglang import guard
 from relax_rt.roles.rollout.engines.sglang.client import Client
 from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
 from relax_rt.roles.rollout.engines.sglang.interpreter import option_names
@@ -71,13 +70,13 @@ async def running(model: Path, folder: Path, **table: Any) -> AsyncIterator[Driv
     await nothing_shared_since(before)
 
 
-def shared_memory() -> dict[str, guard.Segment]:
+def shared_memory() -> dict[str, tuple[int, int]]:
     """What has names as a server gives them; others on this machine give such names, too."""
     found = {}
-    for path in guard.SHARED.iterdir():
+    for path in guard.SHM_ROOT.iterdir():
         with suppress(OSError):
             status = path.stat()
-            if path.name.startswith(guard.THEIRS) and status.st_uid == os.getuid():
+            if path.name.startswith((*guard.SHM_PREFIXES, "sglang")) and status.st_uid == os.getuid():
                 found[path.name] = status.st_dev, status.st_ino
     return found
 
@@ -85,7 +84,7 @@ def shared_memory() -> dict[str, guard.Segment]:
 def left_since(before: Collection[str]) -> list[str]:
     """Names that are new and that no living process has mapped: what others make meanwhile is in their use."""
     new = {name: segment for name, segment in shared_memory().items() if name not in before}
-    used = set[guard.Segment]().union(*map(guard.shared_memory, procfs.pids())) if new else set()
+    used = set[tuple[int, int]]().union(*map(guard.mapped_segments, procfs.pids())) if new else set()
     return sorted(name for name, segment in new.items() if segment not in used)
 
 

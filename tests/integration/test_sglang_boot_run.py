@@ -15,8 +15,8 @@ import psutil
 import pytest
 from tiny_run import RELAX, TinyRun, steps_that_count
 
+from relax_rt.process.guard import SHM_PREFIXES, SHM_ROOT
 from relax_rt.roles.models.resolve import resolve_model
-from relax_rt.roles.rollout.engines.sglang.guard import SHARED, THEIRS
 
 pytest.importorskip("torch")
 PYTHON = Path(os.environ.get("RELAX_SGLANG_PYTHON") or Path(__file__).parents[2] / ".venv-sglang/bin/python")
@@ -43,10 +43,10 @@ STAGES = ("guard", "server", "its processes", "scheduler")
 
 def stage_of(commands: list[str]) -> set[str]:
     """How far a boot is, by the commands of the role's descendants."""
-    servers = [c for c in commands if "sglang.launch_server" in c and "sglang.guard" not in c]
+    servers = [c for c in commands if "sglang.launch_server" in c and "process.guard" not in c]
     spawned = [c for c in commands if "multiprocessing.spawn" in c or c.startswith("sglang::")]
     known = {
-        "guard": any("sglang.guard" in c for c in commands),
+        "guard": any("process.guard" in c for c in commands),
         "server": bool(servers),
         "its processes": bool(spawned),
         "scheduler": any(c.startswith("sglang::scheduler") for c in commands),  # its imports are done
@@ -69,7 +69,7 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def shared_memory() -> set[str]:
-    return {path.name for path in SHARED.iterdir() if path.name.startswith(THEIRS)}
+    return {path.name for path in SHM_ROOT.iterdir() if path.name.startswith((*SHM_PREFIXES, "sglang"))}
 
 
 def strike(run: TinyRun, stage: str, before: int) -> int:

@@ -348,7 +348,7 @@ class Agent(Process):
                     epoch = yield from self.ask("registry/0", "issue_epoch", AGENT_SLOT)
                     me = Incarnation(AGENT_SLOT, epoch)
                 seq += 1
-                yield from self.ask(server, "event", me, seq, ev.Gone(who, "seen dead"))
+                yield from self.ask(server, "event", me, seq, ev.ProcessExited(who, "seen dead"))
             except Refused:
                 continue
 

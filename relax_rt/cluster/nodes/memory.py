@@ -50,7 +50,7 @@ class FarMemory:
                 server = PayloadServer(self.directory, keys=self._links.keys, io_threads=1)
                 await server.listen(self._links.listen)
                 self._server = server
-            await queue.arrive(self._links.node, self._server.address)
+            await queue.register(self._links.node, self._server.address)
 
     async def close(self) -> None:
         """Serve no more."""

@@ -22,9 +22,9 @@ import numpy as np
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RunConfig
 from relax_rt.roles.base.sample import Sample, TurnSpan, bare_meta
+from relax_rt.roles.base.user_code import user_line
 from relax_rt.roles.models.cache import say
 from relax_rt.roles.models.settings import ShardedSettings
-from relax_rt.roles.rewards.loader import user_line
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.training.algorithms.objective import Objective, read_parts
 from relax_rt.roles.training.algorithms.registry import OwnPartFailed

@@ -114,7 +114,7 @@ class ReferenceRole(RLRole[ReferenceSettings]):
 
         began = time.monotonic()
         columns, failed = await asyncio.to_thread(self._compute, batch)
-        await self.queue.complete(TASK, batch, columns, [Failure(key, why) for key, why in failed.items()])
+        await self.queue.complete(batch, columns, [Failure(key, why) for key, why in failed.items()])
         if not self._worked:
             self._worked = True
             self.ctx.event("first_work", what=f"{len(columns)} samples judged")

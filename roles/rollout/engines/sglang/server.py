@@ -253,10 +253,18 @@ class Server:
         self._told, telling = os.pipe()
         self._since, self._pids, self._status = mark_of(self._place.log), frozenset(), None
         try:
-            guard = [sys.executable, "-m", "relax_rt.roles.rollout.engines.sglang.guard", "--lifeline", str(reading)]
+            guard = [
+                sys.executable,
+                "-m",
+                "relax_rt.process.guard",
+                "--lifeline",
+                str(reading),
+                "--shm-prefix",
+                "sglang",
+            ]
             log = ["--log", str(self._place.log), "--log-mib", str(LOG_MIB)]
             self._guard = subprocess.Popen(
-                [*guard, "--told", str(telling), *log, *self._changes(), "--", *command],
+                [*guard, "--status", str(telling), "--shm-prefix", "sglang", *log, *self._changes(), "--", *command],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(reading, telling),
                 # Out of the role's group, without its names: the guard outlives the role by the moment that it takes to

@@ -11,10 +11,10 @@ from gateway_world import Running, running, tokenizer
 
 from relax_rt.roles.agentic import Task
 from relax_rt.roles.agentic.episode import Limits, Played
-from relax_rt.roles.agentic.pool import Lost
+from relax_rt.roles.agentic.errors import EpisodeLost
 from relax_rt.roles.agentic.program import load_program
+from relax_rt.roles.agentic.program_episodes import Programs
 from relax_rt.roles.agentic.program_host import ProgramHost
-from relax_rt.roles.agentic.program_play import Programs
 from relax_rt.roles.agentic.rewards import turns_of
 from relax_rt.roles.gateway.api import Access, Closed, SessionLimits
 from relax_rt.roles.gateway.remote import Lessee
@@ -103,5 +103,5 @@ async def test_the_example_s_agent_uses_its_calculator_and_its_tokens_are_the_ep
         assert cut.truncated == "turns" and cut.turns == 1 and cut.output == ""
         # The gateway that had the session is no more: whatever the program says, the episode is lost.
         here.gone = True
-        with pytest.raises(Lost, match="none of this name"):
+        with pytest.raises(EpisodeLost, match="none of this name"):
             await play(world, here, host, "7.3", "Calculate 2 * 3.")

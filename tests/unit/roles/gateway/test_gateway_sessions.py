@@ -16,7 +16,7 @@ from test_gateway_openai import RESPONSES_TOOL, TOOL, ask, client, echo
 from relax_rt.roles.agentic import Task
 from relax_rt.roles.agentic.episode import Played
 from relax_rt.roles.agentic.program import Result
-from relax_rt.roles.agentic.program_play import rewards_of
+from relax_rt.roles.agentic.program_episodes import rewards_of
 from relax_rt.roles.agentic.samples import make_sample
 from relax_rt.roles.gateway import service
 from relax_rt.roles.gateway.api import LEASE_S, Access, Closed, SessionLimits

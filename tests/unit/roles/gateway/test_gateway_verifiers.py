@@ -15,8 +15,8 @@ from test_gateway_program import Here
 from relax_rt.roles.agentic import Task
 from relax_rt.roles.agentic.episode import Limits, Played
 from relax_rt.roles.agentic.program import load_program
+from relax_rt.roles.agentic.program_episodes import Programs
 from relax_rt.roles.agentic.program_host import ProgramHost
-from relax_rt.roles.agentic.program_play import Programs
 from relax_rt.roles.gateway.remote import Lessee
 from relax_rt.roles.rollout.router.core import GenerationRequest
 
