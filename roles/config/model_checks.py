@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from relax_rt.config.problems import Problem
-from relax_rt.config.schema import MIB, RoleSettings
+from relax_rt.config.schema import MIB, RoleSettings, RunConfig
 from relax_rt.roles.agentic.settings import env_settings, is_program, longest_tokens
 from relax_rt.roles.config.checks import batch_samples, needed_bytes, retained_batches
 from relax_rt.roles.config.sections import RLConfig
@@ -182,3 +182,25 @@ def _picture_capacity(config: RLConfig) -> Iterator[Problem]:
         place = ("roles", "gateway", "session_media_kib") if program else ("roles", "env", "media_kib")
         hint = f"queue.capacity_mib = {mib}, or a smaller {place[-1]}, checkpoint.every_steps or group"
         yield Problem(place, message, hint)
+
+
+def check_computed(config: RunConfig, folder: Path) -> Iterator[Problem]:
+    """What of the model in this folder is not computed, where an own backend computes it."""
+    engines = [table for table in config.roles.values() if isinstance(table, EngineSettings)]
+    trainer = config.roles.get("trainer")
+    own = any(table.engine == "embedded" for table in engines)
+    own |= isinstance(trainer, TrainerSettings) and trainer.backend == "torch"
+    if not own:
+        return
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    from relax_rt.roles.models.forward import OTHER_MODELS, UNLIKE, not_computed
+
+    try:
+        text = AutoConfig.from_pretrained(folder).get_text_config()
+    except (*UNLIKE, OSError, StrictDataclassError):
+        # A config that cannot be read is refused, with its reason, by what loads the model.
+        return
+    if why := not_computed(text):
+        yield Problem(("model", "path"), f"the model in {folder} cannot be computed: {why}", OTHER_MODELS)

@@ -17,13 +17,13 @@ from relax_rt.roles.base.progress import NoProgress, no_progress
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.base.settings import ProgressTable
 from relax_rt.roles.models.opening import refused_for_good
+from relax_rt.roles.rollout.engines.communicator import communicator_of
 from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable
-from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
+from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable, ColdStartTable
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.checkpoints.settings import CheckpointTable
 from relax_rt.roles.training.empty_steps import no_advantage, no_token
 from relax_rt.roles.training.publication.settings import PublicationTable
-from relax_rt.roles.training.sft.settings import ColdStartTable
 from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.queue.ledger.messages import failure_summary
 from relax_rt.transport.rpc.errors import DeadlineExceeded, GivenUp, RelaxError, Unreachable
@@ -315,6 +315,7 @@ class TrainerRole(RLRole[TrainerSettings]):
             engines=engines,
             committed=committed,
             files=files,
+            communicator=communicator_of(self.config),
         )
 
     async def _restore(self) -> CheckpointState | None:

@@ -13,8 +13,8 @@ from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.models.settings import ModelTable
 from relax_rt.roles.rollout.engines.settings import SamplingTable
+from relax_rt.roles.training.algorithms.settings import ColdStartTable
 from relax_rt.roles.training.reference.settings import ReferenceSettings
-from relax_rt.roles.training.sft.settings import ColdStartTable
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:

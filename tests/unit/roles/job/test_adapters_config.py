@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from relax_rt.config.job import PlanLine
+from relax_rt.roles.config.publication_checks import check_publication
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.evaluation.settings import EvaluatorSettings
 from relax_rt.roles.planning.estimate import DELTA_PART, plan, published_bytes, stage_bytes
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.publication.checks import check_publication
 from relax_rt.transport.weights.served import MAX_BESIDE_VERSIONS
 
 LORA: dict[str, Any] = {"trainer": {"lora": {"rank": 8}}}

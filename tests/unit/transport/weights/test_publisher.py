@@ -504,7 +504,7 @@ async def test_a_broadcast_is_prepared_before_the_commit_and_begins_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spread = Spread()
-    monkeypatch.setattr(module.Spreader, "of", lambda *_: spread)
+    monkeypatch.setattr(module.WeightBroadcaster, "of", lambda *_: spread)
     async with world_of(tmp_path) as world:
         world.ctx.registry.open.clear()
         await world.publish(1)

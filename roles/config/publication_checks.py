@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
 
 from relax_rt.cluster.nodes.api import HEAD
 from relax_rt.cluster.nodes.machine import count_gpus
@@ -14,42 +13,20 @@ from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RunConfig
 from relax_rt.roles.evaluation.settings import EvaluatorSettings
 from relax_rt.roles.models.dtypes import EXPLICIT, setting
+from relax_rt.roles.rollout.engines.communicator import communicator_of, without_gpu
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
 from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.publication.settings import PublicationTable
+from relax_rt.roles.training.publication.settings import PublicationTable, wire_of
 
 CARRIER = ("publication", "carrier")
 UNSENT = ("shared_memory", "directory")
 """Carriers that move versions as they are, whatever they are rounded to."""
 
 
-def communicator_of(config: RunConfig) -> Literal["nccl", "gloo"]:
-    """Over what broadcasts go: as the config says, or NCCL where trainer and rollouts have GPUs."""
-    named = config.table(PublicationTable).communicator
-    if named != "auto":
-        return named
-    return "gloo" if without_gpu(config) else "nccl"
-
-
-def without_gpu(config: RunConfig) -> list[str]:
-    """Trainer and rollouts, as far as they have no GPU."""
-    tables = {
-        kind: table for kind, table in config.roles.items() if isinstance(table, TrainerSettings | RolloutSettings)
-    }
-    return [kind for kind, table in tables.items() if not table.gpus] if tables else ["trainer"]
-
-
 def _rollout_node(config: RunConfig) -> str | None:
     table = config.roles.get("rollout")
     return table.node if isinstance(table, RolloutSettings) else None
-
-
-def wire_of(named: str | None, published: str) -> Literal["bfloat16", "float8_e4m3fn"] | None:
-    """What versions of this dtype are rounded to for the wire; None: they go as they are."""
-    if named == "float8":
-        return "float8_e4m3fn"
-    return "bfloat16" if named == "bfloat16" and published == "float32" else None
 
 
 def check_publication(config: RunConfig) -> Iterator[Problem]:

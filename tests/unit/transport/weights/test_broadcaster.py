@@ -17,7 +17,8 @@ from weight_versions import LAYOUT, fill
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import offers_folder, stage_folder
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.training.publication.broadcast import Spreader
+from relax_rt.roles.rollout.engines.communicator import communicator_of
+from relax_rt.roles.training.publication.broadcast import WeightBroadcaster
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Refused
@@ -55,9 +56,9 @@ class World:
         ctx = cast(RoleContext, self.ctx)
         self.stage = WeightStage(stage_folder(ctx), 1)
         self.engines = {slot: Receiver(offers_folder(ctx), slot, 1, HostReceiveBuffer) for slot in BOTH}
-        spreader = Spreader.of(ctx, self.ctx.config.publication)
-        assert spreader is not None
-        self.spreader = spreader
+        broadcaster = WeightBroadcaster.of(ctx, self.ctx.config.publication, communicator_of(self.ctx.config))
+        assert broadcaster is not None
+        self.broadcaster = broadcaster
         self.version = 0
         self.data = bytearray()
 
@@ -68,13 +69,13 @@ class World:
     async def ranks_there(self) -> None:
         """Until every engine's rank can be broadcast to: they are started when a version comes."""
         await self.commit()
-        group = self.spreader._group
+        group = self.broadcaster._group
         assert group is not None
         async with asyncio.timeout(TIMEOUT_S):
             while not group.present >= {"trainer", *BOTH}:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        if self.spreader.current is not None:
-            await self.spreader.current
+        if self.broadcaster.current is not None:
+            await self.broadcaster.current
 
     async def commit(self) -> tuple[VersionRecord, Manifest]:
         """Stage a version and have it broadcast, as the publisher does."""
@@ -83,8 +84,8 @@ class World:
         with self.stage.writing(LAYOUT, self.version - 1) as (file, view):
             view[:] = self.data
             manifest = self.stage.seal(self.version, LAYOUT, file, view)
-        await self.spreader.before(manifest)
-        self.spreader.begin()
+        await self.broadcaster.before(manifest)
+        self.broadcaster.begin()
         return VersionRecord(self.version, self.version - 1, self.version, manifest.digest), manifest
 
     async def who_has(self, record: VersionRecord, manifest: Manifest) -> list[str]:
@@ -100,8 +101,8 @@ class World:
 
     async def told(self) -> dict[str, Any]:
         """The event of the last broadcast."""
-        assert self.spreader.current is not None
-        await self.spreader.current
+        assert self.broadcaster.current is not None
+        await self.broadcaster.current
         return self.ctx.events[-1][1]
 
 
@@ -110,11 +111,11 @@ async def world_of(folder: Path) -> AsyncIterator[World]:
     world = World(folder)
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            while world.spreader._opening is not None and not world.spreader._opening.done():  # noqa: ASYNC110
+            while world.broadcaster._opening is not None and not world.broadcaster._opening.done():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         yield world
     finally:
-        await world.spreader.close()
+        await world.broadcaster.close()
         world.stage.close()
 
 
@@ -129,9 +130,9 @@ async def test_versions_reach_both_engines_over_gloo_and_a_rank_that_dies_costs_
         assert await world.who_has(*await world.commit()) == BOTH
         told = await world.told()
         assert (told["engines"], told["lost"], told["communicator"]) == (BOTH, {}, "gloo")
-        assert world.spreader._group is not None
-        os.kill(world.spreader._group.ranks.pids["rollout/1"], signal.SIGSTOP)
-        world.spreader._group.machine.limits = Limits(hello_s=120.0, join_s=60.0, stall_s=3.0, abort_s=5.0)
+        assert world.broadcaster._group is not None
+        os.kill(world.broadcaster._group.ranks.pids["rollout/1"], signal.SIGSTOP)
+        world.broadcaster._group.machine.limits = Limits(hello_s=120.0, join_s=60.0, stall_s=3.0, abort_s=5.0)
         assert await world.who_has(*await world.commit()) == ["rollout/0"]
         told = await world.told()
         assert (told["engines"], list(told["lost"])) == (["rollout/0"], ["rollout/1"])
@@ -139,7 +140,7 @@ async def test_versions_reach_both_engines_over_gloo_and_a_rank_that_dies_costs_
         await world.told()
         await world.ranks_there()
         assert await world.who_has(*await world.commit()) == BOTH
-        ranks = world.spreader._group.ranks
+        ranks = world.broadcaster._group.ranks
     assert not ranks.living
 
 
@@ -222,11 +223,11 @@ async def test_a_broadcast_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest
         assert world.engines["rollout/0"].wait(first)
         played.gate.clear()
         third, _ = await world.commit()
-        await world.spreader.retire(third.version)
+        await world.broadcaster.retire(third.version)
         assert [path.name for path in offers_folder(cast(RoleContext, world.ctx)).glob("*.broadcast")] == [
             "b00000003.broadcast"
         ]
-        await world.spreader.close()
+        await world.broadcaster.close()
         assert not world.engines["rollout/0"].wait(third), "the trainer has ended, and said so"
 
 
@@ -239,8 +240,8 @@ async def test_a_version_that_is_not_committed_is_waited_for_by_nobody(
         with world.stage.writing(LAYOUT, 0) as (file, view):
             view[:] = fill(LAYOUT)
             manifest = world.stage.seal(1, LAYOUT, file, view)
-        await world.spreader.before(manifest)
-        await world.spreader.close()
+        await world.broadcaster.before(manifest)
+        await world.broadcaster.close()
         assert not world.engines["rollout/0"].wait(VersionRecord(1, 0, 1, manifest.digest))
 
 
@@ -311,4 +312,4 @@ async def test_an_engine_whose_rank_never_comes_up_is_told_once(
 
 
 async def test_there_are_none_unless_they_are_asked_for(tmp_path: Path) -> None:
-    assert Spreader.of(cast(RoleContext, Context(tmp_path)), PublicationTable()) is None
+    assert WeightBroadcaster.of(cast(RoleContext, Context(tmp_path)), PublicationTable(), "gloo") is None

@@ -9,7 +9,10 @@ from typing import Any
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RunConfig
 from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.models.cache import say
+from relax_rt.roles.models.settings import ShardedSettings
 from relax_rt.roles.rollout.engines.settings import SamplingTable
+from relax_rt.roles.training.algorithms.dry_run import CALLS_S, Asked, call_in_process
 from relax_rt.roles.training.algorithms.objective import COMMON_OPTIONS, Parts, read_parts
 from relax_rt.roles.training.algorithms.registry import Bound, Kind, bind, parts
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
@@ -282,3 +285,39 @@ def _keys_of(table: AlgorithmTable, one: Bound) -> Collection[str]:
 
 def _idle(key: str, message: str, remedy: str) -> Problem:
     return Problem(("algorithm", key), message, f"leave it out, or {remedy}", at="key")
+
+
+def check_own_parts(config: RunConfig, *, calls_s: float = CALLS_S) -> list[Problem]:
+    """What goes wrong first when the parts of [algorithm] that are a user's own are called; nothing, without any.
+
+    They are called in a process of their own, on the CPU. What they raise there is said on standard error only, where
+    the trainer has a GPU: they may be written for it.
+
+    Args:
+        calls_s: for all the calls together.
+    """
+    table, base, longest = (
+        config.table(AlgorithmTable),
+        Path(config.config_dir),
+        config.table(SamplingTable).max_new_tokens,
+    )
+    parts = read_parts(table, base=base, longest=longest)
+    if isinstance(parts, list) or not any(part.target for part in parts.all()):
+        # What is wrong with how they are named is told already.
+        return []
+    needs = frozenset[str]().union(*(part.needs for part in parts.all()))
+    turns = "env" in config.roles or bool(needs & {"turn_rewards", "turn_states"})
+    found = call_in_process(Asked(table, base, longest, turns, calls_s))
+    if found is None:
+        return []
+    if not found.returned and _trains_on_gpu(config):
+        say(f"warning: your parts of [algorithm] are not tried, as the trainer has a GPU: on the CPU, {found.message}")
+        return []
+    return [Problem(found.place, found.message, "mend it there")]
+
+
+def _trains_on_gpu(config: RunConfig) -> bool:
+    trainer = config.roles.get("trainer")
+    if not isinstance(trainer, ShardedSettings) or trainer.device == "cpu":
+        return False
+    return bool(trainer.gpus) or trainer.backend == "megatron"
