@@ -194,7 +194,7 @@ class RLJob(Job):
     def startable(self, config: Any) -> list[Problem]:
         """Return what this version can plan but not start."""
         from relax_rt.roles.config.checks import not_startable
-        from relax_rt.roles.gateway.checks import check_gateway
+        from relax_rt.roles.gateway.settings import check_gateway
         from relax_rt.roles.planning.division import divisible
         from relax_rt.roles.trackers.checks import not_writable
 

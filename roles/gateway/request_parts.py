@@ -1,16 +1,15 @@
-"""Messages and tools as callers write them, brought to the plain form that chat templates take. Pure."""
+"""Parts of requests that the APIs share: messages, tools and sampling options, brought to one form. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from relax_rt.roles.data.media.pictures import IMAGES, is_picture
 from relax_rt.roles.data.media.pictures import MOST_BYTES as MOST_MEDIA_BYTES
-from relax_rt.roles.gateway.calls import MOST_TOOL_BYTES, MOST_TOOLS, Message
-from relax_rt.roles.gateway.errors import CallError, bad
+from relax_rt.roles.gateway.calls import MAX_CHOICES, MAX_TOOL_BYTES, MAX_TOOLS, CallError, Message, Unsupported, bad
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 MEDIA = {
@@ -32,7 +31,7 @@ def message(given: Mapping[str, Any], at: str) -> Message:
     role = ROLES.get(given.get("role", ""))
     if role is None:
         raise bad(f"{at}.role is {given.get('role')!r}, not one of {', '.join(ROLES)}", f"{at}.role")
-    read = of_user if role == "user" else content
+    read = user_content if role == "user" else content
     found: Message = {"role": role, "content": read(given.get("content"), f"{at}.content")}
     if isinstance(name := given.get("name"), str):
         found["name"] = name
@@ -88,7 +87,7 @@ def content(given: Any, at: str) -> str | None:
     return "".join(_part(part, f"{at}[{i}]") for i, part in enumerate(given))
 
 
-def of_user(given: Any, at: str) -> str | list[Message] | None:
+def user_content(given: Any, at: str) -> str | list[Message] | None:
     """What the user says: as `content`, or with pictures a list of parts. A picture stays as it came, and is told where
     it was (`at`); nothing of it is decoded.
 
@@ -119,7 +118,7 @@ def _part(part: Any, at: str) -> str:
     raise bad(f"{at} is a part of type {kind!r}; text is what can be read", at)
 
 
-def not_seen(part: Mapping[str, Any]) -> CallError:
+def image_refused(part: Mapping[str, Any]) -> CallError:
     """Why a picture is not taken where the model does not see. Nothing of it is decoded or fetched."""
     at = str(part[PLACE])
     return bad(f"{at} is of type image, and the model that is trained here reads text alone", at, "unsupported_media")
@@ -150,12 +149,12 @@ def function_tool(given: Mapping[str, Any], at: str) -> dict[str, Any]:
 
 def bounded_tools(tools: Sequence[Any]) -> Sequence[Any]:
     """Raises: CallError: there are too many, they are too large together, or one is no table."""
-    if len(tools) > MOST_TOOLS:
-        raise bad(f"{len(tools)} tools, at most {MOST_TOOLS} can be offered", "tools")
+    if len(tools) > MAX_TOOLS:
+        raise bad(f"{len(tools)} tools, at most {MAX_TOOLS} can be offered", "tools")
     if any(not isinstance(tool, Mapping) for tool in tools):
         raise bad("a tool that is no object", "tools")
-    if tools and (nbytes := len(msgspec.json.encode(tools))) > MOST_TOOL_BYTES:
-        message = f"the tools have {nbytes} bytes as JSON, the bound is {MOST_TOOL_BYTES} for all of a call"
+    if tools and (nbytes := len(msgspec.json.encode(tools))) > MAX_TOOL_BYTES:
+        message = f"the tools have {nbytes} bytes as JSON, the bound is {MAX_TOOL_BYTES} for all of a call"
         raise CallError(413, message, param="tools", code="tools_too_large")
     return tools
 
@@ -165,3 +164,83 @@ def _text(given: Mapping[str, Any], key: str, at: str) -> str:
     if not isinstance(value, str):
         raise bad(f"{at}.{key} is missing or no text", f"{at}.{key}")
     return value
+
+
+TRUNCATES = "it changes the distribution that is sampled from, and tokens would have no behaviour log-probability"
+CONSTRAINED = "answers are sampled freely, without a grammar: nothing can force it"
+NEUTRAL_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "top_p": ((None, 1, 1.0), TRUNCATES),
+    "top_k": ((None, 0, -1), TRUNCATES),
+    "min_p": ((None, 0, 0.0), TRUNCATES),
+    "frequency_penalty": ((None, 0, 0.0), TRUNCATES),
+    "presence_penalty": ((None, 0, 0.0), TRUNCATES),
+    "repetition_penalty": ((None, 1, 1.0), TRUNCATES),
+    "logit_bias": ((None, {}), TRUNCATES),
+}
+"""Options of samplers: the values that leave the distribution as it is, and why others cannot be."""
+
+
+def distribution_changes(given: Mapping[str, Any]) -> Iterator[Unsupported]:
+    """Options that would change the distribution."""
+    for name, (neutral, why) in NEUTRAL_VALUES.items():
+        if given.get(name) not in neutral:
+            yield Unsupported(name, why)
+
+
+def forced_tool(given: Any) -> Iterator[Unsupported]:
+    """A choice of tools that would have to be forced upon the model; `auto` and `none` are none."""
+    if given not in (None, "auto", "none"):
+        yield Unsupported("tool_choice", CONSTRAINED)
+
+
+def sequential_tools(asked: bool | None, tools: bool) -> Iterator[Unsupported]:
+    """That an answer is not to call several tools."""
+    if asked is False and tools:
+        yield Unsupported("parallel_tool_calls", CONSTRAINED)
+
+
+def output_format(given: Any, name: str) -> Iterator[Unsupported]:
+    """A format of the answer other than text."""
+    kind = given.get("type", "text") if isinstance(given, Mapping) else "text"
+    if kind != "text":
+        yield Unsupported(name, CONSTRAINED)
+
+
+def choices(n: int | None) -> int:
+    """How many answers.
+
+    Raises:
+        CallError: none, or too many.
+    """
+    n = 1 if n is None else n
+    if not 1 <= n <= MAX_CHOICES:
+        raise bad(f"n = {n}: 1 to {MAX_CHOICES} answers can be had at once", "n")
+    return n
+
+
+def length(given: int | None, name: str) -> int | None:
+    """Tokens at most.
+
+    Raises:
+        CallError: not even one.
+    """
+    if given is not None and given < 1:
+        raise bad(f"{name} = {given}: at least one token", name)
+    return given
+
+
+def temperature(given: float | None) -> float | None:
+    """0 is greedy.
+
+    Raises:
+        CallError: it is none.
+    """
+    if given is not None and not 0 <= given <= 10:
+        raise bad(f"temperature = {given}: 0 to 10", "temperature")
+    return given
+
+
+def top_logprobs(given: int | None, name: str = "top_logprobs") -> Iterator[Unsupported]:
+    """Log-probabilities of tokens that were not sampled."""
+    if given:
+        yield Unsupported(name, "the log-probability of the sampled token is kept, no others")
