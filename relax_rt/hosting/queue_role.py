@@ -12,7 +12,7 @@ from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.broker import Broker
 from relax_rt.transport.queue.ledger.failures import REPORT_EVERY_S
 from relax_rt.transport.queue.ledger.policy import QueueLimits
-from relax_rt.transport.weights.served import STAGE_DIR, StageApi
+from relax_rt.transport.weights.stage_server import STAGE_DIR, StageApi
 
 if TYPE_CHECKING:
     from relax_rt.transport.memory.payload import PayloadServer
@@ -83,7 +83,7 @@ class QueueRole(Role):
         them while no trainer is there."""
         if (links := Links.from_environment()) is None:
             return None
-        from relax_rt.transport.weights.served import stage_server
+        from relax_rt.transport.weights.stage_server import stage_server
 
         server = stage_server(self.ctx.shm_dir / STAGE_DIR, links.keys)
         await server.listen(links.listen)

@@ -7,7 +7,7 @@ from pathlib import Path
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.settings import ModelTable
-from relax_rt.transport.weights.served import STAGE_DIR
+from relax_rt.transport.weights.stage_server import STAGE_DIR
 
 MODEL_CODE = ("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3")
 """Code of the models that the examples train: transformers imports it only when such a model is made."""

@@ -1,8 +1,8 @@
-"""The stage of a node, given out to other nodes: versions by name, to a payload server's readers.
+"""Serve the stage of a node to other nodes: versions by name, through a payload server.
 
-A version that a reader is at stays pinned for a while after it was retired, or a slow link would never see the end of
-one. At most two are, so that readers elsewhere cannot hold the trainer's buffers. Deltas and adapters, which lie beside
-the buffers, are held apart from them: as many as are one version together, so that small ones push nothing out.
+A version that is being read stays pinned for a while after it was retired, because a slow link would never finish one
+otherwise. At most two are pinned, so that remote readers cannot hold the trainer's buffers. Deltas and adapters, which
+lie beside the buffers, are counted apart: up to the size of one version together, so that they displace no version.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from relax_rt.transport.rpc.errors import Corrupt, Gone
 from relax_rt.transport.rpc.identity import CurveKeys
 from relax_rt.transport.rpc.interface import idempotent
 from relax_rt.transport.weights.manifest import Manifest
-from relax_rt.transport.weights.stage import adapters_of, delta_of, narrow, pinned, read_manifest
+from relax_rt.transport.weights.stage import adapters_view, delta_view, pinned, read_manifest, wire_view
 
 STAGE_DIR = "weights"
 """The stage's folder in the shared memory of a node."""
@@ -32,41 +32,40 @@ MANIFEST_HEAD = struct.Struct("<8sQ")
 MANIFEST_MAGIC = b"RLXWMAN1"
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_PINNED = 2
-MAX_BESIDE_VERSIONS, MAX_BESIDE = 1, 32
-"""Of deltas and adapters, by their size together and by their number: each costs a file descriptor."""
+MAX_SIDE_FILES_VERSIONS, MAX_SIDE_FILES = 1, 32
+"""Limits of pinned deltas and adapters, in versions' worth of bytes and in number (each costs a file descriptor)."""
 IDLE_S = 5.0
-_BESIDE = ("adapters", "delta")
+_SIDE_FILES = ("adapters", "delta")
 _NAME = re.compile(r"(manifest|weights|wire|adapters|delta)-(\d{1,18})-([0-9a-f]{0,64})")
 
 
 def manifest_name(version: int, digest: str) -> str:
-    """Under which a version's manifest is served: its length in front (MANIFEST_HEAD), then JSON."""
+    """Name a version's manifest: its length in front (MANIFEST_HEAD), then JSON."""
     return f"manifest-{version}-{digest}"
 
 
 def weights_name(version: int, digest: str) -> str:
-    """Under which a version's flat buffer is served."""
+    """Name a version's flat buffer."""
     return f"weights-{version}-{digest}"
 
 
 def wire_name(version: int, digest: str) -> str:
-    """Under which a version in fewer bits is served, where its manifest says that there is one."""
+    """Name a version in the wire dtype, if its manifest has `wire_bytes`."""
     return f"wire-{version}-{digest}"
 
 
 def adapters_name(version: int, digest: str) -> str:
-    """Under which a version's adapters are served, where its manifest says that it has any. What they are added to is
-    served as version ROOT."""
+    """Name a version's adapters, if its manifest has `adapter_bytes`; their base is version ROOT."""
     return f"adapters-{version}-{digest}"
 
 
 def delta_name(version: int, digest: str) -> str:
-    """Under which the delta that makes a version is served, as long as a manifest names it."""
+    """Name the delta that makes a version, as long as a manifest names it."""
     return f"delta-{version}-{digest}"
 
 
 def stage_server(folder: Path, keys: CurveKeys | None, *, io_threads: int = 2) -> PayloadServer:
-    """A server of the stage in `folder`, which need not be there yet. Readers without the key get nothing."""
+    """Serve the stage in `folder`, which need not exist yet. Readers without the key get nothing."""
     return PayloadServer(folder, keys=keys, served=StagedVersions(folder), io_threads=io_threads)
 
 
@@ -97,7 +96,7 @@ class StagedVersions:
         return len(self._pins)
 
     def range(self, name: str, offset: int, nbytes: int) -> memoryview:
-        """See Served.
+        """Return a range of what has this name. Implements Served.
 
         Raises:
             Gone: that version is not on the stage (any more).
@@ -113,21 +112,21 @@ class StagedVersions:
         return whole[offset : offset + nbytes]
 
     def sweep(self) -> None:
-        """Let go of versions that nobody reads at the moment."""
+        """Unpin versions that were not read for IDLE_S."""
         for name in list(self._pins):
             if self._clock() - self._used[name] > IDLE_S:
-                self._let_go(name)
+                self._unpin(name)
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Unpin all."""
         for name in list(self._pins):
-            self._let_go(name)
+            self._unpin(name)
 
     def _bytes(self, name: str, kind: str, version: int, digest: str) -> memoryview:
         if name not in self._pins:
             with contextlib.ExitStack() as entering:
                 try:
-                    view = self._enter(entering, kind, version, digest)
+                    view = self._map(entering, kind, version, digest)
                 except OSError as error:
                     raise Gone(f"weights of policy version {version}", why=str(error)) from error
                 self._make_room(kind, len(view))
@@ -137,26 +136,26 @@ class StagedVersions:
         return self._pins[name].view
 
     def _make_room(self, kind: str, nbytes: int) -> None:
-        """Let go of those of its kind that were not read for longest, until another one is within the bounds."""
-        beside = kind in _BESIDE
-        alike = [name for name, pinned in self._pins.items() if (pinned.kind in _BESIDE) == beside]
-        most = MAX_BESIDE if beside else MAX_PINNED
-        most_bytes = MAX_BESIDE_VERSIONS * _version_bytes(self._folder) if beside else math.inf
+        """Unpin the least recently read of the same kind until another one is within the limits."""
+        beside = kind in _SIDE_FILES
+        alike = [name for name, pinned in self._pins.items() if (pinned.kind in _SIDE_FILES) == beside]
+        most = MAX_SIDE_FILES if beside else MAX_PINNED
+        most_bytes = MAX_SIDE_FILES_VERSIONS * _version_bytes(self._folder) if beside else math.inf
         total = nbytes + sum(len(self._pins[name].view) for name in alike)
         while alike and (len(alike) >= most or total > most_bytes):
             oldest = alike.pop(0)
             total -= len(self._pins[oldest].view)
-            self._let_go(oldest)
+            self._unpin(oldest)
 
-    def _enter(self, entering: contextlib.ExitStack, kind: str, version: int, digest: str) -> memoryview:
+    def _map(self, entering: contextlib.ExitStack, kind: str, version: int, digest: str) -> memoryview:
         if kind == "delta":
-            # Versions behind its own have it, too: its own may be retired.
-            return entering.enter_context(delta_of(self._folder, version, digest))
+            # The manifests of later versions name it as well; that of its own version may be retired.
+            return entering.enter_context(delta_view(self._folder, version, digest))
         manifest = self._read(version, digest)
         if kind == "adapters":
-            return entering.enter_context(adapters_of(self._folder, manifest))
+            return entering.enter_context(adapters_view(self._folder, manifest))
         view = entering.enter_context(pinned(self._folder, manifest))
-        return entering.enter_context(narrow(self._folder, manifest)) if kind == "wire" else view
+        return entering.enter_context(wire_view(self._folder, manifest)) if kind == "wire" else view
 
     def _text(self, name: str, version: int, digest: str) -> memoryview:
         if self._manifest[0] != name:
@@ -174,8 +173,8 @@ class StagedVersions:
             raise Gone(what, why=f"on the stage it has digest {manifest.digest}")
         return manifest
 
-    def _let_go(self, name: str) -> None:
-        # What ZeroMQ still sends keeps the mapping, and so the pin, until it is sent or its reader is given up.
+    def _unpin(self, name: str) -> None:
+        # A message that ZeroMQ still sends keeps the mapping, and so the pin, until it is sent or dropped.
         self._used.pop(name)
         self._pins.pop(name).release.close()
 
