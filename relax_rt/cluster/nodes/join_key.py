@@ -1,7 +1,7 @@
-"""The key of a run over several nodes. Whoever holds it may join, and speak to every role; everyone else gets nothing.
+"""The CURVE key of a run over several nodes: its holder may join and call every role; nobody else gets an answer.
 
-One key pair for all processes of the run: its text is the secret half, 64 hexadecimal digits, from which the public
-half follows. It lies in the run directory (0600), outlives a restart of the head, and never goes over the wire.
+All processes of the run share one key pair. Its text is the secret half, 64 hexadecimal digits, from which the public
+half follows. It lies in the run directory (mode 0600), outlives a restart of the head, and is never sent.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+
+import zmq
+import zmq.utils.z85
 
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import CurveKeys
@@ -25,16 +28,14 @@ def make_key(folder: Path) -> Path:
     """
     path = folder / FILE
     if not path.exists():
-        import zmq.utils.z85
-
         write_key(path, zmq.utils.z85.decode(CurveKeys.make().secret).hex())
     else:
-        _for_its_owner(path, "if anybody may have read it, remove it instead: a new one is made")
+        _check_mode(path, "if anybody may have read it, remove it instead: a new one is made")
     return path
 
 
-def _for_its_owner(path: Path, otherwise: str) -> None:
-    """Whoever reads the key holds every role of the run."""
+def _check_mode(path: Path, otherwise: str) -> None:
+    """Refuse a key that others than its owner can read: it gives access to every role of the run."""
     if (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
         hint = f"chmod 600 {path}; {otherwise}"
         raise Refused(f"key {path} is not for its owner alone", why=f"its mode is {mode:04o}", hint=hint)
@@ -61,19 +62,16 @@ def read_key(path: Path) -> str:
         hint = f"copy {FILE} of the run directory on the head"
         raise Refused(f"key {path} cannot be read", why=str(error), hint=hint) from error
     curve_keys(text, str(path))
-    _for_its_owner(path, "if anybody may have read it, have the head make a new one")
+    _check_mode(path, "if anybody may have read it, have the head make a new one")
     return text
 
 
 def curve_keys(text: str, where: str = "the key") -> CurveKeys:
-    """A key as the message layer takes it.
+    """A key in the form of the message layer.
 
     Raises:
         Refused: the text is no key.
     """
-    import zmq
-    import zmq.utils.z85
-
     try:
         secret = zmq.utils.z85.encode(bytes.fromhex(text.strip()))
         if len(secret) != 40:

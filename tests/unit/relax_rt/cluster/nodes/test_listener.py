@@ -1,4 +1,4 @@
-"""The head's door over real sockets: joining, orders, reports, silence, fencing, and keys that do not fit."""
+"""The head's listener over real sockets: joining, orders, reports, silence, fencing, and keys that do not fit."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any, TypeVar
 import pytest
 
 from relax_rt.cluster.nodes.api import (
-    DOOR,
-    BindSlot,
-    Bound,
+    HELLO_NAME,
+    BindRendezvous,
     EndNode,
-    Facts,
     HeadApi,
-    Joined,
-    Listens,
+    JoinReply,
+    LeaveRequested,
     NameTaken,
+    NodeFacts,
     Orders,
+    RendezvousBound,
+    SlotAddress,
     StartSlot,
     StopSlot,
-    WantsToLeave,
-    tell,
+    encode_event,
 )
 from relax_rt.cluster.nodes.fleet import Fleet, NodeListener
-from relax_rt.cluster.nodes.keys import FILE, curve_keys, make_key, read_key
+from relax_rt.cluster.nodes.join_key import FILE, curve_keys, make_key, read_key
 from relax_rt.config.schema import NodesTable, RunConfig, SupervisionTable
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.executor import Rendezvous, StartOrder
@@ -43,7 +43,7 @@ LEASE_S = 0.3
 
 
 class Head:
-    """A fleet and its door, and what they tell the agent."""
+    """A fleet and its listener, and what they tell the agent."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.paths = RunPaths("cafe0001", tmp_path)
@@ -57,8 +57,8 @@ class Head:
         config = RunConfig.model_construct(supervision=SupervisionTable(nodes=table))
         self.fleet = Fleet(config, self.paths)
         self.fleet.attach(None, self, self.emit)  # type: ignore[arg-type]
-        assert self.fleet.core is not None
-        self.door = NodeListener(self.fleet, self.fleet.core, config="{}", system=["registry"], keys=self.keys)
+        assert self.fleet.table is not None
+        self.listener = NodeListener(self.fleet, self.fleet.table, config="{}", system=["registry"], keys=self.keys)
 
     def emit(self, kind: str, /, **fields: Any) -> None:
         self.events.append((kind, fields))
@@ -80,24 +80,24 @@ class Head:
 async def opened(tmp_path: Path) -> AsyncIterator[Head]:
     (tmp_path / "events").mkdir()
     head = Head(tmp_path)
-    await head.door.open("tcp://127.0.0.1:0")
+    await head.listener.open("tcp://127.0.0.1:0")
     try:
         yield head
     finally:
-        await head.door.close()
+        await head.listener.close()
 
 
 @asynccontextmanager
 async def node(head: Head, keys: CurveKeys | None = None, timeout_s: float = 60.0) -> AsyncIterator[HeadApi]:
-    client = Client(head.door.address, make_hello(DOOR, Incarnation("b/0", 0)), curve=keys or head.keys)
+    client = Client(head.listener.address, make_hello(HELLO_NAME, Incarnation("b/0", 0)), curve=keys or head.keys)
     try:
         yield client.bind(HeadApi, timeout_s=timeout_s)
     finally:
         await client.close()
 
 
-async def joined(api: HeadApi, token: str = "t") -> Joined:
-    return await api.join(Facts(name="b", host="10.0.0.2", cores=3, gpus=1), token)
+async def joined(api: HeadApi, token: str = "t") -> JoinReply:
+    return await api.join(NodeFacts(name="b", host="10.0.0.2", cores=3, gpus=1), token)
 
 
 async def soon(probe: Callable[[], object]) -> None:
@@ -108,38 +108,40 @@ async def soon(probe: Callable[[], object]) -> None:
 
 async def test_a_node_joins_takes_orders_and_reports(tmp_path: Path) -> None:
     async with opened(tmp_path) as head, node(head) as api:
-        seat = (await joined(api)).seat
-        assert (await joined(api)).seat == seat
+        membership = (await joined(api)).membership
+        assert (await joined(api)).membership == membership
         assert head.posted == [], "its agent is yet to begin"
-        await api.orders(seat, 0, 1, 0.0)
-        await api.orders(seat, 0, 1, 0.0)
+        await api.orders(membership, 0, 1, 0.0)
+        await api.orders(membership, 0, 1, 0.0)
         assert head.posted == [NodeJoined(Node("b", 3, 1))]
         with pytest.raises(NameTaken):
             await joined(api, "another")
         executor = head.fleet.executor("b")
         assert executor is not None and head.fleet.executor("c") is None
-        waiting = asyncio.create_task(api.orders(seat, 0, 1, 4.0))
+        waiting = asyncio.create_task(api.orders(membership, 0, 1, 4.0))
         await asyncio.sleep(0.05)
         executor.start(StartOrder(slot="x/0", epoch=7, node="b"))
         answer = await waiting
         assert answer.items == [StartSlot(StartOrder(slot="x/0", epoch=7, node="b"))]
-        events = [tell(SlotSpawned("x/0", 7, 99, "b")), Listens("x/0", "unix:///x", "tcp://10.0.0.2:5")]
-        assert await api.report(seat, 1, events) == 2
-        assert await api.report(seat, 1, events) == 2
+        events = [encode_event(SlotSpawned("x/0", 7, 99, "b")), SlotAddress("x/0", "unix:///x", "tcp://10.0.0.2:5")]
+        assert await api.report(membership, 1, events) == 2
+        assert await api.report(membership, 1, events) == 2
         assert head.heard == [SlotSpawned("x/0", 7, 99, "b")] and head.addresses == {"x/0": "tcp://10.0.0.2:5"}
         meeting = asyncio.create_task(executor.rendezvous("x/0", 2))
-        assert (await api.orders(seat, 1, 1, 4.0)).items == [BindSlot("x/0", 2)]
-        await api.report(seat, 3, [Bound("x/0", 2, "10.0.0.2", 4711)])
+        assert (await api.orders(membership, 1, 1, 4.0)).items == [BindRendezvous("x/0", 2)]
+        await api.report(membership, 3, [RendezvousBound("x/0", 2, "10.0.0.2", 4711)])
         assert await meeting == Rendezvous("10.0.0.2", 4711)
         # Of slots that were not started there nothing is believed.
-        await api.report(seat, 4, [tell(SlotSpawned("y/0", 1, 1, "b")), tell(SlotSpawned("x/0", 6, 1, "b"))])
+        await api.report(
+            membership, 4, [encode_event(SlotSpawned("y/0", 1, 1, "b")), encode_event(SlotSpawned("x/0", 6, 1, "b"))]
+        )
         assert len(head.heard) == 1
 
 
 async def test_a_silent_node_is_lost_fenced_and_told_so(tmp_path: Path) -> None:
     async with opened(tmp_path) as head, node(head) as api:
-        seat = (await joined(api)).seat
-        await api.orders(seat, 0, 1, 0.0)
+        membership = (await joined(api)).membership
+        await api.orders(membership, 0, 1, 0.0)
         executor = head.fleet.executor("b")
         assert executor is not None
         executor.start(StartOrder(slot="x/0", epoch=7, node="b"))
@@ -149,41 +151,41 @@ async def test_a_silent_node_is_lost_fenced_and_told_so(tmp_path: Path) -> None:
         assert head.fleet.executor("b") is None
         clean = Diagnosis(slot="x/0", epoch=7, kind="clean", cause="finished")
         calls: list[Callable[[], Awaitable[object]]] = [
-            lambda: api.orders(seat, 0, 1, 0.0),
-            lambda: api.report(seat, 1, [tell(SlotExited("x/0", clean))]),
+            lambda: api.orders(membership, 0, 1, 0.0),
+            lambda: api.report(membership, 1, [encode_event(SlotExited("x/0", clean))]),
         ]
         for call in calls:
-            with pytest.raises(StaleEpoch, match="given up: not heard of"):
+            with pytest.raises(StaleEpoch, match="declared lost, or left: silent"):
                 await call()
         assert head.heard == [] and head.events[-1][0] == "node_fenced"
-        await api.leave(seat, "late")
-        assert (await joined(api, "again")).seat.epoch == seat.epoch + 1
+        await api.leave(membership, "late")
+        assert (await joined(api, "again")).membership.epoch == membership.epoch + 1
 
 
 async def test_a_node_that_wants_to_leave_may_go_when_nothing_runs_there(tmp_path: Path) -> None:
     async with opened(tmp_path) as head, node(head) as api:
-        seat = (await joined(api)).seat
+        membership = (await joined(api)).membership
         executor = head.fleet.executor("b")
         assert executor is not None
         executor.start(StartOrder(slot="x/0", epoch=7, node="b"))
-        await api.report(seat, 1, [WantsToLeave("SIGTERM")])
+        await api.report(membership, 1, [LeaveRequested("SIGTERM")])
         assert head.posted[-1] == DrainRequested("b")
         executor.stop("x/0")
         clean = Diagnosis(slot="x/0", epoch=7, kind="clean", cause="finished")
-        await api.report(seat, 2, [tell(SlotExited("x/0", clean))])
-        orders: Orders = await api.orders(seat, 0, 1, 4.0)
+        await api.report(membership, 2, [encode_event(SlotExited("x/0", clean))])
+        orders: Orders = await api.orders(membership, 0, 1, 4.0)
         assert orders.items[1] == StopSlot("x/0") and isinstance(orders.items[2], EndNode)
-        await api.leave(seat, "done")
+        await api.leave(membership, "done")
         assert isinstance(head.posted[-1], NodeLost) and head.ended == []
 
 
 async def test_the_end_of_the_run_ends_the_nodes_and_lets_nobody_in(tmp_path: Path) -> None:
     async with opened(tmp_path) as head, node(head) as api:
-        seat = (await joined(api)).seat
+        membership = (await joined(api)).membership
         ending = asyncio.create_task(head.fleet.close(3, "all is done"))
-        assert (await api.orders(seat, 0, 1, 4.0)).items == [EndNode(3, "all is done")]
+        assert (await api.orders(membership, 0, 1, 4.0)).items == [EndNode(3, "all is done")]
         assert not ending.done()
-        await api.leave(seat, "all is done")
+        await api.leave(membership, "all is done")
         await ending
         with pytest.raises(Refused, match="the run is over"):
             await joined(api, "late")
