@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from relax_rt.cluster.nodes.api import MAX_ITEMS, Item, Order, Orders, SlotEvent, tell
-from relax_rt.supervision.protocol import Progress
+from relax_rt.supervision.protocol import SlotProgress
 
 POLL_PART = 0.25
 """Part of the lease that a call for orders may wait at the head: the next one is made long before the lease ends."""
@@ -61,11 +61,11 @@ class LimbCore:
 
     def happened(self, event: SlotEvent) -> None:
         """Report an event. A slot's progress takes the place of its last word, if that was one too and is not sent."""
-        if not isinstance(event, Progress):
+        if not isinstance(event, SlotProgress):
             self._progress.pop(event.slot, None)
         elif (index := self._progress.get(event.slot)) is not None:
             before = self._waiting[index]
-            assert isinstance(before, Progress)
+            assert isinstance(before, SlotProgress)
             # Slow work once announced must not be forgotten.
             self._waiting[index] = msgspec.structs.replace(event, extend_s=before.extend_s + event.extend_s)
             return

@@ -12,7 +12,7 @@ from relax_rt.cluster.nodes.api import BindSlot, Facts, Listens, Seat, StopSlot,
 from relax_rt.cluster.nodes.head import BEGIN_S, PAUSE_S, STOP_S, TICK_S, HeadCore, patience_s
 from relax_rt.cluster.nodes.limb import LimbCore
 from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.supervision.protocol import Progress, SlotExited, SlotReady, SlotSpawned
+from relax_rt.supervision.protocol import SlotExited, SlotProgress, SlotReady, SlotSpawned
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 
 LEASE_S = 10.0
@@ -149,17 +149,17 @@ def test_reports_are_sent_again_until_confirmed_and_counted_once() -> None:
 
 def test_progress_that_was_not_sent_gives_way_to_newer_one_of_its_slot() -> None:
     limb = LimbCore(LEASE_S, 0.0)
-    limb.happened(Progress("x/0", 1, extend_s=5.0))
-    limb.happened(Progress("y/0", 1))
-    limb.happened(Progress("x/0", 2, extend_s=1.0))
+    limb.happened(SlotProgress("x/0", 1, extend_s=5.0))
+    limb.happened(SlotProgress("y/0", 1))
+    limb.happened(SlotProgress("x/0", 2, extend_s=1.0))
     limb.happened(SlotReady("x/0"))
-    limb.happened(Progress("x/0", 3))
+    limb.happened(SlotProgress("x/0", 3))
     _, items = limb.report()
     assert [hear(item) for item in items if isinstance(item, Told)] == [
-        Progress("x/0", 2, extend_s=6.0),
-        Progress("y/0", 1),
+        SlotProgress("x/0", 2, extend_s=6.0),
+        SlotProgress("y/0", 1),
         SlotReady("x/0"),
-        Progress("x/0", 3),
+        SlotProgress("x/0", 3),
     ]
 
 
