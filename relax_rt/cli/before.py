@@ -246,7 +246,7 @@ def doctor(
     from relax_rt.cli.display import show_findings, show_json
     from relax_rt.cli.doctor.fit import check_fit
     from relax_rt.cli.doctor.machine import check_limits, check_machine
-    from relax_rt.cli.doctor.software import check_boxes, check_gpus, check_software
+    from relax_rt.cli.doctor.software import check_gpus, check_sandboxes, check_software
     from relax_rt.config.loader import load_config
 
     if config is None and DEFAULT_CONFIG.is_file():
@@ -254,7 +254,7 @@ def doctor(
     loaded = load_config(config, overrides or (), inputs=True) if config is not None else None
     of_gpus, gpus = check_gpus()
     findings = [*check_machine(), *check_limits(), *of_gpus, *check_software(gpus)]
-    findings += check_boxes(loaded)
+    findings += check_sandboxes(loaded)
     if loaded is not None:
         findings += check_fit(loaded, gpus)
     show_json(findings) if json else show_findings(findings)

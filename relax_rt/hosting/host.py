@@ -280,7 +280,6 @@ async def _threads_left() -> bool:
 
 
 def _tie_to_agent(orders: Orders) -> socket.socket:
-    """See to it that this process dies with the agent and can show its stacks; the control socket."""
     procfs.prctl(procfs.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != orders.agent_pid:
         os._exit(EXIT_ORPHANED)
@@ -311,8 +310,8 @@ async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], 
         # A role that is asked to stop during setup is not set up to the end.
         if whole := await _first(role.setup(), stop_wait):
             await ctx.listen()
-            if ctx.membership is not None:
-                watches.append(asyncio.create_task(ctx.membership.keep()))
+            if ctx.registry_lease is not None:
+                watches.append(asyncio.create_task(ctx.registry_lease.keep()))
             if ctx.settings.live_every_s is not None:
                 watches.append(asyncio.create_task(probe(role, ctx.settings.live_every_s)))
             await _first(role.run(), *watches)

@@ -1,1 +1,1 @@
-"""Child processes: start, watch, log, limit, fork from a zygote and end them. Knows no role and no supervisor."""
+"""Child processes: start, watch, log, limit and fork them; sandboxes and worker pools. Knows no role and supervisor."""

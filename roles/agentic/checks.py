@@ -4,31 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import ipaddress
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from relax_rt.cluster.nodes.api import HEAD
+from relax_rt.cluster.nodes.checks import kinds_of_one_node
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RoleSettings, RunConfig
-from relax_rt.roles.agentic.program_checks import check_program, is_program
+from relax_rt.roles.agentic.chat_format import chat_format_of, check_chat_format, template_warnings
+from relax_rt.roles.agentic.interface import Observation, conversation, media
+from relax_rt.roles.agentic.loading import Factory, load_factory
 from relax_rt.roles.agentic.rewards import KEY, PLACE, check_rewards, reward_table
-from relax_rt.roles.agentic.settings import EnvSettings, env_settings
-from relax_rt.roles.agentic.speech import check_speech, load_chat, speech_of, template_warnings
+from relax_rt.roles.agentic.settings import EnvSettings, env_settings, is_program
+from relax_rt.roles.agentic.tasks import first_task
+from relax_rt.roles.agentic.tokens.chat_format import load_chat_template
+from relax_rt.roles.agentic.tokens.ledger import TokenLedger
 from relax_rt.roles.agentic.tokens.parsers import AUTO
+from relax_rt.roles.agentic.tokens.pictures import ingest_pictures
+from relax_rt.roles.agentic.workers import open_pool
+from relax_rt.roles.base.user_code import user_line
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.evaluation.settings import EvaluationTable
+from relax_rt.roles.gateway.settings import GatewaySettings
 from relax_rt.roles.models.cache import say
+from relax_rt.roles.rewards.dry_run import dry_run, task_of
 from relax_rt.roles.rewards.settings import RewardTable
 from relax_rt.roles.rollout.engines.settings import SamplingTable
-from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
-from relax_rt.roles.training.sft.settings import ColdStartTable
+from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable, ColdStartTable
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
-    from relax_rt.roles.agentic.interface import Observation
-    from relax_rt.roles.agentic.loading import Factory
-    from relax_rt.roles.agentic.tokens import ChatTemplate
+    from relax_rt.roles.agentic.tokens.template import ChatTemplate
     from relax_rt.roles.models.tokenizer import ChatTokenizer
 
 TEXT_ALONE = "the model, its engines and its trainer take text alone"
@@ -44,6 +53,23 @@ OPTION = re.compile(r"roles\.env\.(\w+)(?:\.(\w+))?")
 REPLACED = {"reward": "the environment gives the rewards", "evaluator": "the env role plays the held-out episodes"}
 """Roles that have nothing to do where episodes are played."""
 
+GATEWAYS = ("drift", "reasoning")
+"""Keys that the gateway has as well: what it keeps of an episode is its affair."""
+NOT_ITS = {
+    "turn_timeout_s": "a program's turns are its own: episode_timeout_s bounds all of it",
+    "workers": "each program is a process of its own: episodes_in_flight says how many there are",
+    "worker_processes": "set roles.env.options.processes, of each program",
+    "worker_memory_mib": "set roles.env.options.memory_mib, of each program",
+    "media_kib": "set roles.gateway.session_media_kib",
+}
+"""Keys of environments in workers, or that take turns -> what to use with programs."""
+BOUNDS = {
+    "sessions": "sessions",
+    "connections": "connections, one for each program at least",
+    "waiting": "calls may wait",
+}
+"""Of a gateway, that episodes in flight must not meet."""
+
 
 def check_environment(config: RunConfig) -> Iterator[Problem]:
     """What shows without model, data and user code."""
@@ -57,7 +83,7 @@ def check_environment(config: RunConfig) -> Iterator[Problem]:
     yield from _replaced(config)
     yield from check_program(config, table)
     yield from check_rewards(config)
-    yield from check_speech(config)
+    yield from check_chat_format(config)
     yield from _tasks(config, table)
     if sampling.max_new_tokens >= table.max_tokens:
         reply = sampling.max_new_tokens
@@ -110,6 +136,71 @@ def _tasks(config: RunConfig, table: EnvSettings) -> Iterator[Problem]:
         yield Problem(("cold_start",), message, "leave it out, or train its model in a run of its own", at="key")
 
 
+def check_program(config: RunConfig, table: EnvSettings) -> Iterator[Problem]:
+    """What a program needs of the gateway, and what has no effect on it."""
+    if not is_program(table):
+        return
+    for key, hint in NOT_ITS.items():
+        if key in table.model_fields_set:
+            yield Problem((*PLACE, key), f"{key} has no effect on programs", hint, at="key")
+    yield from _check_template(config, table)
+    if "unfinished" in table.model_fields_set and table.unfinished == "keep":
+        message = "replies of a program's episode are not kept: it is played again from its beginning"
+        yield Problem((*PLACE, "unfinished"), message, 'leave it out, or set unfinished = "drop"')
+    gateway = config.roles.get("gateway")
+    if not isinstance(gateway, GatewaySettings) or not gateway.count:
+        message = "a program reaches the policy through the gateway, and there is none"
+        yield Problem((*PLACE, "environment"), message, "add a table [roles.gateway]")
+        return
+    for key in GATEWAYS:
+        if key in table.model_fields_set:
+            yield Problem((*PLACE, key), f"{key} of programs is the gateway's", f"set roles.gateway.{key}", at="key")
+    yield from _check_gateway_limits(config, table, gateway)
+    yield from _check_gateway_reachable(config, table, gateway)
+
+
+def _check_template(config: RunConfig, table: EnvSettings) -> Iterator[Problem]:
+    """A template that would do nothing. Who says stdin = "task" may take the messages from there."""
+    plain = config.table(DataTable).template == type(config.table(DataTable)).model_fields["template"].default
+    if plain or table.tasks is not None or table.options.get("stdin") == "task":
+        return
+    if "{question}" in table.environment and "{prompt}" not in table.environment:
+        message = "data.template has no effect on {question}, which is the item's own"
+        hint = '{prompt} is the question put into the template; or roles.env.options.stdin = "task", for its messages'
+        yield Problem((*PLACE, "environment"), message, hint)
+
+
+def _check_gateway_limits(config: RunConfig, table: EnvSettings, gateway: GatewaySettings) -> Iterator[Problem]:
+    """Slots take turns at the gateways, so that the first one has the most of them. The first slot goes on with the
+    episodes that it trains on while it plays the held-out ones."""
+    slots = -(-table.count // gateway.count)
+    need = slots * table.episodes_in_flight
+    if config.table(EvaluationTable).every_steps or config.table(EvaluationTable).at_steps:
+        need += table.episodes_in_flight
+    for key in BOUNDS:
+        if (have := getattr(gateway, key)) < need:
+            message = f"{key} = {have}, and up to {need} episodes are played at a time through one gateway"
+            yield Problem(("roles", "gateway", key), message, f"at least {need}, or more gateways (count)")
+
+
+def _check_gateway_reachable(config: RunConfig, table: EnvSettings, gateway: GatewaySettings) -> Iterator[Problem]:
+    """Programs run on the nodes of their slots. A job keeps roles on the head that it names so."""
+    if not config.supervision.nodes.listen:
+        return
+    at_home = kinds_of_one_node(config)
+    players, its = (HEAD if kind in at_home else of.node for kind, of in (("env", table), ("gateway", gateway)))
+    if players and players == its:
+        return
+    try:
+        local = gateway.host == "localhost" or ipaddress.ip_address(gateway.host).is_loopback
+    except ValueError:
+        return
+    if local:
+        message = f"host = {gateway.host!r}: programs on other nodes than the gateway's do not reach it"
+        hint = 'set host = "node" (the address of its node), or node of roles.env and roles.gateway to the same one'
+        yield Problem(("roles", "gateway", "host"), message, hint)
+
+
 def preflight_environment(
     config: RunConfig, config_dir: Path, tokenizer: ChatTokenizer | None, context: int | None
 ) -> Iterator[Problem]:
@@ -118,9 +209,6 @@ def preflight_environment(
     Args:
         context: of the model, in tokens, if it is known.
     """
-    algorithm = config.table(AlgorithmTable)
-    from relax_rt.roles.agentic.loading import load_factory
-
     table = env_settings(config)
     assert table is not None
     if context is not None and table.max_tokens > context:
@@ -134,11 +222,12 @@ def preflight_environment(
     if table.workers == 0 and factory.blocking:
         message = f"the methods of {table.environment} are not async, so that they would stop the role: workers = 0"
         yield Problem((*PLACE, "workers"), message, "leave it out, or make reset and step async")
-    if algorithm.group_size % factory.seats:
+    group_size = config.table(AlgorithmTable).group_size
+    if group_size % factory.seats:
         message = f"{table.environment} has {factory.seats} seats, each a member of the group, and group_size is "
         yield Problem(
             ("algorithm", "group_size"),
-            f"{message}{algorithm.group_size}",
+            f"{message}{group_size}",
             "a multiple of the seats",
         )
     if tokenizer is not None:
@@ -155,9 +244,6 @@ def _try_rewards(
     config: RunConfig, table: EnvSettings, config_dir: Path, tokenizer: ChatTokenizer
 ) -> Iterator[Problem]:
     """The rewards beside the environment's own, called on replies to the first held-out task."""
-    from relax_rt.roles.agentic.tasks import first_task
-    from relax_rt.roles.rewards.dry_run import dry_run, task_of
-
     rewards = reward_table(config)
     if rewards is None:
         return
@@ -175,17 +261,15 @@ def _try_rewards(
 
 
 def _begin_one(config: RunConfig, table: EnvSettings, factory: Factory, tokenizer: ChatTokenizer) -> Iterator[Problem]:
-    from relax_rt.roles.agentic.interface import conversation, media
-
-    speech = speech_of(config)
+    chat_format = chat_format_of(config)
     try:
         seen = asyncio.run(_observe(config, table, factory, tokenizer))
-        chat = load_chat(config, tokenizer, speech)
+        chat = load_chat_template(Path(config.config_dir), tokenizer, chat_format)
         if kind := media(conversation(seen.messages), sees=chat.sight is not None):
             takes = TEXT_ALONE if chat.sight is None else NO_MORE
             yield Problem((*PLACE, "environment"), f"{table.environment} shows parts of type '{kind}': {takes}", HINT)
             return
-        if seen.tools and speech.tool_parser == AUTO and not chat.shows(seen.tools):
+        if seen.tools and chat_format.tool_parser == AUTO and not chat.shows(seen.tools):
             message = f"{table.environment} offers tools, and the model's chat template does not show them"
             yield Problem((*PLACE, "environment"), message, UNSEEN)
         for fault in chat.shortcomings(tools=bool(seen.tools), turns=table.max_turns > 1):
@@ -205,12 +289,8 @@ def _begin_one(config: RunConfig, table: EnvSettings, factory: Factory, tokenize
 
 async def _first_prompt(chat: ChatTemplate, seen: Observation, table: EnvSettings) -> tuple[int, ...]:
     """The tokens that an episode begins with, however many these are."""
-    from relax_rt.roles.agentic.interface import conversation
-    from relax_rt.roles.agentic.tokens import TokenLedger
-    from relax_rt.roles.data.media.taking import looked_at
-
     ledger = TokenLedger(chat, max_tokens=ANY_NUMBER, max_media_bytes=table.media_kib << 10)
-    return ledger.prompt(await looked_at(conversation(seen.messages), ledger), seen.tools).tokens
+    return ledger.prompt(await ingest_pictures(conversation(seen.messages), ledger), seen.tools).tokens
 
 
 async def _observe(config: RunConfig, table: EnvSettings, factory: Factory, tokenizer: ChatTokenizer) -> Observation:
@@ -219,11 +299,6 @@ async def _observe(config: RunConfig, table: EnvSettings, factory: Factory, toke
     Raises:
         RelaxError: what the environment raised, or that it did not return in time.
     """
-    from relax_rt.roles.agentic.interface import Observation
-    from relax_rt.roles.agentic.tasks import first_task
-    from relax_rt.roles.agentic.workers import open_pool
-    from relax_rt.roles.rewards.loader import user_line
-
     task = first_task(config, table, tokenizer)
     environment: Any
     if (workers := open_pool(table, factory, config.config_dir, size=1)) is not None:

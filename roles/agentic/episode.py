@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import xxhash
 
-from relax_rt.roles.agentic.apart import Apart, Strays
+from relax_rt.roles.agentic.errors import EnvironmentFailed, EnvironmentStuck, EpisodeLost, GenerationFailed
 from relax_rt.roles.agentic.interface import (
     EpisodeOver,
     Message,
@@ -25,18 +25,20 @@ from relax_rt.roles.agentic.interface import (
     media,
     only_over,
 )
-from relax_rt.roles.agentic.pool import Broken, Lost, RemoteEnvironment, Stuck
 from relax_rt.roles.agentic.tokens import Episode, PromptPlan, Sampled, TokenLedger
-from relax_rt.roles.data.media.taking import looked_at
-from relax_rt.roles.rewards.loader import user_line
+from relax_rt.roles.agentic.tokens.ledger import budget_exhausted
+from relax_rt.roles.agentic.tokens.pictures import ingest_pictures
+from relax_rt.roles.agentic.user_tasks import AbandonedTasks, EpisodeTask
+from relax_rt.roles.agentic.workers import WorkerEnvironment
+from relax_rt.roles.base.user_code import user_line
 from relax_rt.roles.rollout.engines.routing import PART_TOKENS
 from relax_rt.roles.rollout.router import GenerationRequest, NotGenerated, Outcome, RouterEnded, RouterFull
 from relax_rt.roles.rollout.router.interface import CHUNK_TOKENS
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 if TYPE_CHECKING:
-    from relax_rt.roles.agentic.kept import Replies
     from relax_rt.roles.agentic.loading import Factory
+    from relax_rt.roles.agentic.replay_cache import Replies
 
 T = TypeVar("T")
 
@@ -69,11 +71,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: frozenset[int]
     session: str
     routing: bool = False
-
-
-class NotMade(RelaxError):
-    """The engines could not make a reply, and would not if they were asked again: none takes it, too many were lost
-    with it, or the episode's time is too short for it."""
 
 
 class Played(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,7 +166,7 @@ class Talk:
         """
         if self._told_over:
             await asyncio.sleep(OVER_S)
-        messages = await looked_at(messages, self.ledger)
+        messages = await ingest_pictures(messages, self.ledger)
         if self._ended:
             self._told_over = True
             raise EpisodeOver("the episode has ended")
@@ -259,7 +256,7 @@ class Talk:
         try:
             return self.ledger.prompt(messages, tools, previous=previous or None, max_new_tokens=most)
         except Refused as error:
-            if self.last and used_up(error):
+            if self.last and budget_exhausted(error):
                 self.turns -= 1
                 raise self._cut("tokens") from None
             raise
@@ -279,17 +276,17 @@ class Talk:
                     return await self._generate(self._wanted(plan, turn))
                 except RouterFull as error:
                     if time.monotonic() + ROOM_S >= self.ends_at:
-                        raise Lost(f"reply {turn}", why=str(error)) from error
+                        raise EpisodeLost(f"reply {turn}", why=str(error)) from error
                     await asyncio.sleep(ROOM_S)
-        except (Lost, RouterEnded):
+        except (EpisodeLost, RouterEnded):
             raise
         except NotGenerated as error:
             never = error.outcome.kind in ("refused", "failed") or error.outcome.slow
-            raise (NotMade if never else Lost)(f"reply {turn}", why=str(error)) from error
+            raise (GenerationFailed if never else EpisodeLost)(f"reply {turn}", why=str(error)) from error
         except Refused as error:
-            raise NotMade(f"reply {turn}", why=str(error)) from error
+            raise GenerationFailed(f"reply {turn}", why=str(error)) from error
         except RelaxError as error:
-            raise Lost(f"reply {turn}", why=str(error)) from error
+            raise EpisodeLost(f"reply {turn}", why=str(error)) from error
         finally:
             self._open.discard(task)
 
@@ -316,11 +313,6 @@ def _id(reply: Reply | str) -> str:
     return reply.id if isinstance(reply, Reply) else reply
 
 
-def used_up(error: Refused) -> bool:
-    """Whether the ledger has no room left, in tokens or branches."""
-    return "or raise max_" in (error.hint or "")
-
-
 def turn_seed(seed: int, turn: int) -> int:
     """Seed of a reply, 63 bits: xxh3-64 of the episode's seed and the number of the turn."""
     return xxhash.xxh3_64_intdigest(f"{seed} {turn}".encode()) >> 1
@@ -338,13 +330,13 @@ async def play_seats(
     task: Task,
     talks: Sequence[Talk],
     limits: Limits,
-    strays: Strays | None = None,
+    abandoned: AbandonedTasks | None = None,
     name: str = "an episode",
 ) -> list[Played]:
     """Play one game to its end, the policy in each of its seats: an episode for each.
 
     The environment's coroutines run in a task of their own, which is given up where it does not end when it is
-    cancelled: this returns within episode_timeout_s and `apart.LEAVE_S`, whatever they do.
+    cancelled: this returns within episode_timeout_s and `user_tasks.EPISODE_GRACE_S`, whatever they do.
 
     Args:
         environment: an Environment, here or in a worker; or the function, where the factory plays.
@@ -356,24 +348,24 @@ async def play_seats(
         Lost: the episode ended through no fault of its own. NotMade: the engines cannot make what it asks for.
         RouterEnded: there is no way to the engines any more.
     """
-    apart = Apart(Strays() if strays is None else strays, name)
+    episode_task = EpisodeTask(AbandonedTasks() if abandoned is None else abandoned, name)
 
     async def work() -> dict[str, float]:
         if factory.plays:
-            return await _play_function(environment, task, talks[0], apart)
-        return await _take_turns(environment, task, talks, limits, apart)
+            return await _play_function(environment, task, talks[0], episode_task)
+        return await _take_turns(environment, task, talks, limits, episode_task)
 
     async def end() -> None:
         for talk in talks:
             for left in await talk.end():
-                apart.stray(left, "in a task of the function")
-        await _close(environment, apart)
+                episode_task.abandon(left, "in a task of the function")
+        await _close(environment, episode_task)
 
     def give_up() -> None:
         for talk in talks:
             talk.give_up()
 
-    info = await apart.run(work, end, limits.episode_timeout_s, lambda: _not_over(talks, limits), give_up)
+    info = await episode_task.run(work, end, limits.episode_timeout_s, lambda: _not_over(talks, limits), give_up)
     return [
         _played(talk, f"seat {seat} of the game" if len(talks) > 1 else "", info) for seat, talk in enumerate(talks)
     ]
@@ -384,7 +376,7 @@ def _not_over(talks: Sequence[Talk], limits: Limits) -> RelaxError:
     late = next((talk for talk in talks if talk.waiting), None)
     at_work = late or next((talk for talk in talks if talk.doing != OTHERS_TURN), talks[0])
     what, why = f"the episode {at_work.doing}", f"not over within {limits.episode_timeout_s:g} s"
-    return (Lost if late else Stuck)(what, why=why, hint=TOO_SLOW)
+    return (EpisodeLost if late else EnvironmentStuck)(what, why=why, hint=TOO_SLOW)
 
 
 def _played(talk: Talk, seat: str, info: dict[str, float]) -> Played:
@@ -392,7 +384,7 @@ def _played(talk: Talk, seat: str, info: dict[str, float]) -> Played:
     episode = talk.ledger.episode()
     if not episode.branches:
         why = f"it ended before {'that seat' if seat else 'the policy'} had said anything"
-        raise Broken(seat or "the episode", why=why)
+        raise EnvironmentFailed(seat or "the episode", why=why)
     return Played(
         episode=episode,
         rewards={reply: talk.rewards[reply] for reply in episode.replies},
@@ -417,32 +409,32 @@ def _check(answer: Observation | Step, where: str, *, sees: bool) -> None:
     if not isinstance(messages, str) and not (
         isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
     ):
-        raise Broken(where, why=f"its messages are {messages!r:.80}, neither a text nor a list of messages")
+        raise EnvironmentFailed(where, why=f"its messages are {messages!r:.80}, neither a text nor a list of messages")
     if kind := media(conversation(messages), sees=sees):
         takes = "takes texts and pictures" if sees else "takes text alone"
-        raise Broken(where, why=f"its messages have a part of type {kind!r}, and the model {takes}")
+        raise EnvironmentFailed(where, why=f"its messages have a part of type {kind!r}, and the model {takes}")
     if not isinstance(state, str | None):
-        raise Broken(where, why=f"its state is {state!r:.80}, which is no text")
+        raise EnvironmentFailed(where, why=f"its state is {state!r:.80}, which is no text")
     info = answer.info if isinstance(answer, Step) else {}
     try:
         numbers = [float(value) for value in info.values()]
     except (TypeError, ValueError, AttributeError) as error:
-        raise Broken(where, why=f"its info is {info!r:.80}, which is not numbers by name") from error
+        raise EnvironmentFailed(where, why=f"its info is {info!r:.80}, which is not numbers by name") from error
     if not all(map(math.isfinite, numbers)):
-        raise Broken(where, why=f"its info has numbers that are not finite: {info!r:.80}")
+        raise EnvironmentFailed(where, why=f"its info has numbers that are not finite: {info!r:.80}")
 
 
 async def _take_turns(
-    environment: Any, task: Task, talks: Sequence[Talk], limits: Limits, apart: Apart
+    environment: Any, task: Task, talks: Sequence[Talk], limits: Limits, episode_task: EpisodeTask
 ) -> dict[str, float]:
     """The environment's loop; returns what it reports."""
     # In a worker a call has its deadline from when it is its turn.
-    timeout_s = None if isinstance(environment, RemoteEnvironment) else limits.turn_timeout_s
+    timeout_s = None if isinstance(environment, WorkerEnvironment) else limits.turn_timeout_s
     _at_work(talks, 0, "is in reset")
-    begun = await _within(lambda: environment.reset(task), timeout_s, "in reset", apart)
+    begun = await _within(lambda: environment.reset(task), timeout_s, "in reset", episode_task)
     seen = Observation(messages=begun) if isinstance(begun, str) else begun
     if not isinstance(seen, Observation):
-        raise Broken("in reset", why=f"it returned {begun!r:.80}, which is no Observation and no text")
+        raise EnvironmentFailed("in reset", why=f"it returned {begun!r:.80}, which is no Observation and no text")
     sees = talks[0].ledger.sight is not None
     _check(seen, "in reset", sees=sees)
     histories: list[list[Message]] = [[] for _ in talks]
@@ -459,12 +451,12 @@ async def _take_turns(
         except RouterEnded:
             raise
         except Refused as error:
-            raise Broken(f"before reply {talk.turns}", why=str(error)) from error
+            raise EnvironmentFailed(f"before reply {talk.turns}", why=str(error)) from error
         where = f"in step {sum(one.turns for one in talks)}"
         talk.doing = f"is {where}"
-        step = await _within(lambda: environment.step(reply), timeout_s, where, apart)  # noqa: B023
+        step = await _within(lambda: environment.step(reply), timeout_s, where, episode_task)  # noqa: B023
         if not isinstance(step, Step):
-            raise Broken(where, why=f"it returned {step!r:.80}, which is no Step")
+            raise EnvironmentFailed(where, why=f"it returned {step!r:.80}, which is no Step")
         _check(step, where, sees=sees)
         _give(step, seat, talks, where)
         info |= step.info
@@ -495,7 +487,9 @@ def _seat(named: int | None, now: int, talks: Sequence[Talk], where: str) -> int
     """Whose turn it is. Raises: Broken, if there is no such seat."""
     seat = now if named is None else named
     if not isinstance(seat, int) or not 0 <= seat < len(talks):
-        raise Broken(where, why=f"it names seat {seat!r:.40}, and the policy has {len(talks)}, numbered from 0")
+        raise EnvironmentFailed(
+            where, why=f"it names seat {seat!r:.40}, and the policy has {len(talks)}, numbered from 0"
+        )
     return seat
 
 
@@ -508,60 +502,60 @@ def _give(step: Step, seat: int, talks: Sequence[Talk], where: str) -> None:
             if talk.last:
                 talk.reward(value)
     except (TypeError, ValueError) as error:
-        raise Broken(where, why=str(error)) from error
+        raise EnvironmentFailed(where, why=str(error)) from error
 
 
-async def _play_function(function: Any, task: Task, talk: Talk, apart: Apart) -> dict[str, float]:
+async def _play_function(function: Any, task: Task, talk: Talk, episode_task: EpisodeTask) -> dict[str, float]:
     talk.doing = "plays"
     try:
-        with apart.at("in play"):
+        with episode_task.calling("in play"):
             last = await function(task, talk)
         if last is not None:
             talk.reward(last, next(reversed(talk.ledger.replies), ""))
-    except (Stuck, Broken, Lost):
+    except (EnvironmentStuck, EnvironmentFailed, EpisodeLost):
         # It is in a worker.
         if talk.trouble is None:
             raise
     except Exception as error:
         if talk.trouble is None and not (talk.over and only_over(error)):
-            raise Broken("in play", why=f"{type(error).__name__}: {error} at {user_line(error)}") from error
+            raise EnvironmentFailed("in play", why=f"{type(error).__name__}: {error} at {user_line(error)}") from error
     if talk.trouble is not None:
         # Also where the function went on without the reply: its environment is not to blame, nor to be believed.
         raise talk.trouble
     return {}
 
 
-async def _within(call: Callable[[], Any], seconds: float | None, where: str, apart: Apart) -> Any:
-    """A call of an environment, within a deadline. One that swallows its cancellation is seen by `apart`.
+async def _within(call: Callable[[], Any], seconds: float | None, where: str, episode_task: EpisodeTask) -> Any:
+    """A call of an environment, within a deadline. One that swallows its cancellation is detected by `episode_task`.
 
     Raises:
         Stuck, Broken, and what a worker raises.
     """
     deadline = asyncio.timeout(seconds)
     try:
-        with apart.at(where, seconds):
+        with episode_task.calling(where, seconds):
             async with deadline:
                 found = call()
                 if inspect.isawaitable(found):
                     found = await found
-    except (Stuck, Broken, Lost):
+    except (EnvironmentStuck, EnvironmentFailed, EpisodeLost):
         raise
     except Exception as error:
         if not deadline.expired():
-            raise Broken(where, why=f"{type(error).__name__}: {error} at {user_line(error)}") from error
+            raise EnvironmentFailed(where, why=f"{type(error).__name__}: {error} at {user_line(error)}") from error
     if deadline.expired():
         # Also if it has returned since: it may have been cancelled in the middle of what it did.
-        raise Stuck(where, why=f"it did not return within {seconds:g} s")
+        raise EnvironmentStuck(where, why=f"it did not return within {seconds:g} s")
     return found
 
 
-async def _close(environment: Any, apart: Apart) -> None:
+async def _close(environment: Any, episode_task: EpisodeTask) -> None:
     """Let the environment go; what it says to that changes nothing."""
     close = getattr(environment, "close", None)
     if close is None:
         return
     try:
-        with apart.at("in close"):
+        with episode_task.calling("in close"):
             async with asyncio.timeout(CLOSE_S):
                 found = close()
                 if inspect.isawaitable(found):

@@ -10,13 +10,13 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.agentic.apart import end_all
-from relax_rt.roles.agentic.episode import NotMade, Played
+from relax_rt.roles.agentic.episode import Played
+from relax_rt.roles.agentic.errors import EnvironmentFailed, EnvironmentStuck, EpisodeLost, GenerationFailed
 from relax_rt.roles.agentic.interface import Task
 from relax_rt.roles.agentic.player import Player
-from relax_rt.roles.agentic.pool import Broken, Lost, Stuck
-from relax_rt.roles.agentic.standstill import Fruitless
+from relax_rt.roles.agentic.stall_detection import Fruitless
 from relax_rt.roles.agentic.tasks import Tasks
+from relax_rt.roles.agentic.user_tasks import cancel_all
 from relax_rt.roles.evaluation.branch import Branch
 from relax_rt.roles.evaluation.sampling import SEED_DOMAIN
 from relax_rt.roles.evaluation.scoring import Z95, difference, wilson
@@ -108,7 +108,7 @@ class HeldOut:
                     raise RelaxError(what, why=why, hint="see `relax-rt why`; they are played again")
             return [task.result() for task in tasks]
         finally:
-            await end_all(pending)
+            await cancel_all(pending)
 
     async def _episode(self, task: Task, sample: int) -> Found:
         """An episode; None: its environment failed."""
@@ -119,13 +119,13 @@ class HeldOut:
                 name = f"held-out {task.index}.{sample}"
                 try:
                     return await self._player.play(name, task, seed, temperature=recipe.temperature, fresh=True)
-                except Lost as error:
+                except EpisodeLost as error:
                     self._ctx.event("episode_lost", episode=name, why=str(error))
-                except NotMade as error:
+                except GenerationFailed as error:
                     self._ctx.event("episode_not_generated", episode=name, item=task.item, why=str(error))
                     return LOST
-                except (Stuck, Broken) as error:
-                    stuck = isinstance(error, Stuck)
+                except (EnvironmentStuck, EnvironmentFailed) as error:
+                    stuck = isinstance(error, EnvironmentStuck)
                     kind = "environment_stuck" if stuck else "environment_failed"
                     self._ctx.event(kind, episode=name, item=task.item, why=str(error))
                     return None

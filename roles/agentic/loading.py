@@ -7,21 +7,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from relax_rt.config.target import TargetError, load_target
-from relax_rt.roles.rewards.loader import user_line
+from relax_rt.roles.agentic.errors import OPTIONS, refuse_unknown_option
+from relax_rt.roles.agentic.program import Program, load_program
+from relax_rt.roles.agentic.settings import PROGRAM
+from relax_rt.roles.base.user_code import user_line
 from relax_rt.transport.base.targets import did_you_mean
 from relax_rt.transport.rpc.errors import RelaxError
 
-if TYPE_CHECKING:
-    from relax_rt.roles.agentic.program import Program
-
-SETTING, OPTIONS = "roles.env.environment", "roles.env.options"
+SETTING = "roles.env.environment"
 ADAPTERS = ("textarena", "gymnasium", "reasoning_gym")
 """Packages whose environments are named as `package:name`; each has a module in `adapters`."""
-PROGRAM = "program"
-"""`program:COMMAND`: any program that speaks to the gateway."""
 PROGRAMS = ("verifiers",)
 """Packages whose environments run a loop of their own, against an endpoint."""
 METHODS = ("reset", "step")
@@ -57,8 +55,6 @@ def load_factory(target: str, options: Mapping[str, Any], config_dir: Path) -> F
     """
     package, _, name = target.partition(":")
     if package == PROGRAM:
-        from relax_rt.roles.agentic.program import load_program
-
         program = load_program(name, options, config_dir)
         return Factory(target, lambda: None, blocking=False, plays=True, program=program)
     if package in ADAPTERS:
@@ -135,17 +131,10 @@ def check_options(target: str, call: Callable[..., Any], options: Mapping[str, A
     named = {p.name: p for p in parameters[skip:] if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}
     if not any(p.kind is kinds.VAR_KEYWORD for p in parameters):
         for name in options:
-            refuse_unknown(target, name, list(named))
+            refuse_unknown_option(target, name, list(named))
     for name, parameter in named.items():
         if parameter.default is kinds.empty and name not in options:
             raise RelaxError(OPTIONS, why=f"{target} needs '{name}'", hint="give it there")
-
-
-def refuse_unknown(target: str, name: str, known: list[str]) -> None:
-    """Raises: RelaxError, if an option is none of the known ones."""
-    if name not in known:
-        hint = did_you_mean(name, known) or (f"options are {', '.join(known)}" if known else "it has none")
-        raise RelaxError(f"{OPTIONS}.{name}", why=f"{target} has no such option", hint=hint)
 
 
 def _not_loaded(target: str, error: TargetError) -> RelaxError:

@@ -8,20 +8,21 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from relax_rt.roles.agentic.apart import Strays
 from relax_rt.roles.agentic.episode import Generate, Limits, Played, Sampling, Talk, play_seats, turn_seed
+from relax_rt.roles.agentic.errors import EnvironmentFailed
 from relax_rt.roles.agentic.interface import Task
 from relax_rt.roles.agentic.loading import Factory
-from relax_rt.roles.agentic.pool import Broken, Pool
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
-from relax_rt.roles.rewards.loader import user_line
+from relax_rt.roles.agentic.user_tasks import AbandonedTasks
+from relax_rt.roles.agentic.workers import EnvironmentPool
+from relax_rt.roles.base.user_code import user_line
 from relax_rt.roles.rewards.scoring import Failed, Request, Score
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 
 if TYPE_CHECKING:
-    from relax_rt.roles.agentic.kept import Replies
-    from relax_rt.roles.agentic.program_play import Programs
+    from relax_rt.roles.agentic.program_episodes import Programs
+    from relax_rt.roles.agentic.replay_cache import Replies
 
 MOST_NAMED = 3
 """Things that are named where it is said what episodes are at."""
@@ -41,7 +42,7 @@ class Player:
     """
 
     factory: Factory
-    pool: Pool | None
+    pool: EnvironmentPool | None
     chat: ChatTemplate
     generate: Generate
     settings: EnvSettings
@@ -52,7 +53,7 @@ class Player:
     routing: bool = False
     rewards: Callable[[Request], Awaitable[Score | Failed]] | None = None
     programs: Programs | None = None
-    strays: Strays = field(default_factory=Strays)
+    abandoned: AbandonedTasks = field(default_factory=AbandonedTasks)
 
     def __post_init__(self) -> None:
         self._talks: dict[str, Talk] = {}
@@ -104,7 +105,7 @@ class Player:
         self._talks.update(zip(names, talks, strict=True))
         try:
             environment = await self._environment(name)
-            found = await play_seats(self.factory, environment, task, talks, self.limits, self.strays, name)
+            found = await play_seats(self.factory, environment, task, talks, self.limits, self.abandoned, name)
             if self.rewards is None:
                 return found
             for talk in talks:
@@ -141,7 +142,9 @@ class Player:
         try:
             return self.factory.make()
         except Exception as error:
-            raise Broken("a new environment", why=f"{type(error).__name__}: {error} at {user_line(error)}") from error
+            raise EnvironmentFailed(
+                "a new environment", why=f"{type(error).__name__}: {error} at {user_line(error)}"
+            ) from error
 
     @property
     def playing(self) -> int:

@@ -21,12 +21,13 @@ from typing import Annotated, Any
 
 import msgspec
 
+from relax_rt.roles.agentic.errors import OPTIONS, refuse_unknown_option
 from relax_rt.roles.agentic.interface import Task
 from relax_rt.roles.data.items import answer_text
 from relax_rt.transport.rpc.errors import RelaxError
 
 NAME = "program"
-SETTING, OPTIONS = "roles.env.environment", "roles.env.options"
+SETTING = "roles.env.environment"
 PLACES = ("question", "prompt", "answer", "item", "seed", "split", "index")
 """Of a command's words, that the task's take."""
 BRACED = re.compile(r"\{(\w+)\}")
@@ -249,10 +250,8 @@ def _refuse_misspelt(command: str, words: list[str]) -> None:
 
 
 def _options(command: str, options: Mapping[str, Any]) -> Options:
-    from relax_rt.roles.agentic.loading import refuse_unknown
-
     for name in options:
-        refuse_unknown(f"{NAME}:{command}", name, list(Options.__struct_fields__))
+        refuse_unknown_option(f"{NAME}:{command}", name, list(Options.__struct_fields__))
     try:
         asked = msgspec.convert(dict(options), Options)
     except msgspec.ValidationError as error:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from relax_rt.process.limits import MIB, raise_open_files
-from relax_rt.roles.agentic.pool import Broken, Lost
+from relax_rt.roles.agentic.errors import EnvironmentFailed, EpisodeLost
 from relax_rt.roles.agentic.program import ProgramLimits
 from relax_rt.roles.agentic.program_link import NO_ROOM, NotStarted, SpawnerLink
 from relax_rt.roles.agentic.program_spawner import END_S, MOST_BYTES
-from relax_rt.roles.agentic.standstill import Fruitless
+from relax_rt.roles.agentic.stall_detection import Fruitless
 from relax_rt.transport.rpc.errors import RelaxError
 
 KILL_S = END_S + 1.0
@@ -205,7 +205,7 @@ class ProgramHost:
         message = json.dumps({"start": running.number, "argv": list(argv), "env": dict(env)}).encode()
         if len(message) >= MOST_BYTES:
             why = f"arguments and environment have {len(message)} bytes, {MOST_BYTES} at most"
-            raise Broken(f"the program {argv[0]}", why=why, hint="have it read its task from standard input")
+            raise EnvironmentFailed(f"the program {argv[0]}", why=why, hint="have it read its task from standard input")
         async with self._starts:
             fds: list[int] = []
             try:
@@ -276,7 +276,7 @@ class ProgramHost:
         for running in self._running.values():
             if running.link.closed and not running.ended.done():
                 count += 1
-                running.ended.set_exception(Lost("a program", why=f"{why}, and the program with it"))
+                running.ended.set_exception(EpisodeLost("a program", why=f"{why}, and the program with it"))
                 # Nobody may be waiting.
                 running.ended.exception()
         return count

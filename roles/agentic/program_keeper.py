@@ -20,8 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from relax_rt.process import procfs
-from relax_rt.roles.rewards.box import prepare
+from relax_rt.process import procfs, sandbox_setup
 
 CANNOT_START = 127
 ORDERS = frozenset({signal.SIGTERM, signal.SIGCHLD})
@@ -105,7 +104,7 @@ def _end_as(status: int | None) -> NoReturn:
     """End as the program did; None: killed."""
     number = signal.SIGKILL if status is None else os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     if number:
-        prepare.limit({})
+        sandbox_setup.set_rlimits({})
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
@@ -153,7 +152,7 @@ def limit(limits: Mapping[str, Any]) -> None:
     """What the kernel sees to; the spawner looks for the rest (see `ProgramLimits`)."""
     memory = limits["memory_mib"]
     data = None if memory is None else DATA_TIMES * memory
-    prepare.limit({"open_files": limits["open_files"], "file_mib": limits["file_mib"], "data_mib": data})
+    sandbox_setup.set_rlimits({"open_files": limits["open_files"], "file_mib": limits["file_mib"], "data_mib": data})
 
 
 def run_script(argv: list[str]) -> int:

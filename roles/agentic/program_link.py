@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.roles.agentic.pool import Lost
+from relax_rt.roles.agentic.errors import EpisodeLost
 from relax_rt.roles.agentic.program import ProgramLimits
 from relax_rt.roles.agentic.program_spawner import END_S, MOST_BYTES
 from relax_rt.transport.rpc.errors import RelaxError
@@ -111,7 +111,7 @@ class SpawnerLink:
             except BlockingIOError:
                 await asyncio.sleep(PAUSE_S)
             except OSError as error:
-                raise Lost("a program", why=f"its spawner is gone ({error})") from error
+                raise EpisodeLost("a program", why=f"its spawner is gone ({error})") from error
             else:
                 return
 

@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from relax_rt.config.problems import KeyPath, Problem
+from relax_rt.roles.agentic.errors import EnvironmentFailed
+from relax_rt.roles.agentic.interface import checked
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.agentic.tokens.messages import ASSISTANT
 from relax_rt.roles.agentic.tokens.types import CONTEXT, Message
 from relax_rt.roles.models.chat_template import calls_of, parsed_arguments, words
+from relax_rt.roles.rewards.checks import sandbox_commands
+from relax_rt.roles.rewards.compose import read_components
+from relax_rt.roles.rewards.dry_run import offered_info
+from relax_rt.roles.rewards.scoring import Failed, Request, Score
 from relax_rt.roles.rewards.settings import ComponentTable, RewardTable
 
 if TYPE_CHECKING:
@@ -21,7 +27,6 @@ if TYPE_CHECKING:
     from relax_rt.roles.agentic.interface import Task
     from relax_rt.roles.agentic.tokens import Episode
     from relax_rt.roles.models.tokenizer import ChatTokenizer
-    from relax_rt.roles.rewards.scoring import Failed, Request, Score
 
 PLACE: KeyPath = ("roles", "env")
 KEY = "rewards"
@@ -32,19 +37,26 @@ WHERE = "the rewards of roles.env.rewards"
 
 
 def reward_table(config: RunConfig) -> RewardTable | None:
-    """What is added to the environment's reward, within the limits of [reward]; None: nothing."""
+    """Return the reward functions of a run: [reward], or with [roles.env] what is added to the environment's own
+    reward, within the limits of [reward]; None if that is nothing."""
     table = env_settings(config)
-    if table is None or not table.rewards:
+    if table is None:
+        return config.table(RewardTable)
+    if not table.rewards:
         return None
     return config.table(RewardTable).model_copy(
         update={"function": None, "components": table.rewards, "group": False, "judge": None}
     )
 
 
+def reward_commands(config: RunConfig) -> list[list[str]]:
+    """Return the commands that a run's rewards run programs with, for `relax-rt doctor`."""
+    table = reward_table(config)
+    return [] if table is None else sandbox_commands(table)
+
+
 def check_rewards(config: RunConfig) -> Iterator[Problem]:
     """What shows without user code."""
-    from relax_rt.roles.rewards.compose import read_components
-
     table = reward_table(config)
     if table is None:
         return
@@ -63,11 +75,9 @@ def check_rewards(config: RunConfig) -> Iterator[Problem]:
 def request_of(task: Task, played: Played, tokenizer: ChatTokenizer) -> Request:
     """What a reward function gets of an episode: its last reply, or what its program printed, as the completion; and
     all turns."""
-    from relax_rt.roles.rewards.dry_run import offered
-    from relax_rt.roles.rewards.scoring import Request
 
     turns = turns_of(played.episode, tokenizer)
-    info = offered(
+    info = offered_info(
         task.question,
         task.metadata,
         None,
@@ -120,25 +130,22 @@ def rewarded(played: Played, score: Score | Failed, labels: list[str]) -> Played
     Raises:
         Broken: they failed, or have rewards for another number of turns.
     """
-    from relax_rt.roles.agentic.interface import checked
-    from relax_rt.roles.agentic.pool import Broken
-    from relax_rt.roles.rewards.scoring import Failed
 
     if isinstance(score, Failed):
-        raise Broken(WHERE, why=score.reason)
+        raise EnvironmentFailed(WHERE, why=score.reason)
     rewards = dict(played.rewards)
     if not rewards:
-        raise Broken(WHERE, why="the policy had said nothing")
+        raise EnvironmentFailed(WHERE, why="the policy had said nothing")
     trained = played.episode.trained
     if score.turns and len(score.turns) != len(trained):
-        raise Broken(WHERE, why=f"{len(score.turns)} turn_rewards for {len(trained)} turns of the assistant")
+        raise EnvironmentFailed(WHERE, why=f"{len(score.turns)} turn_rewards for {len(trained)} turns of the assistant")
     for turn, value in zip(trained, score.turns, strict=False):
         rewards[turn.response] += value
     rewards[next(reversed(rewards))] += score.total - math.fsum(score.turns)
     try:
         total = checked(math.fsum(rewards.values()))
     except ValueError as error:
-        raise Broken(WHERE, why=str(error)) from error
+        raise EnvironmentFailed(WHERE, why=str(error)) from error
     # A single component of weight 1 is told by its own parts.
     parts = {labels[0]: score.total} if len(labels) == 1 else score.components
     return msgspec.structs.replace(played, rewards=rewards, parts={"episode": total, OWN: played.reward, **parts})

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
+from relax_rt.roles.agentic.counters import Tally
 from relax_rt.roles.agentic.settings import KIND, EnvSettings
-from relax_rt.roles.agentic.standstill import LOSSES, Fruitless, Standstill, ending
-from relax_rt.roles.agentic.tally import Tally
+from relax_rt.roles.agentic.stall_detection import LOSSES, Fruitless, Standstill, ending
 from relax_rt.roles.base.progress import without_retired
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.data.settings import DataTable
@@ -27,13 +27,13 @@ from relax_rt.transport.rpc.interface import idempotent
 if TYPE_CHECKING:
     from relax_rt.roles.agentic.episode import Played
     from relax_rt.roles.agentic.evaluation import HeldOut
-    from relax_rt.roles.agentic.kept import Store
     from relax_rt.roles.agentic.loading import Factory
     from relax_rt.roles.agentic.player import Player
-    from relax_rt.roles.agentic.pool import Pool
-    from relax_rt.roles.agentic.program_play import Programs
+    from relax_rt.roles.agentic.program_episodes import Programs
+    from relax_rt.roles.agentic.replay_cache import Store
     from relax_rt.roles.agentic.tasks import Tasks
     from relax_rt.roles.agentic.tokens import ChatTemplate
+    from relax_rt.roles.agentic.workers import EnvironmentPool
     from relax_rt.roles.base.sample import Sample
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.rewards.compose import Rewards
@@ -118,7 +118,7 @@ class EnvRole(RLRole[EnvSettings]):
         self.chat: ChatTemplate
         self.factory: Factory
         self.tasks: Tasks
-        self.pool: Pool | None = None
+        self.pool: EnvironmentPool | None = None
         self.router: Router
         self.player: Player
         self.held_out: HeldOut | None = None
@@ -138,10 +138,11 @@ class EnvRole(RLRole[EnvSettings]):
         await self.queue.warm()
 
     def _load(self) -> None:
-        from relax_rt.roles.agentic.kept import Store
+        from relax_rt.roles.agentic.chat_format import chat_format_of
         from relax_rt.roles.agentic.loading import load_factory
-        from relax_rt.roles.agentic.speech import load_chat, speech_of
+        from relax_rt.roles.agentic.replay_cache import Store
         from relax_rt.roles.agentic.tasks import load_tasks
+        from relax_rt.roles.agentic.tokens.chat_format import load_chat_template
         from relax_rt.roles.base.locations import model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
         from relax_rt.roles.rollout.engines.routing import sparse_layers
@@ -151,7 +152,8 @@ class EnvRole(RLRole[EnvSettings]):
         self.tokenizer = load_tokenizer(model)
         if self.config.role("rollout", RolloutSettings).routing:
             self.routing, _ = sparse_layers(model)
-        self.chat = load_chat(self.config, self.tokenizer, speech_of(self.config), self.ctx.log.warning)
+        chat_format = chat_format_of(self.config)
+        self.chat = load_chat_template(self.config_dir, self.tokenizer, chat_format, self.ctx.log.warning)
         self.factory = load_factory(self.settings.environment, self.settings.options, self.config_dir)
         self.tasks = load_tasks(self.config, self.settings, self.tokenizer, self.ctx.run_dir)
         if self.settings.unfinished == "keep" and self.factory.program is None:
@@ -177,15 +179,15 @@ class EnvRole(RLRole[EnvSettings]):
             self.ctx.event("reward_worker_lost", reason=why[:500])
 
         task = task_of(self.table(DataTable))
-        self.rewards = Rewards(table, self.config_dir, task, lost, place=PLACE, key=KEY)
+        self.rewards = Rewards(table, self.config_dir, task, lost, path=PLACE, key=KEY)
         self.resources.push_async_callback(self.rewards.close)
         await self.rewards.start()
-        if (boxes := self.rewards.boxes) is not None:
-            self.ctx.event("sandbox", level=boxes.level, backend=boxes.backend, what=str(boxes))
+        if (sandbox := self.rewards.sandbox) is not None:
+            self.ctx.event("sandbox", level=sandbox.level, backend=sandbox.backend, what=str(sandbox))
 
     async def run(self) -> None:
-        from relax_rt.roles.agentic.blocking import LoopWatch
         from relax_rt.roles.agentic.program_role import open_programs
+        from relax_rt.roles.agentic.user_tasks import LoopWatch
         from relax_rt.roles.rollout.router import Router
 
         self._broken = asyncio.get_running_loop().create_future()
@@ -217,9 +219,9 @@ class EnvRole(RLRole[EnvSettings]):
             self._broken.set_exception(error)
 
     def _make_player(self, programs: Programs | None) -> None:
-        from relax_rt.roles.agentic.apart import Strays
         from relax_rt.roles.agentic.evaluation import HeldOut
         from relax_rt.roles.agentic.player import Player
+        from relax_rt.roles.agentic.user_tasks import AbandonedTasks
 
         most = max(LEAST_STRAYS, self.settings.episodes_in_flight // 4)
         self.player = Player(
@@ -235,7 +237,7 @@ class EnvRole(RLRole[EnvSettings]):
             routing=self.routing is not None,
             rewards=None if self.rewards is None else self.rewards.score_one,
             programs=programs,
-            strays=Strays(most, self._abandoned, self._break),
+            abandoned=AbandonedTasks(most, self._abandoned, self._break),
         )
         if self.ctx.who.slot == EVALUATES:
             places = self.settings.episodes_in_flight
@@ -243,7 +245,7 @@ class EnvRole(RLRole[EnvSettings]):
 
     def _abandoned(self, name: str, where: str, line: str) -> None:
         """A coroutine of the environment goes on although it was cancelled."""
-        self.ctx.event("environment_abandoned", episode=name, call=where, line=line, at_once=len(self.player.strays))
+        self.ctx.event("environment_abandoned", episode=name, call=where, line=line, at_once=len(self.player.abandoned))
         self.ctx.log.warning("user code swallows its cancellation", episode=name, call=where, line=line)
 
     def _blocked(self, task: asyncio.Task[Any] | None, line: str) -> None:
@@ -266,15 +268,15 @@ class EnvRole(RLRole[EnvSettings]):
         Returns:
             Tasks that did not end.
         """
-        from relax_rt.roles.agentic.apart import end_all
+        from relax_rt.roles.agentic.user_tasks import cancel_all
 
         groups, self.groups = list(self.groups.values()), {}
-        left = await end_all([*also, *(task for group in groups for task in group.tasks)])
+        left = await cancel_all([*also, *(task for group in groups for task in group.tasks)])
         # The queue may be gone as well: then the tickets lapse.
         with suppress(RelaxError, TimeoutError):
             async with asyncio.timeout(LAST_WORD_S):
                 if held := [g.ticket.group for g in groups if g.ticket.group in self.queue.groups]:
-                    await self.queue.give_back(held, why, losses=losses)
+                    await self.queue.release_groups(held, why, losses=losses)
         return len(left)
 
     # --- what comes when
@@ -400,7 +402,7 @@ class EnvRole(RLRole[EnvSettings]):
             return
         if group.failed:
             task = self.tasks.train(group.ticket.prompt, group.ticket.item)
-            await self.queue.give_back(
+            await self.queue.release_groups(
                 [number],
                 group.failed[:400],
                 failed=True,
@@ -409,13 +411,18 @@ class EnvRole(RLRole[EnvSettings]):
                 about=task.question[:ABOUT],
             )
         elif group.lost:
-            await self.queue.give_back([number], group.lost[:400], losses=LOSSES)
+            await self.queue.release_groups([number], group.lost[:400], losses=LOSSES)
 
     async def _played(self, group: Group, members: list[int]) -> list[Played]:
         """What became of the members of one game; nothing if it could not be played."""
-        from relax_rt.roles.agentic.episode import NotMade
-        from relax_rt.roles.agentic.kept import forget
-        from relax_rt.roles.agentic.pool import Broken, Lost, OverLimit, Stuck
+        from relax_rt.roles.agentic.errors import (
+            EnvironmentFailed,
+            EnvironmentStuck,
+            EpisodeLost,
+            GenerationFailed,
+            LimitExceeded,
+        )
+        from relax_rt.roles.agentic.replay_cache import forget
 
         ticket, seats = group.ticket, self.factory.seats
         member = members[0] // seats * seats
@@ -431,13 +438,13 @@ class EnvRole(RLRole[EnvSettings]):
                 found = await self.player.play_seats(name, task, seed, kept=kept)
                 for played in found:
                     self._check(played)
-            except Lost as error:
+            except EpisodeLost as error:
                 self._tally.lost += 1
                 self.ctx.event("episode_lost", episode=name, item=task.item, why=str(error))
                 group.lost = str(error)
                 self._standstill.lost(ticket.prompt, f"{name} was lost: {error}")
                 continue
-            except NotMade as error:
+            except GenerationFailed as error:
                 # Not again with the same seed, and not the environment's fault either.
                 self._tally.failed += 1
                 group.failed, group.late = str(error), False
@@ -445,10 +452,10 @@ class EnvRole(RLRole[EnvSettings]):
                 forget(kept)
                 self._standstill.lost(ticket.prompt, f"{name} was not made: {error}")
                 return []
-            except (Stuck, Broken) as error:
-                stuck = isinstance(error, Stuck)
+            except (EnvironmentStuck, EnvironmentFailed) as error:
+                stuck = isinstance(error, EnvironmentStuck)
                 self._tally.stuck += stuck
-                self._tally.over_limit += isinstance(error, OverLimit)
+                self._tally.over_limit += isinstance(error, LimitExceeded)
                 if stuck and kept and not stuck_before:
                     # Its replies are there: where it stood still once it may not do so again.
                     stuck_before, group.lost = True, str(error)
@@ -457,7 +464,7 @@ class EnvRole(RLRole[EnvSettings]):
                     continue
                 forget(kept)
                 kind = "environment_stuck" if stuck else "environment_failed"
-                self._fail(group, name, task.item, str(error), kind, late=stuck or isinstance(error, OverLimit))
+                self._fail(group, name, task.item, str(error), kind, late=stuck or isinstance(error, LimitExceeded))
                 return []
             finally:
                 if used := sum(one.used for one in kept):
@@ -468,13 +475,14 @@ class EnvRole(RLRole[EnvSettings]):
 
     def _check(self, played: Played) -> None:
         """Raises: Broken, if the trainer cannot train it."""
-        from relax_rt.roles.agentic.pool import Broken
+        from relax_rt.roles.agentic.errors import EnvironmentFailed
         from relax_rt.roles.training.backend.settings import TrainerSettings
 
         count = len(played.episode.branches)
         if count > 1 and self.config.role("trainer", TrainerSettings).backend == "megatron":
             hint = "have the environment go on with one conversation, or train with the torch backend"
-            raise Broken("the episode", why=f"it has {count} branches, and gangs of Megatron-Core take one", hint=hint)
+            why = f"it has {count} branches, and gangs of Megatron-Core take one"
+            raise EnvironmentFailed("the episode", why=why, hint=hint)
 
     def _fail(self, group: Group, name: str, item: str, why: str, kind: str, *, late: bool) -> None:
         """An episode failed; raises when that is the environment's way.
@@ -557,13 +565,15 @@ class EnvRole(RLRole[EnvSettings]):
         if self.player.playing:
             engines = ", ".join(self.router.waiting_on())
             doing = self.player.doing() + (f" ({engines})" if engines else "")
-            parts = (doing, self._standstill.summary(), self.player.strays.words())
+            parts = (doing, self._standstill.summary(), self.player.abandoned.summary())
             self.ctx.progress.waiting("; ".join(one for one in parts if one))
         tally = self._tally
         if tally.episodes or tally.failed or tally.lost:
             programs = self.player.programs
-            workers = self.pool.killed if self.pool is not None else programs.host.lost if programs is not None else 0
+            workers = programs.host.lost if programs is not None else 0
+            if self.pool is not None:
+                workers = self.pool.pool.replaced
             about = {"slot": self.ctx.who.slot, "version": self.record.version, "playing": self.player.playing}
-            counts = {"workers_killed": workers, "abandoned": self.player.strays.total}
+            counts = {"workers_killed": workers, "abandoned": self.player.abandoned.total}
             self.ctx.metrics({"kind": KIND, **about, **counts, **tally.record()})
             self._tally = Tally()

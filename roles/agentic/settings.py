@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from relax_rt.config.schema import RunConfig
 
 KIND = "env"
+PROGRAM = "program"
+"""`program:COMMAND`: any program that speaks to the gateway."""
 
 
 class EnvSettings(RoleSettings):
@@ -77,6 +79,11 @@ def env_settings(config: RunConfig) -> EnvSettings | None:
     table = config.roles.get(KIND)
     target = table.get("target") if isinstance(table, dict) else getattr(table, "target", None)
     return None if table is None or target is not None else role_settings(config, KIND, EnvSettings)
+
+
+def is_program(table: EnvSettings) -> bool:
+    """Return whether the environment is a program that speaks to the gateway."""
+    return table.environment.partition(":")[0] == PROGRAM
 
 
 def longest_tokens(config: RunConfig) -> int:

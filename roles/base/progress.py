@@ -43,7 +43,7 @@ async def without_retired(queue: QueueClient, tickets: list[Ticket], item: Calla
     """The tickets whose items are not retired; the others are skipped."""
     gone = [ticket.group for ticket in tickets if queue.retired and item(ticket) in queue.retired]
     if gone:
-        await queue.skip(gone)
+        await queue.skip_groups(gone)
     return [ticket for ticket in tickets if ticket.group not in gone]
 
 

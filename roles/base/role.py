@@ -109,7 +109,7 @@ class RLRole(Role, Generic[S]):
     async def _take(self, task: str, samples: int, groups: int, stop: asyncio.Task[Any]) -> LeasedBatch | None:
         """Return a batch, an empty one after TAKE_WAIT_S, or None once `stop` is done."""
         samples = 0 if groups else samples
-        take = asyncio.create_task(self.queue.take(task, samples=samples, groups=groups, wait_s=TAKE_WAIT_S))
+        take = asyncio.create_task(self.queue.lease(task, samples=samples, groups=groups, wait_s=TAKE_WAIT_S))
         try:
             await asyncio.wait([take, stop], return_when=asyncio.FIRST_COMPLETED)
             return take.result() if take.done() else None

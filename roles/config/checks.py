@@ -11,24 +11,23 @@ from relax_rt.config.schema import MIB, RoleSettings
 from relax_rt.roles.agentic.checks import check_environment
 from relax_rt.roles.agentic.settings import env_settings, longest_tokens
 from relax_rt.roles.base.progress import slowest_s
+from relax_rt.roles.config.algorithm_checks import check_algorithm
 from relax_rt.roles.config.bound_checks import check_bound
+from relax_rt.roles.config.cold_start_checks import check_cold_start
+from relax_rt.roles.config.publication_checks import check_publication
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.columns import TARGETS
 from relax_rt.roles.data.order import check_weights
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.evaluation.checks import check_evaluation
 from relax_rt.roles.evaluation.settings import EvaluatorSettings
-from relax_rt.roles.rewards.checks import check_reward
-from relax_rt.roles.rewards.genrm.checks import check_judge
+from relax_rt.roles.rewards.checks import check_judge, check_reward
 from relax_rt.roles.rewards.settings import RewardSettings
 from relax_rt.roles.rollout.engines.checks import check_engines, check_mode
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
-from relax_rt.roles.training.algorithms.checks import check_algorithm
 from relax_rt.roles.training.algorithms.learning_rate import check_rates
 from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.publication.checks import check_publication
 from relax_rt.roles.training.reference.settings import ReferenceSettings
-from relax_rt.roles.training.sft.checks import check_cold_start
 
 BYTES_A_TOKEN = 9
 """int32 token, uint8 mask, float32 log-probability."""
@@ -49,7 +48,7 @@ def check(config: RLConfig) -> list[Problem]:
         check_engines,
         _roles,
         check_environment,
-        check_reward,
+        _check_reward,
         check_judge,
         check_evaluation,
         check_cold_start,
@@ -58,6 +57,11 @@ def check(config: RLConfig) -> list[Problem]:
         _capacity,
     )
     return [problem for check in cheap for problem in check(config)]
+
+
+def _check_reward(config: RLConfig) -> Iterator[Problem]:
+    # Episodes have rewards of their own: see check_environment.
+    return iter(()) if env_settings(config) else check_reward(config.reward, config.algorithm.group_size)
 
 
 def _data(config: RLConfig) -> Iterator[Problem]:

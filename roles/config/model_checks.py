@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relax_rt.config.problems import Problem
-from relax_rt.config.schema import MIB
+from relax_rt.config.schema import MIB, RunConfig
 from relax_rt.roles.agentic.settings import env_settings, longest_tokens
 from relax_rt.roles.config.checks import batch_samples, needed_bytes, retained_batches
 from relax_rt.roles.config.sections import RLConfig
@@ -14,6 +14,7 @@ from relax_rt.roles.rollout.engines.routing import RoutingShape, sparse_layers
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
 from relax_rt.roles.rollout.engines.sglang.options import unlike_the_model
 from relax_rt.roles.rollout.router.interface import MAX_ROW_BYTES
+from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.wire import DEFAULT_MAX_MESSAGE_BYTES
@@ -125,3 +126,25 @@ def _journal(config: RLConfig, table: RolloutSettings, shape: RoutingShape) -> I
             f"with routing rows of {shape.row_bytes} bytes a token the journal keeps the first {kept} tokens of an "
             f"unfinished sequence; what an engine that dies has sampled behind them is made again"
         )
+
+
+def check_computed(config: RunConfig, folder: Path) -> Iterator[Problem]:
+    """What of the model in this folder is not computed, where an own backend computes it."""
+    engines = [table for table in config.roles.values() if isinstance(table, EngineSettings)]
+    trainer = config.roles.get("trainer")
+    own = any(table.engine == "embedded" for table in engines)
+    own |= isinstance(trainer, TrainerSettings) and trainer.backend == "torch"
+    if not own:
+        return
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    from relax_rt.roles.models.forward import OTHER_MODELS, UNLIKE, not_computed
+
+    try:
+        text = AutoConfig.from_pretrained(folder).get_text_config()
+    except (*UNLIKE, OSError, StrictDataclassError):
+        # A config that cannot be read is refused, with its reason, by what loads the model.
+        return
+    if why := not_computed(text):
+        yield Problem(("model", "path"), f"the model in {folder} cannot be computed: {why}", OTHER_MODELS)

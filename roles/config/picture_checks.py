@@ -8,8 +8,7 @@ from pathlib import Path
 
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import MIB, RoleSettings
-from relax_rt.roles.agentic.program_checks import is_program
-from relax_rt.roles.agentic.settings import env_settings
+from relax_rt.roles.agentic.settings import env_settings, is_program
 from relax_rt.roles.config.checks import batch_samples, needed_bytes, retained_batches
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.media.sight import sees

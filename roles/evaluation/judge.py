@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from relax_rt.roles.rewards.compose import Rewards
-from relax_rt.roles.rewards.dry_run import offered
+from relax_rt.roles.rewards.dry_run import offered_info
 from relax_rt.roles.rewards.scoring import Failed, Request, Score
 from relax_rt.roles.rewards.settings import RewardTable
 
 if TYPE_CHECKING:
     from relax_rt.roles.data.items import PromptItem
     from relax_rt.roles.evaluation.settings import EvaluationSet
-    from relax_rt.roles.rewards.workers.messages import TaskSpec
+    from relax_rt.roles.rewards.worker import TaskSpec
 
 MOST_STUCK = 2
 """Batches in which a call may hang: each costs its deadline."""
@@ -80,7 +80,7 @@ class Judge:
         requests = [self._request(items[i // samples], text) for i, text in enumerate(texts)]
         verdict = Verdict([])
         rewards: list[float] = []
-        size = self._rewards.at_a_time
+        size = self._rewards.concurrency
         for first in range(0, len(requests), size):
             for result in await self._score(requests[first : first + size], after_each):
                 verdict.right.append(not isinstance(result, Failed) and result.total > self._success)
@@ -108,7 +108,7 @@ class Judge:
             "truncated": text.finish_reason == "length",
             "tokens": text.tokens,
         }
-        return Request(text.text, item.answer, offered(item.question, item.metadata, None, **about))
+        return Request(text.text, item.answer, offered_info(item.question, item.metadata, None, **about))
 
     async def close(self) -> None:
         """End its processes."""

@@ -159,7 +159,7 @@ class Debug:
     # --- prompts
 
     async def _answer(self, index: int, split: Split, seed: int, generate: Callable[[GenerationRequest], Any]) -> Shown:
-        from relax_rt.roles.rewards.dry_run import offered
+        from relax_rt.roles.rewards.dry_run import offered_info
         from relax_rt.roles.rewards.scoring import Request
 
         held_out = split == "held_out"
@@ -177,7 +177,7 @@ class Debug:
         )
         cut = outcome.finish_reason == "length"
         about = {"item": item.item, "split": item.split, "finish_reason": outcome.finish_reason, "truncated": cut}
-        info = offered(item.question, item.metadata, None, **about, tokens=len(outcome.tokens), turns=[])
+        info = offered_info(item.question, item.metadata, None, **about, tokens=len(outcome.tokens), turns=[])
         if self.config.reward.judge is not None:
             why = "its verdict comes from engines of another model"
             raise RelaxError("debugging a reward with a judge", why=why, hint="`relax-rt sample` asks the judge")
@@ -193,12 +193,13 @@ class Debug:
     async def _episode(
         self, index: int, split: Split, seed: int, generate: Callable[[GenerationRequest], Any]
     ) -> Shown:
+        from relax_rt.roles.agentic.chat_format import chat_format_of
+        from relax_rt.roles.agentic.errors import EnvironmentFailed
         from relax_rt.roles.agentic.loading import load_factory
         from relax_rt.roles.agentic.player import Player
-        from relax_rt.roles.agentic.pool import Broken
         from relax_rt.roles.agentic.rewards import reward_table
         from relax_rt.roles.agentic.settings import env_settings
-        from relax_rt.roles.agentic.speech import load_chat, speech_of
+        from relax_rt.roles.agentic.tokens.chat_format import load_chat_template
 
         table = env_settings(self.config)
         assert table is not None
@@ -213,7 +214,9 @@ class Debug:
         player = Player(
             factory=factory,
             pool=None,
-            chat=load_chat(self.config, self.tokenizer, speech_of(self.config), warnings.warn),
+            chat=load_chat_template(
+                Path(self.config.config_dir), self.tokenizer, chat_format_of(self.config), warnings.warn
+            ),
             generate=generate,
             settings=patient,
             sampling=self.config.sampling,
@@ -226,7 +229,7 @@ class Debug:
         try:
             played = await player.play(f"{split} {index}", task, seed, temperature=temperature)
             return self._shown(task.item, task.split, played)
-        except Broken as error:
+        except EnvironmentFailed as error:
             # As it was raised, for a debugger to stand at the user's own line.
             raised = error.__cause__ or error
         raise raised
@@ -262,17 +265,17 @@ async def score_here(config: RLConfig, table: RewardTable, request: Request) -> 
     from relax_rt.roles.rewards.compose import combine, components_of
     from relax_rt.roles.rewards.dry_run import task_of
     from relax_rt.roles.rewards.scoring import Failed, read_score
-    from relax_rt.roles.rewards.workers.serve import load_part, verdict_of
+    from relax_rt.roles.rewards.worker import load_function, task_verifier
 
     components, found = components_of(table), []
     for one in components:
-        function = load_part(one.part, Path(config.config_dir))
-        info = _info_for(request, verdict_of(task_of(config.data)), group=one.part.group)
-        value = function.call([request.completion] if one.part.group else request.completion, request.answer, info)
+        function = load_function(one.function, Path(config.config_dir))
+        info = _info_for(request, task_verifier(task_of(config.data)), group=one.function.group)
+        value = function.call([request.completion] if one.function.group else request.completion, request.answer, info)
         value = await value if inspect.isawaitable(value) else value
         if (close := getattr(function.function, "aclose", None)) is not None:
             await close()
-        found.append(read_score(value[0] if one.part.group else value))
+        found.append(read_score(value[0] if one.function.group else value))
     score = combine(components, found)
     assert not isinstance(score, Failed)
     return score

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from relax_rt.config.job import Column, GoldReport, InventoryPlan, Job, Pacing, PlanLine, TriedSample
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RoleSettings, RunConfig, SupervisionTable
-from relax_rt.roles.agentic.settings import EnvSettings, env_settings
+from relax_rt.roles.agentic.settings import EnvSettings, env_settings, is_program
 from relax_rt.roles.base.settings import ProgressTable
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.evaluation.settings import EvaluatorSettings
@@ -180,9 +180,10 @@ class RLJob(Job):
 
     def check_golds(self, config: Any) -> list[GoldReport] | None:
         """Score every right answer of the data against itself."""
-        from relax_rt.roles.rewards.golds import golds_of
+        from relax_rt.roles.agentic.rewards import reward_table
+        from relax_rt.roles.rewards.answer_checks import answer_reports
 
-        return golds_of(config, Path(config.config_dir), every=True)
+        return answer_reports(reward_table(config), config.data, Path(config.config_dir), every=True)
 
     def plan(self, config: Any) -> list[PlanLine]:
         """Return memory, data, steps and processes of the run."""
@@ -193,7 +194,7 @@ class RLJob(Job):
     def startable(self, config: Any) -> list[Problem]:
         """Return what this version can plan but not start."""
         from relax_rt.roles.config.startable import not_startable
-        from relax_rt.roles.gateway.checks import check_gateway
+        from relax_rt.roles.gateway.settings import check_gateway
         from relax_rt.roles.planning.division import divisible
         from relax_rt.roles.trackers.checks import not_writable
 
@@ -272,8 +273,6 @@ class RLJob(Job):
 
         env = env_settings(config)
         if env is not None:
-            from relax_rt.roles.agentic.program_checks import is_program
-
             why = "its episodes are played by [roles.env], with several turns"
             by_hand = "start the program by hand beside a run (docs/programs.md, By hand)"
             in_python = "Runtime.from_toml(…, debug=True) plays single ones (docs/embedding.md, Breakpoints)"

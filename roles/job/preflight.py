@@ -16,33 +16,32 @@ from relax_rt.cluster.nodes.checks import node_problems
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.agentic.checks import preflight_environment
+from relax_rt.roles.agentic.rewards import reward_table
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.base.stages import stage
-from relax_rt.roles.config.model_checks import check_engine_model, engine_warnings
+from relax_rt.roles.config.algorithm_checks import check_own_parts
+from relax_rt.roles.config.cold_start_checks import preflight_cold_start
+from relax_rt.roles.config.model_checks import check_computed, check_engine_model, engine_warnings
 from relax_rt.roles.config.picture_checks import check_pictures
+from relax_rt.roles.config.publication_checks import preflight_publication, wire_note
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.data.source import RECORD, PromptSource, check_data
 from relax_rt.roles.evaluation.checks import preflight_evaluation
 from relax_rt.roles.models.cache import say
-from relax_rt.roles.models.forward_checks import check_computed
 from relax_rt.roles.models.precision import cpu_dtype
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.settings import ShardedSettings
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.roles.models.vocabulary import check_vocabulary
 from relax_rt.roles.planning.division import divides_model
-from relax_rt.roles.rewards.checks import describe_boxes
+from relax_rt.roles.rewards.answer_checks import SHOWN, answer_reports
+from relax_rt.roles.rewards.checks import describe_sandboxes, preflight_judge
 from relax_rt.roles.rewards.dry_run import dry_run, task_of
-from relax_rt.roles.rewards.genrm.checks import preflight_judge
-from relax_rt.roles.rewards.golds import SHOWN, golds_of
 from relax_rt.roles.rollout.engines.settings import EngineSettings
 from relax_rt.roles.rollout.engines.sglang.interpreter import check_sglang
-from relax_rt.roles.training.algorithms.dry_run import check_own_parts
 from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.publication.checks import preflight_publication, wire_note
 from relax_rt.roles.training.reference.checks import check_reference
-from relax_rt.roles.training.sft.checks import preflight_cold_start
 from relax_rt.roles.training.torch.checks import check_adapters, check_packing
 from relax_rt.transport.rpc.errors import RelaxError
 
@@ -69,7 +68,7 @@ def preflight(config: RLConfig, config_dir: Path, *, golds: bool = True) -> list
         return [Problem(("model",), f"not installed: {', '.join(lacking)}", hint, at="key")]
     for warning in warnings(config):
         say(f"warning: {warning}")
-    if told := asyncio.run(describe_boxes(config)):
+    if (rewards := reward_table(config)) is not None and (told := asyncio.run(describe_sandboxes(rewards))):
         say(told)
     problems = [*node_problems(config, config.roles), *check_sglang(config, config_dir)]
     problems += preflight_publication(config, config_dir)
@@ -270,7 +269,7 @@ def _golds_stage(config: RLConfig, config_dir: Path) -> Stage:
 def _golds(config: RLConfig, config_dir: Path) -> list[Problem]:
     """Right answers that their own reward cannot read: a warning where they are some, a problem where they are most."""
     try:
-        reports = golds_of(config, config_dir)
+        reports = answer_reports(reward_table(config), config.data, config_dir)
     except RelaxError as error:
         return [as_problem(error, ("reward",))]
     problems = [problem for report in reports if (problem := report.problem(SHOWN))]

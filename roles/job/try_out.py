@@ -182,13 +182,13 @@ def _score(
     done: Sequence[Completion],
 ) -> tuple[list[Score | Failed], list[str]]:
     """What the reward role would make of the completions, and what a judge said of them."""
-    from relax_rt.roles.rewards.dry_run import offered
+    from relax_rt.roles.rewards.dry_run import offered_info
     from relax_rt.roles.rewards.judge import Verdict, with_verdict
     from relax_rt.roles.rewards.scoring import Request
 
     requests = []
     for group, (one, completion) in enumerate(zip(asked, done, strict=True)):
-        info = offered(
+        info = offered_info(
             one.item.question,
             one.item.metadata,
             None,
@@ -225,11 +225,11 @@ async def _by_rewards(config: RLConfig, requests: Sequence[Request]) -> list[Sco
 
 def _verdicts(config: RLConfig, requests: Sequence[Request]) -> list[Verdict | Failed]:
     """The judge's verdicts, by an engine of this process."""
-    from relax_rt.roles.rewards.genrm.checks import judging_of
+    from relax_rt.roles.rewards.judge import load_judging
     from relax_rt.roles.rollout.engines.base import GroupRequest, generate
     from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 
-    judging, table = judging_of(config, Path(config.config_dir)), config.role("genrm", GenrmSettings)
+    judging, table = load_judging(config, Path(config.config_dir)), config.role("genrm", GenrmSettings)
     folder = judging.tokenizer.folder
     try:
         asked = [judging.questions(request) for request in requests]

@@ -22,9 +22,10 @@ from relax_rt.roles.models.cache import cache_dir
 from relax_rt.roles.models.dtypes import setting
 from relax_rt.roles.planning.models import own_model
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
+from relax_rt.roles.rollout.engines.communicator import communicator_of
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
 from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.publication.checks import communicator_of, wire_of
+from relax_rt.roles.training.publication.settings import wire_of
 from relax_rt.roles.training.reference.settings import ReferenceSettings
 
 BYTES = {"float32": 4, "bfloat16": 2, "auto": 4}

@@ -1,4 +1,7 @@
-"""The reward of a run: its components, each where it runs, and their weighted sum."""
+"""The reward of a run: its components, where each of them runs, and their weighted sum.
+
+`Rewards` is what the reward role, the env role, dry runs and evaluation score completions with.
+"""
 
 from __future__ import annotations
 
@@ -11,154 +14,150 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from relax_rt.config.problems import KeyPath, Problem, dotted
-from relax_rt.roles.rewards.box.run import BoxFailed, Mode, closed_in
-from relax_rt.roles.rewards.library.code import BoxOptions
-from relax_rt.roles.rewards.loader import RewardFunction
-from relax_rt.roles.rewards.registry import Place, bind, names, rewards
-from relax_rt.roles.rewards.scoring import CONCURRENT_CALLS, Caller, Failed, Request, Score, Scorer
+from relax_rt.process.sandbox import SandboxFailed, SandboxMode, require_level
+from relax_rt.roles.rewards.library.code import SandboxOptions
+from relax_rt.roles.rewards.library.functions import RewardFunction, RunsIn, read_options, rewards
+from relax_rt.roles.rewards.scoring import CONCURRENT_CALLS, Caller, Failed, Request, Score, ThreadScorer
 from relax_rt.roles.rewards.settings import ComponentTable, RewardTable
-from relax_rt.roles.rewards.workers.messages import Part, Setup, TaskSpec
-from relax_rt.roles.rewards.workers.pool import Pool, WorkerLimits
-from relax_rt.roles.rewards.workers.serve import load_part, verdict_of
+from relax_rt.roles.rewards.worker import FunctionSpec, Setup, TaskSpec, load_function, task_verifier
+from relax_rt.roles.rewards.workers import RewardWorkers
 from relax_rt.transport.base.targets import did_you_mean
 from relax_rt.transport.rpc.errors import RelaxError
 
 REWARD: KeyPath = ("reward",)
+UNSCORED = Failed("it was not scored")
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A component as its table says.
+    """A component as its table describes it.
 
     Attributes:
-        place: inline or worker; a user's function is always a worker's.
-        box: what bounds the programs that it runs; None: it runs none.
-        forgive: whether a failure counts 0. forgive_excess: whether one does that took too much time or memory: in a
-            reward that is known, that is the completion's doing.
+        runs_in: inline or worker; a user's function always runs in a worker.
+        zero_failures: count a failure as 0. zero_excess: count one that took too much time or memory as 0: in a named
+            reward, that is the completion's doing.
+        sandbox: limits of the programs that it runs; None: it runs none.
     """
 
     label: str
     weight: float
-    part: Part
-    place: Place
-    forgive: bool
-    forgive_excess: bool
-    box: BoxOptions | None = None
+    function: FunctionSpec
+    runs_in: RunsIn
+    zero_failures: bool
+    zero_excess: bool
+    sandbox: SandboxOptions | None = None
 
 
 def read_components(
-    table: RewardTable, place: KeyPath = REWARD, key: str = "components"
+    table: RewardTable, path: KeyPath = REWARD, key: str = "components"
 ) -> list[Component] | list[Problem]:
-    """What a table names, or everything that is wrong with it. No user code is loaded.
+    """Return the components of a table, or everything that is wrong with it. No user code is loaded.
 
     Args:
-        place: of the table in the config. key: of its components there.
+        path: of the table in the config. key: of its components there.
     """
-    problems: list[Problem] = []
     if bool(table.function) == bool(table.components):
         both = bool(table.function)
         message = "function and components are both set" if both else "neither function nor components is set"
         hint = 'give one: function = "reward.py:score", or components = [{ name = "math" }]'
-        return [Problem((*place, key) if both else place, message, hint, at="key")]
+        return [Problem((*path, key) if both else path, message, hint, at="key")]
+    if table.components:
+        given = [((*path, key, index), one) for index, one in enumerate(table.components)]
+    else:
+        function = str(table.function)
+        users = ":" in function or (function not in rewards() and function.endswith(".py"))
+        fields = {"function" if users else "name": function, "group": table.group}
+        given = [(path, ComponentTable.model_validate(fields))]
+    problems: list[Problem] = []
     found: list[Component] = []
-    for at, one in _tables(table, place, key):
-        read = _read(table, one, at, alone=not table.components)
+    for at, one in given:
+        read = _read_component(table, one, at)
         if isinstance(read, Component):
             found.append(read)
         else:
             problems += read
-    problems += _across(found, table, place, key)
+    if found and not any(one.weight for one in found):
+        message = "all weights are 0: every reward would be the same"
+        problems.append(Problem((*path, key), message, "give at least one component a weight"))
+    for label, times in Counter(one.label for one in found).items():
+        if times > 1:
+            message = f"{times} components are called '{label}'"
+            problems.append(Problem((*path, key), message, 'tell them apart: label = "…"'))
+    if table.components and table.group:
+        message = "group belongs to reward.function; components say it for themselves"
+        problems.append(Problem((*path, "group"), message, "[[reward.components]] group = true", at="key"))
     return problems or found
 
 
-def _tables(table: RewardTable, place: KeyPath, key: str) -> list[tuple[KeyPath, ComponentTable]]:
-    if table.components:
-        return [((*place, key, index), one) for index, one in enumerate(table.components)]
-    function = str(table.function)
-    if ":" in function or (function not in names() and function.endswith(".py")):
-        return [(place, ComponentTable(function=function, group=table.group))]
-    return [(place, ComponentTable(name=function, group=table.group))]
-
-
-def _read(table: RewardTable, one: ComponentTable, at: KeyPath, *, alone: bool) -> Component | list[Problem]:
-    forgive = (one.on_failure or table.on_failure) == "zero"
+def _read_component(table: RewardTable, one: ComponentTable, at: KeyPath) -> Component | list[Problem]:
+    zero_failures = (one.on_failure or table.on_failure) == "zero"
     if (one.name is None) == (one.function is None):
         both = one.name is not None
         message = "name and function are both set" if both else "neither name nor function says what it is"
-        return [Problem((*at, "function") if both else at, message, f"rewards with names: {', '.join(names())}")]
+        hint = f"rewards with names: {', '.join(rewards())}"
+        return [Problem((*at, "function") if both else at, message, hint)]
     if not math.isfinite(one.weight):
         return [Problem((*at, "weight"), f"{dotted((*at, 'weight'))} must be finite")]
     if one.function is not None:
         if one.options:
-            known = [*ComponentTable.model_fields]
             key = next(iter(one.options))
-            hint = did_you_mean(key, known) or "a function takes what it needs from the item's metadata"
+            hint = did_you_mean(key, [*ComponentTable.model_fields])
+            hint = hint or "a function takes what it needs from the item's metadata"
             message = f"unknown key '{key}' in [{dotted(at)}]: a function has no options"
             return [Problem((*at, key), message, hint, at="key")]
-        setting = dotted((*at, "function"))
-        part = Part(one.function, {}, setting, one.group)
-        return Component(one.label or one.function.rpartition(":")[2], one.weight, part, "worker", forgive, False)
-    name = str(one.name)
-    options = bind(name, one.options, at, "function" if alone else "name")
+        spec = FunctionSpec(one.function, {}, dotted((*at, "function")), one.group)
+        label = one.label or one.function.rpartition(":")[2]
+        return Component(label, one.weight, spec, "worker", zero_failures, zero_excess=False)
+    name, key = str(one.name), "name" if table.components else "function"
+    options = read_options(name, one.options, at, key)
     if isinstance(options, list):
         return options
     if one.group:
         message = f"'{name}' scores each completion by itself"
         return [Problem((*at, "group"), message, "group = true is for functions of yours", at="key")]
-    part = Part(name, one.options, dotted((*at, "function" if alone else "name")))
-    box = options if isinstance(options, BoxOptions) else None
-    return Component(one.label or name, one.weight, part, rewards()[name].place, forgive, True, box)
+    spec = FunctionSpec(name, one.options, dotted((*at, key)))
+    sandbox = options if isinstance(options, SandboxOptions) else None
+    return Component(
+        one.label or name, one.weight, spec, rewards()[name].runs_in, zero_failures, zero_excess=True, sandbox=sandbox
+    )
 
 
-def _across(found: Sequence[Component], table: RewardTable, place: KeyPath, key: str) -> list[Problem]:
-    problems = []
-    if found and not any(one.weight for one in found):
-        message = "all weights are 0: every reward would be the same"
-        problems.append(Problem((*place, key), message, "give at least one component a weight"))
-    for label, times in Counter(one.label for one in found).items():
-        if times > 1:
-            message = f"{times} components are called '{label}'"
-            problems.append(Problem((*place, key), message, 'tell them apart: label = "…"'))
-    if table.components and table.group:
-        message = "group belongs to reward.function; components say it for themselves"
-        problems.append(Problem((*place, "group"), message, "[[reward.components]] group = true", at="key"))
-    return problems
-
-
-def components_of(table: RewardTable, place: KeyPath = REWARD, key: str = "components") -> list[Component]:
-    """What a table names, once it was checked; see `read_components`.
+def components_of(table: RewardTable, path: KeyPath = REWARD, key: str = "components") -> list[Component]:
+    """Return the components of a table that was checked; see `read_components`.
 
     Raises:
         RelaxError: something is wrong with it.
     """
-    found = read_components(table, place, key)
+    found = read_components(table, path, key)
     wrong = [one for one in found if isinstance(one, Problem)]
     if wrong:
-        raise RelaxError(f"[{dotted(place)}]", why="; ".join(one.message for one in wrong), hint=wrong[0].hint)
+        raise RelaxError(f"[{dotted(path)}]", why="; ".join(one.message for one in wrong), hint=wrong[0].hint)
     return [one for one in found if isinstance(one, Component)]
 
 
-def wanted(table: RewardTable, config_dir: Path) -> frozenset[str] | None:
-    """The names of information that the components take together; None: everything. Imports the user's code.
+def requested_info(table: RewardTable, config_dir: Path) -> frozenset[str] | None:
+    """Return the names of information that the components ask for; None: everything. Imports the user's code.
 
     Raises:
         RelaxError: a function cannot be loaded.
     """
-    every: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
     for one in components_of(table):
-        wants = load_part(one.part, config_dir).wants
+        wants = load_function(one.function, config_dir).wants
         if wants is None:
             return None
-        every |= wants
-    return every
+        names |= wants
+    return names
 
 
 def takes_groups(table: RewardTable) -> bool:
-    """Whether any component must see whole groups."""
+    """Return whether any component scores whole groups."""
     return table.group or any(one.group for one in table.components)
 
 
-class _Scores(Protocol):
+class ScoreCall(Protocol):
+    """Scores requests with one component, in order."""
+
     async def __call__(self, requests: Sequence[Request], after_each: Callable[[], None]) -> list[Score | Failed]: ...
 
 
@@ -166,10 +165,10 @@ class Rewards:
     """Scores completions by all components. `start` it, and `close` it whatever happens.
 
     Args:
-        config_dir: what relative files of functions are relative to.
+        config_dir: folder that files of functions are relative to.
         task: the reasoning-gym task of the prompts, for functions that take its verdict.
-        say: told of each worker that was lost, in words.
-        place, key: of the components in the config, for what is wrong with them.
+        on_lost: called with the reason for each worker that was lost.
+        path, key: of the components in the config, for errors.
     """
 
     def __init__(
@@ -177,27 +176,27 @@ class Rewards:
         table: RewardTable,
         config_dir: Path,
         task: TaskSpec | None = None,
-        say: Callable[[str], None] = lambda why: None,
+        on_lost: Callable[[str], None] = lambda why: None,
         *,
-        place: KeyPath = REWARD,
+        path: KeyPath = REWARD,
         key: str = "components",
     ) -> None:
-        self._table, self._config_dir, self._task, self._say = table, config_dir, task, say
-        self.components = components_of(table, place, key)
-        self.groups = any(one.part.group for one in self.components)
-        self.boxes: Mode | None = None
-        """How programs are closed in, once it is started; None: none are run."""
-        self._scores: list[_Scores] = []
-        self._pool: Pool | None = None
-        self._threads: list[Scorer] = []
+        self._table, self._config_dir, self._task, self._on_lost = table, config_dir, task, on_lost
+        self.components = components_of(table, path, key)
+        self.groups = any(one.function.group for one in self.components)
+        self.sandbox: SandboxMode | None = None
+        """How programs are isolated, once started; None if none are run."""
+        self._scores: list[ScoreCall] = []
+        self._workers: RewardWorkers | None = None
+        self._threads: list[ThreadScorer] = []
         self._inline: list[RewardFunction] = []
 
     @classmethod
     def of_function(cls, function: Callable[..., Any], timeout_s: float) -> Rewards:
-        """One plain function, called in a thread of this process: for tests and programs of one's own."""
+        """Score with one plain function, called in a thread of this process: for tests and users' own programs."""
         made = cls(RewardTable(function="exact", timeout_s=timeout_s, workers=0), Path())
-        scorer = Scorer(Caller(RewardFunction(function, "f"), timeout_s), timeout_s)
-        made.components = [Component("f", 1.0, Part("f"), "worker", forgive=False, forgive_excess=False)]
+        scorer = ThreadScorer(Caller(RewardFunction(function, "f"), timeout_s), timeout_s)
+        made.components = [Component("f", 1.0, FunctionSpec("f"), "worker", zero_failures=False, zero_excess=False)]
         made._threads.append(scorer)
         made._scores.append(scorer.score)
         return made
@@ -206,70 +205,76 @@ class Rewards:
         """Load all functions, in the processes where they run.
 
         Raises:
-            RelaxError: one cannot be loaded, no process started for it, or programs cannot be closed in as it asks.
+            RelaxError: one cannot be loaded, no process started for it, or programs cannot be isolated as it asks.
         """
-        table, theirs = self._table, [one.part for one in self.components if one.place == "worker"]
+        table, in_workers = self._table, [one.function for one in self.components if one.runs_in == "worker"]
         try:
-            await self._look_at_boxes()
-            if theirs and table.workers:
-                setup = Setup(theirs, str(self._config_dir), table.timeout_s, self._task)
-                limits = WorkerLimits(processes=table.processes, total_mib=table.memory_mib)
-                self._pool = Pool(setup, limits, table.workers, self._say)
-                await self._pool.start()
+            await self._check_sandboxes()
+            if in_workers and table.workers:
+                setup = Setup(in_workers, str(self._config_dir), table.timeout_s, self._task)
+                self._workers = RewardWorkers(
+                    setup,
+                    table.workers,
+                    processes=table.processes,
+                    memory_mib=table.memory_mib,
+                    on_lost=self._on_lost,
+                )
+                await self._workers.start()
             for one in self.components:
-                self._scores.append(await self._place(one, theirs))
+                self._scores.append(await self._load(one, in_workers))
         except BaseException:
             await self.close()
             raise
 
-    async def _look_at_boxes(self) -> None:
+    async def _check_sandboxes(self) -> None:
         for one in self.components:
-            if one.box is None:
+            if one.sandbox is None:
                 continue
             try:
-                mode = await closed_in(one.box.box, one.box.command)
-            except BoxFailed as error:
-                what = f"{one.part.setting} = {one.part.target!r}"
+                mode = await require_level(one.sandbox.box, one.sandbox.command)
+            except SandboxFailed as error:
+                what = f"{one.function.setting} = {one.function.target!r}"
                 raise RelaxError(what, why=f"{error.what}: {error.why}", hint=error.hint) from error
-            if self.boxes is None or mode.level == "limits":
-                self.boxes = mode
+            if self.sandbox is None or mode.level == "limits":
+                self.sandbox = mode
 
-    async def _place(self, one: Component, theirs: list[Part]) -> _Scores:
-        if one.place == "worker" and self._pool is not None:
-            pool, part = self._pool, theirs.index(one.part)
+    async def _load(self, one: Component, in_workers: list[FunctionSpec]) -> ScoreCall:
+        if one.runs_in == "worker" and self._workers is not None:
+            workers, number = self._workers, in_workers.index(one.function)
 
-            async def by_workers(requests: Sequence[Request], after_each: Callable[[], None]) -> list[Score | Failed]:
-                return await pool.score(part, requests, after_each)
+            async def score(requests: Sequence[Request], after_each: Callable[[], None]) -> list[Score | Failed]:
+                return await workers.score(number, requests, after_each)
 
-            return by_workers
-        # Imports may take long, and this process has deadlines to keep.
-        function = await asyncio.to_thread(load_part, one.part, self._config_dir)
-        if one.place == "inline" and function.is_async:
+            return score
+        # In a thread: imports may take long, and this process has deadlines to keep.
+        function = await asyncio.to_thread(load_function, one.function, self._config_dir)
+        if one.runs_in == "inline" and function.is_async:
             self._inline.append(function)
-            return Awaited(Caller(function, None))
+            return _inline_score(Caller(function, None))
         timeout_s = self._table.timeout_s
-        scorer = Scorer(Caller(function, timeout_s, verdict_of(self._task)), timeout_s, groups=one.part.group)
+        caller = Caller(function, timeout_s, task_verifier(self._task))
+        scorer = ThreadScorer(caller, timeout_s, groups=one.function.group)
         self._threads.append(scorer)
         return scorer.score
 
     @property
-    def at_a_time(self) -> int:
-        """How many completions are at work at once, once it is started."""
-        functions = [] if self._pool is None else self._pool.functions
-        return CONCURRENT_CALLS if self._inline or any(one.is_async for one in functions) else self._table.workers or 1
+    def concurrency(self) -> int:
+        """How many completions are scored at once, once started."""
+        is_async = bool(self._inline) or (self._workers is not None and any(self._workers.is_async))
+        return CONCURRENT_CALLS if is_async else self._table.workers or 1
 
     @property
     def level(self) -> str:
-        """How well the workers are closed in: `namespaces` or `limits`; empty without workers."""
-        return self._pool.level if self._pool is not None else ""
+        """How workers are isolated: `namespaces` or `limits`; empty without workers."""
+        return self._workers.pool.level if self._workers is not None else ""
 
     async def score(
         self, requests: Sequence[Request], after_each: Callable[[], None] = lambda: None
     ) -> list[Score | Failed]:
-        """Scores in order. Where a component scores groups, those of one `Request.group` are one, and fail together.
+        """Return scores in order. Where a component scores groups, requests of one `group` fail together.
 
         Args:
-            after_each: called for each result of each component: proof of life.
+            after_each: called for each result of each component, as a sign of progress.
         """
         if not requests:
             return []
@@ -284,14 +289,14 @@ class Rewards:
         return [found[index] for index in range(len(requests))]
 
     async def score_one(self, request: Request) -> Score | Failed:
-        """One completion."""
+        """Score one completion."""
         (result,) = await self.score([request])
         return result
 
     async def close(self) -> None:
         """End all processes, and what they started."""
-        if self._pool is not None:
-            await self._pool.close()
+        if self._workers is not None:
+            await self._workers.close()
         for scorer in self._threads:
             await scorer.close()
         for function in self._inline:
@@ -299,26 +304,25 @@ class Rewards:
                 await close()
 
 
-class Awaited:
-    """An async function of ours that has deadlines of its own, awaited in this very loop."""
+def _inline_score(caller: Caller) -> ScoreCall:
+    """Return calls of an async function that has deadlines of its own, awaited in this process's event loop."""
 
-    def __init__(self, caller: Caller) -> None:
-        self._caller = caller
-
-    async def __call__(self, requests: Sequence[Request], after_each: Callable[[], None]) -> list[Score | Failed]:
-        results: list[Score | Failed] = [Failed("it was not scored")] * len(requests)
+    async def score(requests: Sequence[Request], after_each: Callable[[], None]) -> list[Score | Failed]:
+        results: list[Score | Failed] = [UNSCORED] * len(requests)
         for first in range(0, len(requests), CONCURRENT_CALLS):
 
             def done(index: int, result: Score | Failed, first: int = first) -> None:
                 results[first + index] = result
                 after_each()
 
-            await self._caller.together(requests[first : first + CONCURRENT_CALLS], done)
+            await caller.together(requests[first : first + CONCURRENT_CALLS], done)
         return results
+
+    return score
 
 
 def combine(components: Sequence[Component], results: Sequence[Score | Failed]) -> Score | Failed:
-    """The weighted sum of one completion's scores. Pure.
+    """Return the weighted sum of one completion's scores. Pure.
 
     An unreadable answer of the data makes its component 0 for the whole group, which gives zero advantage. Failing the
     sample instead would regenerate it indefinitely.
@@ -334,7 +338,7 @@ def combine(components: Sequence[Component], results: Sequence[Score | Failed]) 
             why = f"{one.label}: {result.reason}" if len(components) > 1 else result.reason
             if result.unreadable:
                 unreadable = unreadable or why
-            elif not (one.forgive or (result.excess and one.forgive_excess)):
+            elif not (one.zero_failures or (result.excess and one.zero_excess)):
                 return Failed(why, stuck=result.stuck, excess=result.excess)
             forgiven.append(why)
             parts[one.label] = 0.0
@@ -351,7 +355,7 @@ def combine(components: Sequence[Component], results: Sequence[Score | Failed]) 
 
 
 def _fail_together(requests: Sequence[Request], results: list[Score | Failed]) -> None:
-    """A group of which a member failed is made again as a whole, or its function would see a part of it."""
+    """Fail the whole group of a failed member: it is regenerated as a whole, or its function would see only a part."""
     why: dict[int, Failed] = {}
     for request, result in zip(requests, results, strict=True):
         if isinstance(result, Failed):

@@ -1,4 +1,4 @@
-"""A few calls of the reward before anything starts."""
+"""A dry run of the reward before a run starts, and what a reward function may ask for by parameter name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relax_rt.roles.models.cache import say
 from relax_rt.roles.rewards.compose import REWARD, Rewards
 from relax_rt.roles.rewards.scoring import Failed, Request
 from relax_rt.roles.rewards.settings import RewardTable
-from relax_rt.roles.rewards.workers.messages import TaskSpec
+from relax_rt.roles.rewards.worker import TaskSpec
 from relax_rt.transport.rpc.errors import RelaxError
 
 KEY = ("reward", "function")
@@ -24,8 +24,8 @@ SETTING = re.compile(r"(reward\.components|roles\.env\.rewards)\[(\d+)\](?:\.(\w
 Verifier = Callable[[str, dict[str, Any]], float]
 
 
-def offered(question: str, metadata: dict[str, Any], verify: Verifier | None, **about: Any) -> dict[str, Any]:
-    """What a reward function may ask for by parameter name.
+def offered_info(question: str, metadata: dict[str, Any], verify: Verifier | None, **about: Any) -> dict[str, Any]:
+    """Return what a reward function may ask for by parameter name.
 
     The keys of the item's metadata; over them `question`, `metadata` and what is known about the completion (item,
     split, finish_reason, truncated, tokens); `score`, the task's verifier of a text, where there is one.
@@ -36,8 +36,8 @@ def offered(question: str, metadata: dict[str, Any], verify: Verifier | None, **
     return info
 
 
-class Item(Protocol):
-    """What a completion is about; a prompt, or an episode's task."""
+class RewardItem(Protocol):
+    """What a completion is about: a prompt, or an episode's task."""
 
     @property
     def item(self) -> str: ...
@@ -52,7 +52,7 @@ class Item(Protocol):
 
 
 class TaskData(Protocol):
-    """The part of [data] that names a task; of an evaluation set, too."""
+    """The part of [data], or of an evaluation set, that names a task."""
 
     @property
     def task(self) -> str | None: ...
@@ -63,16 +63,16 @@ class TaskData(Protocol):
 
 
 def task_of(data: TaskData) -> TaskSpec | None:
-    """The task whose verdict a function may take; None where the prompts are of a file."""
+    """Return the task whose verdict a function may take; None if the prompts come from files."""
     return None if data.task is None else TaskSpec(data.task, data.options, data.size)
 
 
 def dry_run(
     table: RewardTable,
     config_dir: Path,
-    items: Sequence[Item],
+    items: Sequence[RewardItem],
     task: TaskSpec | None,
-    place: KeyPath = REWARD,
+    path: KeyPath = REWARD,
     key: str = "components",
     also: Callable[[str], Mapping[str, Any]] = lambda completion: {},
 ) -> list[Problem]:
@@ -81,23 +81,23 @@ def dry_run(
     A reward that is the same for all of them is reported as a warning: nothing can be learned from it.
 
     Args:
-        place, key: of the components in the config.
-        also: what functions may ask for besides, given the completion.
+        path, key: of the components in the config.
+        also: further information that functions may ask for, given the completion.
 
     Returns:
         One problem at most: what went wrong first, on which completion, at which line.
     """
     try:
-        rewards = Rewards(table, config_dir, task, place=place, key=key)
-        return asyncio.run(_first_failure(rewards, requests_for(table, items, also), table, (*place, key)))
+        rewards = Rewards(table, config_dir, task, path=path, key=key)
+        return asyncio.run(_first_failure(rewards, requests_for(table, items, also), table, (*path, key)))
     except RelaxError as error:
-        return [Problem(_place(error.what), error.why or str(error), error.hint)]
+        return [Problem(_path(error.what), error.why or str(error), error.hint)]
 
 
 def requests_for(
-    table: RewardTable, items: Sequence[Item], also: Callable[[str], Mapping[str, Any]] = lambda completion: {}
+    table: RewardTable, items: Sequence[RewardItem], also: Callable[[str], Mapping[str, Any]] = lambda completion: {}
 ) -> list[Request]:
-    """What a dry run asks: four completions of each item."""
+    """Return four completions of each item."""
     requests = []
     for group, item in enumerate(items[:ITEMS]):
         right = answer_text(item.answer)
@@ -112,12 +112,14 @@ def requests_for(
                 **({"verdict": 0.5} if table.judge is not None else {}),
                 **also(text),
             }
-            requests.append(Request(text, item.answer, offered(item.question, item.metadata, None, **about), group))
+            requests.append(
+                Request(text, item.answer, offered_info(item.question, item.metadata, None, **about), group)
+            )
     return requests
 
 
 async def _first_failure(
-    rewards: Rewards, requests: Sequence[Request], table: RewardTable, place: KeyPath
+    rewards: Rewards, requests: Sequence[Request], table: RewardTable, path: KeyPath
 ) -> list[Problem]:
     totals: set[float] = set()
     try:
@@ -127,7 +129,7 @@ async def _first_failure(
             asked = list(members)
             for request, result in zip(asked, await rewards.score(asked), strict=True):
                 if isinstance(result, Failed):
-                    return [_failure(rewards, request, result.reason, table, place)]
+                    return [_failure(rewards, request, result.reason, table, path)]
                 totals.add(result.total)
     finally:
         await rewards.close()
@@ -147,17 +149,17 @@ def _equal(requests: Sequence[Request], total: float) -> str:
     return f"{found}. Answers are {type(answer).__name__}, as {answer!r:.40}: annotate `answer: str` to get text"
 
 
-def _failure(rewards: Rewards, request: Request, reason: str, table: RewardTable, place: KeyPath) -> Problem:
+def _failure(rewards: Rewards, request: Request, reason: str, table: RewardTable, path: KeyPath) -> Problem:
     called = f"on completion {request.completion!r:.60}, answer {request.answer!r:.40}"
     if table.function is not None:
         return Problem(KEY, f"reward.function failed in a dry run: {reason}, {called}")
     labels = [one.label for one in rewards.components]
     index = next((i for i, label in enumerate(labels) if reason.startswith(f"{label}: ")), 0)
-    return Problem((*place, index), f"a reward failed in a dry run: {reason}, {called}")
+    return Problem((*path, index), f"a reward failed in a dry run: {reason}, {called}")
 
 
-def _place(what: str) -> tuple[str | int, ...]:
-    """The key of a component that an error names."""
+def _path(what: str) -> tuple[str | int, ...]:
+    """Return the key of the component that an error names."""
     named = SETTING.match(what)
     if named is None:
         return KEY

@@ -1,4 +1,7 @@
-"""A generative judge's verdicts: what it is asked, how its words are read, and the asking."""
+"""Verdicts of a generative judge: its prompts, the parsing of its answers, and the calls of its engines.
+
+The reward role asks for a verdict on each completion and offers it to the reward function (role.py).
+"""
 
 from __future__ import annotations
 
@@ -12,34 +15,39 @@ import msgspec
 import xxhash
 
 from relax_rt.roles.data.items import answer_text
+from relax_rt.roles.rewards.genrm.role import judge_folder
 from relax_rt.roles.rewards.scoring import Failed, Request
-from relax_rt.roles.rewards.settings import JudgeTable
+from relax_rt.roles.rewards.settings import JudgeTable, RewardTable
+from relax_rt.roles.rollout.router import GenerationRequest, NotGenerated, Outcome
+from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from relax_rt.config.schema import RunConfig
     from relax_rt.roles.models.tokenizer import ChatTokenizer
-    from relax_rt.roles.rollout.router import GenerationRequest, Outcome
 
 SHOWN = 200
-AT_A_TIME = 256
-"""Questions of one batch that are at the judge together."""
+MAX_IN_FLIGHT = 256
+"""Questions of one batch that are sent to the judge at once."""
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A prompt of the judge, and the seed of its answer: the same question has the same seeds in every run."""
+    """A prompt for the judge, and the seed of its answer: the same question has the same seeds in every run."""
 
     prompt: tuple[int, ...]
     seed: int
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """A completion's verdict, 0 to 1, and what the judge said, one text a sample."""
+    """The verdict on a completion, 0 to 1, and the judge's answers, one text for each sample."""
 
     value: float
     words: list[str]
 
 
 def fields_of(template: str) -> list[str]:
-    """The names that a template fills in.
+    """Return the names of a template's fields.
 
     Raises:
         ValueError: it is no format string, or asks for more of a field than its text.
@@ -55,7 +63,7 @@ def fields_of(template: str) -> list[str]:
 
 
 def known_fields(request: Request) -> dict[str, Any]:
-    """What a prompt of this request may fill in."""
+    """Return the fields that a prompt about this request may use."""
     metadata: Mapping[str, Any] = request.info.get("metadata", {})
     answer = answer_text(request.answer)
     own = {"question": request.info.get("question", ""), "completion": request.completion, "answer": answer}
@@ -63,7 +71,7 @@ def known_fields(request: Request) -> dict[str, Any]:
 
 
 class Judging:
-    """What a judge is asked and how it is understood. Pure.
+    """Renders the judge's prompts and parses its answers. Pure.
 
     Args:
         tokenizer: of the judge's model.
@@ -75,7 +83,7 @@ class Judging:
         self._words = {word.casefold(): value for word, value in table.words.items()}
 
     def questions(self, request: Request) -> list[Question]:
-        """One for each sample of the verdict.
+        """Return one question for each sample of the verdict.
 
         Raises:
             ValueError: the prompt names a field that the item does not have.
@@ -93,7 +101,7 @@ class Judging:
         return [Question(prompt, xxhash.xxh3_64_intdigest(content, seed=number) >> 1) for number in numbers]
 
     def read(self, words: str) -> float | None:
-        """The verdict in the judge's words, 0 to 1; None if there is none."""
+        """Return the verdict in an answer of the judge, 0 to 1; None if there is none."""
         matches = list(self._pattern.finditer(words))
         if not matches:
             return self.table.otherwise
@@ -110,7 +118,7 @@ class Judging:
         return min(1.0, max(0.0, (number - low) / (high - low)))
 
     def verdict(self, answers: Sequence[Sequence[int]]) -> Verdict | Failed:
-        """The verdict of one completion.
+        """Return the verdict on one completion.
 
         Args:
             answers: token ids of the judge's answer to each of its questions.
@@ -124,29 +132,29 @@ class Judging:
         return Verdict(sum(numbers) / len(numbers), words)
 
 
-Generate = Callable[["GenerationRequest"], Awaitable["Outcome"]]
-"""A router's `generate`."""
+Generate = Callable[[GenerationRequest], Awaitable[Outcome]]
+"""As `Router.generate`."""
 
 
-class Late(Failed, frozen=True):
-    """A verdict did not come: no judge was there, or none in time. Neither the sample nor the judge's words are why."""
+class LateVerdict(Failed, frozen=True):
+    """No judge answered in time; neither the sample nor the judge's answer is at fault."""
 
 
 class Judge:
     """Asks the engines of [roles.genrm] for verdicts.
 
     Args:
-        generate: has one answer made, within the time that it is given.
+        generate: generates one answer, within its timeout.
     """
 
     def __init__(self, judging: Judging, generate: Generate) -> None:
         self._judging, self._generate = judging, generate
-        self._room = asyncio.Semaphore(AT_A_TIME)
+        self._room = asyncio.Semaphore(MAX_IN_FLIGHT)
 
     async def verdicts(
         self, requests: Sequence[Request], after_each: Callable[[], None] = lambda: None
     ) -> list[Verdict | Failed]:
-        """Verdicts in order; `after_each` is called for each one that is there. What goes wrong fails its sample."""
+        """Return verdicts in order; `after_each` is called for each as it comes. An error fails its sample only."""
 
         async def one(request: Request) -> Verdict | Failed:
             verdict = await self._verdict(request)
@@ -158,22 +166,17 @@ class Judge:
         return [task.result() for task in tasks]
 
     async def _verdict(self, request: Request) -> Verdict | Failed:
-        from relax_rt.roles.rollout.router import NotGenerated
-        from relax_rt.transport.rpc.errors import RelaxError
-
         try:
             questions = self._judging.questions(request)
             answers = [await self._answer(question) for question in questions]
         except NotGenerated as error:
             failed = f"the judge did not answer: {error}"
-            return Late(failed) if error.outcome.kind == "late" else Failed(failed)
+            return LateVerdict(failed) if error.outcome.kind == "late" else Failed(failed)
         except (RelaxError, ValueError) as error:
             return Failed(f"the judge cannot be asked: {error}")
         return self._judging.verdict(answers)
 
     async def _answer(self, question: Question) -> list[int]:
-        from relax_rt.roles.rollout.router import GenerationRequest
-
         table = self._judging.table
         async with self._room:
             outcome = await self._generate(
@@ -190,6 +193,19 @@ class Judge:
         return outcome.tokens
 
 
+def load_judging(config: RunConfig, config_dir: Path) -> Judging:
+    """Load the judge's prompts with the tokenizer of its model.
+
+    Raises:
+        RelaxError: there is no such model.
+    """
+    from relax_rt.roles.models.tokenizer import load_tokenizer
+
+    table = config.table(RewardTable).judge
+    assert table is not None
+    return Judging(table, load_tokenizer(judge_folder(config, config_dir)))
+
+
 def with_verdict(request: Request, verdict: Verdict) -> Request:
-    """The request, with the verdict among what a reward function may ask for."""
+    """Return the request with the verdict among what a reward function may ask for."""
     return msgspec.structs.replace(request, info={**request.info, "verdict": verdict.value})

@@ -53,7 +53,7 @@ class RewardRole(RLRole[RewardSettings]):
         "transformers",
         "relax_rt.roles.models.tokenizer",
         "relax_rt.roles.rewards.compose",
-        "relax_rt.roles.rewards.registry",
+        "relax_rt.roles.rewards.library.functions",
         "relax_rt.roles.rewards.judge",
         "relax_rt.roles.rollout.router",
         "relax_rt.transport.queue.client",
@@ -84,8 +84,8 @@ class RewardRole(RLRole[RewardSettings]):
             await asyncio.gather(starting, return_exceptions=True)
             raise
         await starting
-        if (boxes := self.rewards.boxes) is not None:
-            self.ctx.event("sandbox", level=boxes.level, backend=boxes.backend, what=str(boxes))
+        if (sandbox := self.rewards.sandbox) is not None:
+            self.ctx.event("sandbox", level=sandbox.level, backend=sandbox.backend, what=str(sandbox))
         await self.open_queue(slab_bytes=SLAB_BYTES, capacity_bytes=CAPACITY_BYTES, fetch_s=FETCH_S)
 
     def _load(self) -> None:
@@ -94,9 +94,9 @@ class RewardRole(RLRole[RewardSettings]):
 
         self.tokenizer = load_tokenizer(model_folder(self.ctx))
         if self.table(RewardTable).judge is not None:
-            from relax_rt.roles.rewards.genrm.checks import judging_of
+            from relax_rt.roles.rewards.judge import load_judging
 
-            self.judging = judging_of(self.config, self.config_dir)
+            self.judging = load_judging(self.config, self.config_dir)
 
     def _composed(self) -> Rewards:
         from relax_rt.roles.rewards.compose import Rewards
@@ -142,7 +142,7 @@ class RewardRole(RLRole[RewardSettings]):
                 failures.append(_failure(sample, result))
             else:
                 columns[sample.key] = _columns(result)
-        await self.queue.complete(TASK, batch, columns, failures)
+        await self.queue.complete(batch, columns, failures)
         if not self._worked:
             self._worked = True
             self.ctx.event("first_work", what=f"{len(results)} samples scored")
@@ -169,7 +169,7 @@ class RewardRole(RLRole[RewardSettings]):
 
     def _request(self, sample: LeasedSample) -> Request:
         from relax_rt.roles.base.sample import SampleMeta
-        from relax_rt.roles.rewards.dry_run import offered
+        from relax_rt.roles.rewards.dry_run import offered_info
         from relax_rt.roles.rewards.scoring import Request
 
         meta = sample.decode("meta", SampleMeta)
@@ -180,7 +180,7 @@ class RewardRole(RLRole[RewardSettings]):
                 hint="all roles must load the same model folder",
             )
         tokens = sample["tokens"][sample["loss_mask"] != 0]
-        info = offered(
+        info = offered_info(
             str(meta.info.get("question", "")),
             dict(meta.info.get("metadata", {})),
             None,
@@ -219,15 +219,15 @@ class RewardRole(RLRole[RewardSettings]):
 
     def _judge(self, results: list[Score | Failed]) -> None:
         """Raise if the process, not a sample, is at fault; the role then restarts."""
-        from relax_rt.roles.rewards.judge import Late
+        from relax_rt.roles.rewards.judge import LateVerdict
         from relax_rt.roles.rewards.scoring import Failed
 
         for result in results:
-            if isinstance(result, Late):
+            if isinstance(result, LateVerdict):
                 continue
             self._failures_in_a_row = self._failures_in_a_row + 1 if isinstance(result, Failed) else 0
             self._has_scored = self._has_scored or not isinstance(result, Failed)
-        failed = [result for result in results if isinstance(result, Failed) and not isinstance(result, Late)]
+        failed = [result for result in results if isinstance(result, Failed) and not isinstance(result, LateVerdict)]
         for result in failed:
             if result.stuck:
                 raise RelaxError(
@@ -304,11 +304,11 @@ class Tally:
 
 def _failure(sample: LeasedSample, failed: Failed) -> Failure:
     from relax_rt.roles.base.sample import SampleMeta
-    from relax_rt.roles.rewards.judge import Late
+    from relax_rt.roles.rewards.judge import LateVerdict
     from relax_rt.transport.queue.ledger.messages import ABOUT, Failure
 
     meta = sample.decode("meta", SampleMeta)
-    late, about = failed.excess or isinstance(failed, Late), str(meta.info.get("question", ""))[:ABOUT]
+    late, about = failed.excess or isinstance(failed, LateVerdict), str(meta.info.get("question", ""))[:ABOUT]
     return Failure(sample.key, failed.reason[:500], late, meta.item, about)
 
 

@@ -1,4 +1,4 @@
-"""Calling a reward function and reading what it returns; and a thread to do so in."""
+"""Call a reward function and read what it returns; scores and failures; calls in a thread of this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from relax_rt.roles.rewards.loader import RewardFunction, UnreadGold, user_line
+from relax_rt.roles.base.user_code import user_line
+from relax_rt.roles.rewards.library.functions import RewardFunction, UnreadableAnswer
 from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError
 
 T = TypeVar("T")
@@ -25,16 +26,20 @@ FLOAT32_MAX = 3.4028234e38
 CONCURRENT_CALLS = 64
 """Async rewards awaited at the same time."""
 SCORE = "score"
-"""The name by which a function takes the task's own verdict."""
+"""Parameter by which a function takes the task's own verdict."""
 PER_COMPLETION = ("finish_reason", "truncated", "tokens", "turns", "verdict")
-"""What differs among the completions of a prompt."""
+"""Information that differs among the completions of a prompt."""
 GRACE_S = 1.0
-"""What an event loop gets on top of its calls' deadlines before its thread is given up."""
+"""Time for an event loop on top of its calls' deadlines, before its thread or process is abandoned."""
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One completion to score; info is offered to the function by parameter name. `group` names those that answer one
-    prompt. `answer` is of any JSON type; a function whose parameter is annotated as `str` gets it as text."""
+    """One completion to score.
+
+    Attributes:
+        answer: of any JSON type; a function whose parameter is annotated as `str` gets it as text.
+        info: offered to the function by parameter name. group: names the completions of one prompt.
+    """
 
     completion: str
     answer: Any
@@ -43,10 +48,11 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Score(msgspec.Struct, frozen=True):
-    """A reward: its total, its components by name, and one for each turn of the assistant, where a function gives them.
+    """A reward: its total, its components by name, and one for each turn of the assistant if a function gives them.
 
-    `forgiven`: why components count 0 instead of failing the sample. `unreadable`: why a component could not read the
-    right answer of the item, and counts 0; empty if all could.
+    Attributes:
+        forgiven: why components count 0 instead of failing the sample.
+        unreadable: why a component could not read the right answer of the item and counts 0; empty if all could.
     """
 
     total: float
@@ -57,9 +63,12 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """Why a completion has no reward. `stuck`: the call did not return and still holds its thread. `excess`: it took
-    more time or memory than it may. `unreadable`: the right answer of its item cannot be read, so another completion
-    would fail in the same way."""
+    """Why a completion has no reward.
+
+    Attributes:
+        stuck: the call did not return and still holds its thread. excess: it exceeded a time or memory limit.
+        unreadable: the right answer of its item cannot be read, so any other completion would fail as well.
+    """
 
     reason: str
     stuck: bool = False
@@ -68,7 +77,7 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 def read_score(value: Any) -> Score:
-    """What a reward function returned, as a score.
+    """Return a reward function's result as a score.
 
     A number is the total; a dict holds components, whose sum is the total unless it has a `total` of its own. Its
     `turn_rewards`, a number for each turn of the assistant, are no component; alone, their sum is the total.
@@ -112,10 +121,10 @@ def _number(value: Any, what: str) -> float:
 
 
 class Caller:
-    """Calls one reward function and says what came of it, whatever the function does short of not returning.
+    """Calls one reward function and returns its score or failure, whatever it does short of not returning.
 
     Args:
-        timeout_s: for each call of an async function, and in words; None: it has deadlines of its own.
+        timeout_s: for each call of an async function, and in errors; None: it has deadlines of its own.
         verify: the task's own verdict on a text, for functions that take `score`.
     """
 
@@ -173,21 +182,21 @@ class Caller:
         await asyncio.gather(*(one(index) for index in range(len(requests))))
 
     def guard(self, call: Callable[[], Score | Failed]) -> Score | Failed:
-        """What a call gives, or that it failed."""
+        """Return the result of a call, or its failure."""
         try:
             return call()
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit included
             return self.failed(error)
 
     def late(self) -> str:
-        """A call took too long, in words."""
+        """Return the reason of a call that took too long."""
         return f"{self.function.target} did not return within reward.timeout_s = {self.timeout_s or 0:g} s"
 
     def failed(self, error: BaseException) -> Failed:
-        """A call raised."""
+        """Return the failure of a call that raised."""
         if isinstance(error, RelaxError):
             return Failed(str(error))
-        if isinstance(error, UnreadGold):
+        if isinstance(error, UnreadableAnswer):
             return Failed(f"{self.function.target}: {error}", unreadable=True)
         return Failed(f"{self.function.target} raised {type(error).__name__}: {error} at {user_line(error)}")
 
@@ -208,19 +217,19 @@ class Caller:
 
 
 def _together(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What is offered to a group's function: lists of what is said of each completion, the item's own as it is."""
+    """Combine the information of a group: lists of what differs among its completions, the item's own as it is."""
     return {
         name: [info.get(name) for info in infos] if name in PER_COMPLETION else value
         for name, value in infos[0].items()
     }
 
 
-class Stuck(DeadlineExceeded):
+class CallStuck(DeadlineExceeded):
     """A call did not return in time and holds its thread."""
 
 
-class Worker:
-    """One daemon thread that runs calls in order. Unlike an executor's, a call that never returns does not keep the
+class CallThread:
+    """A daemon thread that runs calls in order. Unlike in an executor, a call that never returns does not keep the
     process from ending."""
 
     def __init__(self) -> None:
@@ -231,11 +240,11 @@ class Worker:
         while (call := self._calls.get()) is not None:
             call()
 
-    async def do(self, function: Callable[[], T], timeout_s: float) -> T:
+    async def call(self, function: Callable[[], T], timeout_s: float) -> T:
         """Run the function in the thread and wait for it; what it raises is raised here.
 
         Raises:
-            Stuck: it did not return within timeout_s; the thread is lost.
+            CallStuck: it did not return within timeout_s; the thread is lost.
         """
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
@@ -244,7 +253,7 @@ class Worker:
             if not outcome.done():
                 outcome.set_result((value, error))
 
-        def call() -> None:
+        def run() -> None:
             value, caught = None, None
             try:
                 value = function()
@@ -256,12 +265,12 @@ class Worker:
                 # The loop was closed while the call ran late: no one waits for it any more.
                 return
 
-        self._calls.put(call)
+        self._calls.put(run)
         try:
             async with asyncio.timeout(timeout_s):
                 value, error = await outcome
         except TimeoutError:
-            raise Stuck("a call of user code", why=f"it did not return within {timeout_s:g} s") from None
+            raise CallStuck("a call of user code", why=f"it did not return within {timeout_s:g} s") from None
         if error is not None:
             raise error
         return value  # type: ignore[return-value]
@@ -271,25 +280,24 @@ class Worker:
         self._calls.put(None)
 
 
-class Scorer:
+class ThreadScorer:
     """Scores completions with a reward function in a thread of this process, each call within `timeout_s`.
 
-    A call that does not return is given up: its request is `Failed(stuck=True)`, and the rest goes on in a new
-    thread. The old thread cannot be ended, so this is for functions that are known, and for debugging.
+    A call that does not return is abandoned: its request is `Failed(stuck=True)`, and the rest continues in a new
+    thread. The old thread cannot be ended, so this is for our own functions, and for debugging.
 
     Args:
-        caller: of the function.
-        groups: it scores whole groups.
+        groups: the function scores whole groups.
     """
 
     def __init__(self, caller: Caller, timeout_s: float, *, groups: bool = False) -> None:
         self.caller, self.groups, self._timeout_s = caller, groups, timeout_s
-        self._worker = Worker()
+        self._thread = CallThread()
 
     async def score(
         self, requests: Sequence[Request], after_each: Callable[[], None] = lambda: None
     ) -> list[Score | Failed]:
-        """Scores in order; `after_each` is called for each one that is there."""
+        """Return scores in order; `after_each` is called for each result as it comes."""
         results: list[Score | Failed] = []
         for chunk in chunks(self.caller.function.is_async, requests, groups=self.groups):
             for result in await self._score(chunk):
@@ -303,26 +311,25 @@ class Scorer:
             return await self._in_thread(lambda: caller.group(chunk), len(chunk), self._timeout_s)
         if not caller.function.is_async:
             return await self._in_thread(lambda: [caller.one(chunk[0])], 1, self._timeout_s)
-        # A call that blocks its loop is seen when that loop cannot even keep its own deadlines.
+        # A call that blocks its event loop also blocks the loop's own deadlines; the grace period detects that.
         return await self._in_thread(lambda: run_together(caller, chunk), len(chunk), self._timeout_s + GRACE_S)
 
     async def _in_thread(
         self, call: Callable[[], list[Score | Failed]], size: int, timeout_s: float
     ) -> list[Score | Failed]:
         try:
-            return await self._worker.do(call, timeout_s)
-        except Stuck:
-            self._worker = Worker()
+            return await self._thread.call(call, timeout_s)
+        except CallStuck:
+            self._thread = CallThread()
             return [Failed(self.caller.late(), stuck=True, excess=True)] * size
 
     async def close(self) -> None:
         """End the thread once it is idle."""
-        self._worker.close()
+        self._thread.close()
 
 
 def chunks(is_async: bool, requests: Sequence[Request], *, groups: bool) -> list[list[Request]]:
-    """Requests that are scored by one call or side by side, in order: one by one, CONCURRENT_CALLS of an async
-    function, or those next to each other that are of one group."""
+    """Split requests, in order, into those of one call: single ones, CONCURRENT_CALLS of an async function, groups."""
     if groups:
         return [list(members) for _, members in itertools.groupby(requests, key=lambda request: request.group)]
     size = CONCURRENT_CALLS if is_async else 1
@@ -334,7 +341,7 @@ def run_together(
     requests: Sequence[Request],
     done: Callable[[int, Score | Failed], None] = lambda index, result: None,
 ) -> list[Score | Failed]:
-    """Calls of an async function, on an event loop of their own."""
+    """Call an async function for all requests, on an event loop of their own."""
     results: list[Score | Failed | None] = [None] * len(requests)
 
     def told(index: int, result: Score | Failed) -> None:

@@ -98,7 +98,7 @@ def kill_a_reward_worker(run: TinyRun) -> None:
     (job / "trap").touch()
     run.until("a reward that is being computed", (job / "trapped").exists)
     below = procfs.descendants(run.pid("env/0"))
-    (worker,) = (pid for pid in below if b"rewards.workers.serve" in command(pid))
+    (worker,) = (pid for pid in below if b"rewards.worker" in command(pid))
     os.kill(worker, signal.SIGKILL)
 
 

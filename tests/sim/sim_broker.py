@@ -89,7 +89,7 @@ class SimBroker:
         self._empty.clear()
         rate, self.crash_rate = self.crash_rate, 0.0
         self.apply(ev.Configure(self._policy, self._limits))
-        self.apply(ev.Open(f"run-{self.run_id}"))
+        self.apply(ev.OpenRun(f"run-{self.run_id}"))
         self.crash_rate = rate
         ledger.restart_deadlines(self.now())
         life = self.life
@@ -211,7 +211,7 @@ class SimBroker:
         self._writing = ""
         if self.ledger is ledger:
             with suppress(Crashed):
-                self.apply(ev.Spilled(copies))
+                self.apply(ev.MoveBlocks(copies))
 
 
 def _is_whole(record: bytes) -> bool:

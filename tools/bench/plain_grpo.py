@@ -27,8 +27,8 @@ from relax_rt.roles.evaluation.scoring import evaluate
 from relax_rt.roles.models.forward import cache_keyword
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
-from relax_rt.roles.rewards.loader import load_reward
-from relax_rt.roles.rewards.scoring import Caller, Failed, Request, Scorer
+from relax_rt.roles.rewards.library.functions import load_reward
+from relax_rt.roles.rewards.scoring import Caller, Failed, Request, ThreadScorer
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.training.algorithms.advantages import group_advantages
 from relax_rt.roles.training.algorithms.learning_rate import learning_rate
@@ -83,7 +83,7 @@ class Plain:
             fused=True,
         )
         function = load_reward(str(config.reward.function), Path(config.config_dir))
-        self.scorer = Scorer(Caller(function, config.reward.timeout_s), config.reward.timeout_s)
+        self.scorer = ThreadScorer(Caller(function, config.reward.timeout_s), config.reward.timeout_s)
         self.stops = torch.tensor(sorted(self.tokenizer.stop_ids))
 
     @torch.no_grad()

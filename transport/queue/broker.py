@@ -28,22 +28,22 @@ from relax_rt.transport.queue.ledger.events import Entry
 from relax_rt.transport.queue.ledger.machine import Answer, Ledger, load_samplers
 from relax_rt.transport.queue.ledger.messages import (
     Admission,
-    Advice,
-    Batch,
-    Chosen,
     Failure,
-    Mark,
-    Marked,
+    GroupsPut,
+    ItemsAssigned,
+    LeaseGrant,
+    LeaseRequest,
     Membership,
-    Offered,
+    PartialChunk,
     ProgressReport,
     Put,
     QueueStats,
     SampleKey,
-    Want,
+    SavedPartials,
+    StepReply,
 )
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
-from relax_rt.transport.queue.ledger.state import Home
+from relax_rt.transport.queue.ledger.state import ClientProcess
 from relax_rt.transport.queue.samplers.loading import load_sampler
 from relax_rt.transport.queue.statistics import States, broker_statistics
 from relax_rt.transport.rpc import rpc
@@ -57,7 +57,7 @@ FAR_SILENT_S = 600.0
 """A process on another node, whose death nobody sees, is taken for dead when it was not heard of for so long."""
 _OTHER_VERSION = "was it written by another version of relax-rt?"
 
-T = TypeVar("T", Admission, Offered, Batch)
+T = TypeVar("T", Admission, GroupsPut, LeaseGrant)
 A = TypeVar("A")
 Notify = Callable[[str, dict[str, Any]], None]
 
@@ -128,7 +128,7 @@ class Broker:
         self._states = States()
         self._rearm = asyncio.Event()
         self._tight = asyncio.Event()
-        self._empty: dict[tuple[Incarnation, int], Admission | Offered | Batch] = {}
+        self._empty: dict[tuple[Incarnation, int], Admission | GroupsPut | LeaseGrant] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] | None = None
         self._sweep_wanted = True
@@ -168,7 +168,7 @@ class Broker:
         # Fail on a sampler that cannot be loaded before anything changes.
         load_samplers(self._policy, load_sampler)
         self._apply(ev.Configure(self._policy, self._limits))
-        self._apply(ev.Open(self._run_id, self._node, self._payloads))
+        self._apply(ev.OpenRun(self._run_id, self._node, self._payloads))
         # Every broker journals something before it spills, so no two of them have the same number.
         self._disk = Disk(self.shm_dir, self.spill_dir, self._ledger.n)
         self._ledger.restart_deadlines(self._clock())
@@ -270,7 +270,12 @@ class Broker:
             self._tight.set()
 
     async def _wait_for(
-        self, event: ev.Admit | ev.Offer | ev.Take, topic: str, seq: int, wait_s: float, kind: type[T]
+        self,
+        event: ev.Admit | ev.PutGroups | ev.RequestLease,
+        topic: str,
+        seq: int,
+        wait_s: float,
+        kind: type[T],
     ) -> T:
         """Try until there is something to answer with, at most wait_s; then answer with the reason."""
         who = self._identify()
@@ -313,12 +318,12 @@ class Broker:
         fields, lease_s, max_bytes = self._policy.fields, self._limits.lease_s, self._limits.max_sample_bytes
         return Membership(who, self._run_id, shm_dir, spill_dir, self._node, lease_s, fields, max_bytes)
 
-    async def arrive(self, node: str, payloads: str) -> None:
+    async def register(self, node: str, payloads: str) -> None:
         """See QueueApi."""
         if not self._node:
             self._apply(ev.Join(node, payloads, issued=True), self._identify())
 
-    def _know(self, home: Home) -> None:
+    def _know(self, home: ClientProcess) -> None:
         """Notice the end of a process that joined. Where a supervisor tells of ends, silence is none."""
         if home.node == self._node:
             self._watch.add(home.who, home.pid, home.started)
@@ -330,37 +335,37 @@ class Broker:
         if self._failed is None or self._failed.done():
             return
         if self._ledger.concerned(who):
-            self._apply(ev.Gone(who, reason))
+            self._apply(ev.ProcessExited(who, reason))
         self._sweep_wanted = True
 
-    async def offer(self, seq: int, puts: list[Put], groups: list[int], wait_s: float) -> Offered:
+    async def put_groups(self, seq: int, puts: list[Put], groups: list[int], wait_s: float) -> GroupsPut:
         """See QueueApi."""
-        return await self._wait_for(ev.Offer(puts, groups), ROOM, seq, wait_s, Offered)
+        return await self._wait_for(ev.PutGroups(puts, groups), ROOM, seq, wait_s, GroupsPut)
 
     async def admit(self, seq: int, engine_version: int, groups: int, wait_s: float) -> Admission:
         """See QueueApi."""
         return await self._wait_for(ev.Admit(engine_version, groups), ROOM, seq, wait_s, Admission)
 
-    async def put(self, seq: int, puts: list[Put], short_bytes: int = 0) -> list[Extent]:
+    async def put_samples(self, seq: int, puts: list[Put], short_bytes: int = 0) -> list[Extent]:
         """See QueueApi."""
         if short_bytes and self._limits.spill_bytes:
             self._short[owner_key(self._identify())] = short_bytes
             self._tight.set()
-        return self._extents(ev.PutColumns(puts), seq)
+        return self._extents(ev.PutSamples(puts), seq)
 
-    async def mark(self, seq: int, marks: list[Mark]) -> Marked:
+    async def save_partials(self, seq: int, marks: list[PartialChunk]) -> SavedPartials:
         """See QueueApi."""
         who = self._identify()
-        return _expected(Marked, self._apply(ev.MarkTokens(marks), who, seq), who, seq)
+        return _expected(SavedPartials, self._apply(ev.SavePartials(marks), who, seq), who, seq)
 
-    async def partials(self, keys: list[SampleKey]) -> list[Mark]:
+    async def load_partials(self, keys: list[SampleKey]) -> list[PartialChunk]:
         """See QueueApi."""
         self._check_alive()
         who = self._identify()
         self._ledger.knows(who)
         return held_partials(self._ledger.core, who, keys)
 
-    async def give_back(
+    async def release_groups(
         self,
         seq: int,
         groups: list[int],
@@ -372,11 +377,11 @@ class Broker:
         about: str = "",
     ) -> None:
         """See QueueApi."""
-        self._apply(ev.GiveBack(groups, reason, failed, losses, late, item, about), self._identify(), seq)
+        self._apply(ev.ReleaseGroups(groups, reason, failed, losses, late, item, about), self._identify(), seq)
 
-    async def skip(self, seq: int, groups: list[int]) -> None:
+    async def skip_groups(self, seq: int, groups: list[int]) -> None:
         """See QueueApi."""
-        self._apply(ev.Skip(groups), self._identify(), seq)
+        self._apply(ev.SkipGroups(groups), self._identify(), seq)
 
     async def progress(self) -> ProgressReport:
         """See QueueApi."""
@@ -396,7 +401,7 @@ class Broker:
 
     async def reinstate(self, items: list[str]) -> None:
         """See QueueApi."""
-        self._apply(ev.Reinstate(items))
+        self._apply(ev.ReinstateItems(items))
 
     async def renew(self, groups: list[int], leases: list[int]) -> list[int]:
         """See QueueApi. Not journaled: after a restart all leases run at full length."""
@@ -407,15 +412,15 @@ class Broker:
             self._far[who] = self._clock()
         return self._ledger.renew(who, [*groups, *leases], self._clock())
 
-    async def take(self, seq: int, task: str, want: Want, wait_s: float) -> Batch:
+    async def lease(self, seq: int, task: str, want: LeaseRequest, wait_s: float) -> LeaseGrant:
         """See QueueApi."""
-        return await self._wait_for(ev.Take(task, want), task, seq, wait_s, Batch)
+        return await self._wait_for(ev.RequestLease(task, want), task, seq, wait_s, LeaseGrant)
 
     async def complete(
-        self, seq: int, task: str, lease: int, puts: list[Put], failures: list[Failure], pinned: bool
+        self, seq: int, lease: int, puts: list[Put], failures: list[Failure], pinned: bool
     ) -> list[Extent]:
         """See QueueApi."""
-        return self._extents(ev.Complete(task, lease, puts, failures, pinned), seq)
+        return self._extents(ev.CompleteLease(lease, puts, failures, pinned), seq)
 
     async def unpin(self, seq: int, leases: list[int]) -> list[Extent]:
         """See QueueApi."""
@@ -425,29 +430,31 @@ class Broker:
         who = self._identify()
         return _expected(list, self._apply(event, who, seq), who, seq)
 
-    async def abandon(self, seq: int, lease: int, reason: str, pinned: bool = False) -> None:
+    async def release(self, seq: int, lease: int, reason: str, pinned: bool = False) -> None:
         """See QueueApi."""
-        self._apply(ev.Abandon(lease, reason, pinned), self._identify(), seq)
+        self._apply(ev.ReleaseLease(lease, reason, pinned), self._identify(), seq)
 
-    async def trained(
+    async def complete_step(
         self, seq: int, leases: list[int], step: int, weights: VersionRecord, skipped: bool, pinned: list[int]
-    ) -> Advice:
+    ) -> StepReply:
         """See QueueApi."""
         who = self._identify()
-        return _expected(Advice, self._apply(ev.Trained(leases, step, weights, skipped, pinned), who, seq), who, seq)
+        return _expected(
+            StepReply, self._apply(ev.CompleteStep(leases, step, weights, skipped, pinned), who, seq), who, seq
+        )
 
-    async def filtered(self, seq: int, lease: int, groups: list[int], reason: str, pinned: bool) -> None:
+    async def filter_groups(self, seq: int, lease: int, groups: list[int], reason: str, pinned: bool) -> None:
         """See QueueApi."""
-        self._apply(ev.Filtered(lease, groups, reason, pinned), self._identify(), seq)
+        self._apply(ev.FilterGroups(lease, groups, reason, pinned), self._identify(), seq)
 
-    async def ask(self, seq: int, groups: int) -> None:
+    async def request_surplus(self, seq: int, groups: int) -> None:
         """See QueueApi."""
-        self._apply(ev.Ask(groups), self._identify(), seq)
+        self._apply(ev.RequestSurplus(groups), self._identify(), seq)
 
-    async def choose(self, seq: int, items: dict[int, int]) -> Chosen:
+    async def assign_items(self, seq: int, items: dict[int, int]) -> ItemsAssigned:
         """See QueueApi."""
         who = self._identify()
-        return _expected(Chosen, self._apply(ev.Choose(items), who, seq), who, seq)
+        return _expected(ItemsAssigned, self._apply(ev.AssignItems(items), who, seq), who, seq)
 
     async def flush(self) -> None:
         """See QueueApi."""
@@ -459,18 +466,18 @@ class Broker:
             self._fail(error)
             raise Unreachable("the queue's broker", why=str(error)) from error
 
-    async def committed(self, seq: int, step: int, checkpoint: str) -> None:
+    async def commit(self, seq: int, step: int, checkpoint: str) -> None:
         """See QueueApi."""
-        self._apply(ev.Committed(step, checkpoint), self._identify(), seq)
+        self._apply(ev.Commit(step, checkpoint), self._identify(), seq)
         self._sweep_wanted = True
 
     async def rollback(self, seq: int, step: int, weights: VersionRecord) -> None:
         """See QueueApi."""
         self._apply(ev.Rollback(step, weights), self._identify(), seq)
 
-    async def gone(self, seq: int, who: Incarnation, reason: str) -> None:
+    async def process_exited(self, seq: int, who: Incarnation, reason: str) -> None:
         """See QueueApi."""
-        self._apply(ev.Gone(who, reason), self._identify(), seq)
+        self._apply(ev.ProcessExited(who, reason), self._identify(), seq)
         self._watch.remove(who)
         self._far.pop(who, None)
         self._sweep_wanted = True
@@ -584,7 +591,7 @@ class Broker:
                     self._notify("queue_spill_failed", {"error": str(error), "n": self._ledger.n})
                     await asyncio.sleep(_SPILL_RETRY_S)
                     continue
-                self._apply(ev.Spilled(copied))
+                self._apply(ev.MoveBlocks(copied))
                 self._disk.written()
                 self._sweep_wanted = True
                 for id_, why in unread.items():

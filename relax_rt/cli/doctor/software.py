@@ -28,8 +28,8 @@ EXTRAS = {
     "megatron-core": "Megatron-Core trainers; pip install relax-rt[megatron]",
     "cupy": "broadcast of weights between GPUs; pip install relax-rt[gpu]",
 }
-BOXES = "relax_rt.roles.rewards.box.run"
-REWARDS = "relax_rt.roles.rewards.checks"
+SANDBOX = "relax_rt.process.sandbox"
+REWARDS = "relax_rt.roles.agentic.rewards"
 DISTRIBUTIONS = {"cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy")}
 
 
@@ -64,25 +64,25 @@ def check_software(gpus: list[Gpu], version: Callable[[str], str | None] | None 
     return found
 
 
-def check_boxes(config: object = None) -> list[Finding]:
-    """What rewards that run programs can have those closed in by here, by trying with what runs them.
+def check_sandboxes(config: object = None) -> list[Finding]:
+    """Check how rewards can isolate the programs they run, by trying their commands.
 
     Args:
         config: of a run whose rewards run programs: their commands are tried. None: this interpreter is tried.
     """
     # Imported by name: the command line does not depend on roles.
-    boxes = importlib.import_module(BOXES)
-    named = importlib.import_module(REWARDS).box_commands(config) if hasattr(config, "reward") else []
-    return [asyncio.run(_check_box(boxes, command)) for command in named or [[]]]
+    sandbox = importlib.import_module(SANDBOX)
+    named = importlib.import_module(REWARDS).reward_commands(config) if hasattr(config, "reward") else []
+    return [asyncio.run(_check_sandbox(sandbox, command)) for command in named or [[]]]
 
 
-async def _check_box(boxes: Any, command: list[str]) -> Finding:
+async def _check_sandbox(sandbox: Any, command: list[str]) -> Finding:
     name = f"sandbox of {command[0]}" if command else "sandbox"
     try:
-        mode = await boxes.probe(command)
-    except boxes.BoxFailed as error:
+        mode = await sandbox.probe(command)
+    except sandbox.SandboxFailed as error:
         return judged("software", name, f"no program can be run: {error.why}", warn=error.hint)
-    return judged("software", name, str(mode), warn="" if mode.level == "namespaces" else boxes.advice())
+    return judged("software", name, str(mode), warn="" if mode.level == "namespaces" else sandbox.advice())
 
 
 def check_gpus() -> tuple[list[Finding], list[Gpu]]:

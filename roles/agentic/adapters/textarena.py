@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+from relax_rt.roles.agentic.errors import refuse_unknown_option
 from relax_rt.roles.agentic.interface import Message, Observation, Reply, Step, Task
-from relax_rt.roles.agentic.loading import refuse_unknown
 from relax_rt.transport.rpc.errors import RelaxError
 
 OWN = ("system", "brackets", "players")
@@ -112,7 +112,7 @@ def factory(name: str, options: dict[str, Any]) -> Callable[[], Game]:
         hint = f"did you mean {close[0]!r}?" if close else f"there are {len(names)}, as GuessTheNumber-v0"
         raise RelaxError(f"roles.env.environment = {target!r}", why="textarena has no such game", hint=hint)
     for option in options:
-        refuse_unknown(target, option, _parameters(ENV_REGISTRY[raw].entry_point))
+        refuse_unknown_option(target, option, _parameters(ENV_REGISTRY[raw].entry_point))
 
     def make() -> Any:
         return textarena.make(raw, **options)

@@ -341,6 +341,11 @@ class TokenLedger:
         return Episode(branches, msgspec.structs.replace(self._counts), pictures, self.replies)
 
 
+def budget_exhausted(error: Refused) -> bool:
+    """Return whether a ledger refused a call because it has no tokens or branches left."""
+    return "or raise max_" in (error.hint or "")
+
+
 def _as_sampled(messages: Sequence[Message], keys: Sequence[Key], place: Place) -> Sequence[Message]:
     """A conversation with the replies that it goes on from in the words that were sampled, where callers were told
     less."""

@@ -1,4 +1,4 @@
-"""The genrm role: an engine that generates for whoever asks, and nothing of its own."""
+"""The genrm role: engines that generate the answers of a generative judge (roles/rewards/judge.py)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ IDLE = "questions of reward workers"
 
 
 def genrm_settings(config: RunConfig) -> GenrmSettings:
-    """The table of [roles.genrm], which lies there plainly in the processes of a run."""
+    """Return the table [roles.genrm]."""
     return role_settings(config, "genrm", GenrmSettings)
 
 
 def judge_folder(config: RunConfig, config_dir: Path) -> Path:
-    """The folder of the judge's model; a package is converted here.
+    """Return the folder of the judge's model; a package is converted here.
 
     Raises:
         RelaxError: there is none.
@@ -43,8 +43,8 @@ def judge_folder(config: RunConfig, config_dir: Path) -> Path:
 
 
 class GenrmRole(RLRole[GenrmSettings]):
-    """Its slots are a pool behind the reward workers' routers: when one dies, what it had begun goes on in another,
-    with its tokens, or waits for its successor. Its weights are its own unless `follow` is set."""
+    """Its slots are a pool behind the reward role's router: when one dies, its unfinished answers continue in another,
+    tokens kept, or wait for its successor. Its weights are its own unless `follow` is set."""
 
     kind: ClassVar[str] = "genrm"
     tier: ClassVar[int] = 40
@@ -76,7 +76,7 @@ class GenrmRole(RLRole[GenrmSettings]):
         self.failure = EngineFailure()
         self.follower = WeightFollower(self.ctx, self.engine)
         self.generation = serve_generation(self.ctx, self.engine)
-        await self.engine.start(self._arrive, self.failure)
+        await self.engine.start(self._on_chunks, self.failure)
 
     def _load(self) -> None:
         from relax_rt.roles.rollout.engines import make_engine
@@ -99,7 +99,7 @@ class GenrmRole(RLRole[GenrmSettings]):
                 task.cancel()
             await asyncio.gather(stop, *jobs, return_exceptions=True)
 
-    def _arrive(self, chunks: list[Chunk]) -> None:
+    def _on_chunks(self, chunks: list[Chunk]) -> None:
         self.generation.take_chunks(chunks)
 
     async def _follow(self) -> None:
@@ -115,15 +115,15 @@ class GenrmRole(RLRole[GenrmSettings]):
         while True:
             load, now = self.engine.load(), time.monotonic()
             tokens, then = self._measured
-            # Idle without a question; else tokens are its progress.
+            # Without a question it is idle; otherwise tokens are its progress.
             self.ctx.progress.waiting("" if load.running or load.waiting else IDLE)
             self.ctx.progress.advance(load.tokens_generated - tokens, f"{load.running} verdicts")
             if load.tokens_generated > tokens:
-                self._tell(load.tokens_generated, (load.tokens_generated - tokens) / (now - then))
+                self._record(load.tokens_generated, (load.tokens_generated - tokens) / (now - then))
             self._measured = (load.tokens_generated, now)
             await asyncio.sleep(REPORT_EVERY_S)
 
-    def _tell(self, tokens: int, tokens_per_s: float) -> None:
+    def _record(self, tokens: int, tokens_per_s: float) -> None:
         if not self._worked:
             self._worked = True
             self.ctx.event("first_work", what=f"{tokens} tokens of verdicts")

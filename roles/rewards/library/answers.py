@@ -8,12 +8,46 @@ from unicodedata import normalize
 
 from relax_rt.config.schema import Table
 from relax_rt.roles.data.items import answer_text
-from relax_rt.roles.evaluation.scoring import squeeze
-from relax_rt.roles.rewards import builtin
-from relax_rt.roles.rewards.loader import UnreadGold
-from relax_rt.roles.rewards.registry import reward
+from relax_rt.roles.rewards.library.functions import UnreadableAnswer, reward
+from relax_rt.roles.rewards.library.text import bare_integer, last_integer, squeeze
 
 Function = Callable[..., Any]
+FORMAT, RIGHT = 0.3, 0.7
+"""Parts of the reward `integer`."""
+
+
+def _integer_answer(answer: Any) -> int:
+    value = bare_integer(answer_text(answer))
+    if value is None:
+        raise UnreadableAnswer(answer, "it is not an integer")
+    return value
+
+
+def integer(completion: str, answer: Any, finish_reason: str = "stop") -> dict[str, float]:
+    """0.3 for a completion that is an integer and nothing else and ended by itself, 0.7 more if it is the answer."""
+    right, value = _integer_answer(answer), bare_integer(completion)
+    formatted = value is not None and finish_reason == "stop"
+    return {"format": FORMAT * formatted, "right": RIGHT * (formatted and value == right)}
+
+
+def lenient_integer(completion: str, answer: Any) -> float:
+    """1 if the last number anywhere in the completion is the answer, an integer."""
+    return float(last_integer(completion) == _integer_answer(answer))
+
+
+def exact(completion: str, answer: Any) -> float:
+    """1 if the completion is the answer, white space aside."""
+    return float(squeeze(completion) == squeeze(answer_text(answer)))
+
+
+def verifier(completion: str, answer: str, score: Callable[[str], float]) -> float:
+    """The reasoning-gym task's own verdict, 0 to 1."""
+    return score(completion.strip())
+
+
+def judged(completion: str, answer: str, verdict: float) -> dict[str, float]:
+    """The verdict of the generative judge, 0 to 1: what `reward.function = "genrm"` means."""
+    return {"verdict": verdict}
 
 
 class ExactOptions(Table):
@@ -24,13 +58,13 @@ class ExactOptions(Table):
 
 @reward("exact", options=ExactOptions, gold=answer_text)
 def _exact(options: ExactOptions) -> Function:
-    def exact(completion: str, answer: Any) -> float:
+    def score(completion: str, answer: Any) -> float:
         said, right = squeeze(normalize("NFC", completion)), squeeze(normalize("NFC", answer_text(answer)))
         if not right:
-            raise UnreadGold(answer, "it is empty")
+            raise UnreadableAnswer(answer, "it is empty")
         return float(said.casefold() == right.casefold() if options.ignore_case else said == right)
 
-    return exact
+    return score
 
 
 class IntegerOptions(Table):
@@ -39,7 +73,7 @@ class IntegerOptions(Table):
 
 @reward("integer", options=IntegerOptions, gold=answer_text)
 def _integer(options: IntegerOptions) -> Function:
-    return builtin.integer
+    return integer
 
 
 class LenientIntegerOptions(Table):
@@ -48,16 +82,16 @@ class LenientIntegerOptions(Table):
 
 @reward("lenient_integer", options=LenientIntegerOptions, gold=answer_text)
 def _lenient_integer(options: LenientIntegerOptions) -> Function:
-    return builtin.lenient_integer
+    return lenient_integer
 
 
 class VerifierOptions(Table):
     """The own verdict of the reasoning-gym task in data.task, 0 to 1."""
 
 
-@reward("verifier", options=VerifierOptions, place="worker")
+@reward("verifier", options=VerifierOptions, runs_in="worker")
 def _verifier(options: VerifierOptions) -> Function:
-    return builtin.verifier
+    return verifier
 
 
 class GenrmOptions(Table):
@@ -66,4 +100,4 @@ class GenrmOptions(Table):
 
 @reward("genrm", options=GenrmOptions)
 def _genrm(options: GenrmOptions) -> Function:
-    return builtin.judged
+    return judged

@@ -12,10 +12,9 @@ from pydantic import Field
 from relax_rt.config.schema import Table
 from relax_rt.roles.data.items import answer_text
 from relax_rt.roles.rewards.library.final_answer import boxes
+from relax_rt.roles.rewards.library.functions import UnreadableAnswer, reward
 from relax_rt.roles.rewards.library.math_reading import NotRead
 from relax_rt.roles.rewards.library.text import listed
-from relax_rt.roles.rewards.loader import UnreadGold
-from relax_rt.roles.rewards.registry import reward
 
 LONGEST = 100_000
 """Characters of a completion that are looked at, from its end."""
@@ -53,7 +52,7 @@ def _choice(options: ChoiceOptions) -> Callable[..., Any]:
         try:
             right = reader.gold(listed(answer))
         except NotRead as error:
-            raise UnreadGold(answer, str(error)) from None
+            raise UnreadableAnswer(answer, str(error)) from None
         text = completion[-LONGEST:]
         return float((reader.whole(text) if options.bare else reader.committed(text)) == right)
 

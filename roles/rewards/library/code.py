@@ -14,16 +14,16 @@ import msgspec
 from pydantic import Field
 
 from relax_rt.config.schema import Seconds, Table
-from relax_rt.roles.rewards.box.run import Box, Level, Limits, Ran, closed_in
+from relax_rt.process.sandbox import Level, Sandbox, SandboxLimits, SandboxResult, require_level
 from relax_rt.roles.rewards.library.forms import unfenced
-from relax_rt.roles.rewards.registry import reward
+from relax_rt.roles.rewards.library.functions import reward
 
 Function = Callable[..., Awaitable[float]]
 LONGEST = 1 << 20
 """Characters of a program."""
 
 
-class BoxOptions(Table):
+class SandboxOptions(Table):
     """What a program may take, with all that it starts."""
 
     tests: str = "tests"
@@ -50,20 +50,20 @@ class BoxOptions(Table):
     files, the network and the processes that the role sees."""
 
 
-class CodeOptions(BoxOptions):
+class CodeOptions(SandboxOptions):
     """The program in the completion (its last fenced block, else all of it) prints what it should for each input of
     metadata.tests: [{ input = "…", output = "…" }], or { inputs = […], outputs = […] }."""
 
 
-class UnitTestOptions(BoxOptions):
+class UnitTestOptions(SandboxOptions):
     """The functions in the completion (its last fenced block, else all of it) pass the item's tests: Python text, or an
     array of those, each run apart. With metadata.entry_point, `check(entry_point)` is called behind them, as in
     HumanEval."""
 
 
-def box_of(options: BoxOptions) -> Limits:
+def sandbox_limits(options: SandboxOptions) -> SandboxLimits:
     """The limits that options give."""
-    return Limits(
+    return SandboxLimits(
         wall_s=options.timeout_s,
         cpu_s=max(1, round(options.timeout_s)),
         memory_mib=options.memory_mib,
@@ -76,23 +76,23 @@ def box_of(options: BoxOptions) -> Limits:
 class Runner:
     """Runs programs in boxes, as many at a time as there are cores."""
 
-    def __init__(self, options: BoxOptions) -> None:
-        self._limits, self._options = box_of(options), options
+    def __init__(self, options: SandboxOptions) -> None:
+        self._limits, self._options = sandbox_limits(options), options
         self._room = asyncio.Semaphore(max(1, len(os.sched_getaffinity(0))))
 
-    async def run(self, name: str, text: str, stdin: str) -> Ran:
-        """Run a program's text, in a file of this name; see Box.run.
+    async def run(self, name: str, text: str, stdin: str) -> SandboxResult:
+        """Run a program's text, in a file of this name; see Sandbox.run.
 
         Raises:
-            BoxFailed: also where it could not be closed in as `box` asks.
+            SandboxFailed: also where it could not be isolated as `box` asks.
         """
         argv = [*(self._options.command or [sys.executable, "-I", "-B"]), name]
         async with self._room:
-            box = Box(self._limits, await closed_in(self._options.box, self._options.command))
+            box = Sandbox(self._limits, await require_level(self._options.box, self._options.command))
             return await box.run(argv, {name: text}, stdin)
 
 
-def share(passed: list[bool], options: BoxOptions) -> float:
+def share(passed: list[bool], options: SandboxOptions) -> float:
     """The reward for tests that passed or not."""
     return sum(passed) / len(passed) if options.partial else float(all(passed))
 
@@ -150,7 +150,7 @@ def _code(options: CodeOptions) -> Function:
     return code
 
 
-def _tests(metadata: Mapping[str, Any], options: BoxOptions) -> Any:
+def _tests(metadata: Mapping[str, Any], options: SandboxOptions) -> Any:
     if options.tests not in metadata:
         known = ", ".join(sorted(metadata)) or "nothing"
         raise ValueError(f"the item's metadata has no '{options.tests}' to test with; it has {known}")

@@ -11,9 +11,8 @@ from pydantic import Field
 
 from relax_rt.config.schema import Table
 from relax_rt.roles.data.items import answer_text
-from relax_rt.roles.evaluation.scoring import squeeze
-from relax_rt.roles.rewards.loader import UnreadGold
-from relax_rt.roles.rewards.registry import reward
+from relax_rt.roles.rewards.library.functions import UnreadableAnswer, reward
+from relax_rt.roles.rewards.library.text import squeeze
 
 Function = Callable[..., Any]
 Wrong = list[tuple[str, str, str]]
@@ -48,14 +47,14 @@ def _regex_wrong(options: RegexOptions) -> Wrong:
 
 
 # Some patterns take for ever on some texts, and hold the interpreter meanwhile.
-@reward("regex", options=RegexOptions, place="worker", check=_regex_wrong)
+@reward("regex", options=RegexOptions, runs_in="worker", check=_regex_wrong)
 def _regex(options: RegexOptions) -> Function:
     pattern = _compile(options)
 
     def regex(completion: str, answer: Any) -> float:
         right = squeeze(answer_text(answer))
         if options.equals_answer and not right:
-            raise UnreadGold(answer, "it is empty")
+            raise UnreadableAnswer(answer, "it is empty")
         if options.whole:
             found = pattern.fullmatch(completion)
         else:

@@ -13,9 +13,8 @@ from pydantic import Field
 
 from relax_rt.config.schema import Table
 from relax_rt.roles.rewards.library.final_answer import boxed, candidates
+from relax_rt.roles.rewards.library.functions import UnreadableAnswer, reward
 from relax_rt.roles.rewards.library.math_reading import NotRead, Reading, gold_text, read, word_key
-from relax_rt.roles.rewards.loader import UnreadGold
-from relax_rt.roles.rewards.registry import reward
 
 LONGEST = 20_000
 """Characters of a completion that are read, from its end: that is where the answer stands."""
@@ -78,7 +77,7 @@ def _in_a_box(answer: Any) -> str:
 
 # sympy may not terminate. Too large numbers are refused before they are computed, a deadline ends long computations in
 # Python, and killing the worker ends long computations in C.
-@reward("math", options=MathOptions, place="worker", check=_installed, gold=_in_a_box)
+@reward("math", options=MathOptions, runs_in="worker", check=_installed, gold=_in_a_box)
 def _math(options: MathOptions) -> Callable[..., Any]:
     import logging
 
@@ -91,7 +90,7 @@ def _math(options: MathOptions) -> Callable[..., Any]:
             with _deadline(COMPARE_S):
                 gold = _gold(answer)
         except _Late:
-            raise UnreadGold(answer, f"reading it takes longer than {COMPARE_S:g} s") from None
+            raise UnreadableAnswer(answer, f"reading it takes longer than {COMPARE_S:g} s") from None
         try:
             with _deadline(COMPARE_S):
                 said = final_answer(completion[-LONGEST:], only_boxed=options.boxed)
@@ -107,7 +106,7 @@ def _gold(answer: Any) -> tuple[str, Reading]:
         text = gold_text(answer)
         return text, read(text)
     except NotRead as error:
-        raise UnreadGold(answer, str(error)) from None
+        raise UnreadableAnswer(answer, str(error)) from None
 
 
 def final_answer(completion: str, *, only_boxed: bool = False) -> tuple[str, Reading | None] | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from relax_rt.config.schema import Seconds, Table
-from relax_rt.roles.rewards.registry import reward
+from relax_rt.roles.rewards.library.functions import reward
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:

@@ -62,7 +62,7 @@ def own_code(who: str, place: KeyPath, arguments: Sequence[Any]) -> Iterator[Non
         OwnPartFailed: it raised, or called sys.exit. What a lack of memory or the device makes it raise passes
             through: smaller micro-batches, or another start, may mend that.
     """
-    from relax_rt.roles.rewards.loader import user_line
+    from relax_rt.roles.base.user_code import user_line
 
     try:
         yield

@@ -18,7 +18,7 @@ from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.data.order import epoch_order
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.rollout.engines.settings import SamplingTable
-from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable, ColdStartTable
 from relax_rt.roles.training.checkpoints.cold_start import (
     KEEP,
     Mark,
@@ -30,7 +30,6 @@ from relax_rt.roles.training.checkpoints.cold_start import (
     write_reference,
 )
 from relax_rt.roles.training.sft.data import ColdData, ColdItem, Floats, load, samples_of
-from relax_rt.roles.training.sft.settings import ColdStartTable
 from relax_rt.transport.rpc.errors import Corrupt, GivenUp, Refused, RelaxError
 
 if TYPE_CHECKING:

@@ -13,14 +13,21 @@ from relax_rt.transport.queue.ledger import accounting, admission, consumption, 
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.consumption import lapse
 from relax_rt.transport.queue.ledger.core import ROOM, Core, Notice
-from relax_rt.transport.queue.ledger.messages import Admission, Advice, Batch, Chosen, Marked, Offered
+from relax_rt.transport.queue.ledger.messages import (
+    Admission,
+    GroupsPut,
+    ItemsAssigned,
+    LeaseGrant,
+    SavedPartials,
+    StepReply,
+)
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.queue.ledger.selection import Sampler, Samplers
-from relax_rt.transport.queue.ledger.state import Home, Kept, State
+from relax_rt.transport.queue.ledger.state import ClientProcess, Kept, State
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
-Answer = Admission | Offered | Batch | Advice | Marked | Chosen | list[Extent] | None
+Answer = Admission | GroupsPut | LeaseGrant | StepReply | SavedPartials | ItemsAssigned | list[Extent] | None
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -136,9 +143,9 @@ class Ledger:
                 if core.changed:
                     core.state.n = entry.n
                 return Outcome(answer, core.changed, event=event)
-            if isinstance(event, ev.Take):
+            if isinstance(event, ev.RequestLease):
                 answer, keys = consumption.take(core, who, event, self.samplers if event.keys is None else {})
-                event = ev.Take(event.task, event.want, keys)
+                event = ev.RequestLease(event.task, event.want, keys)
             else:
                 answer = self._called(who, event)
             if core.changed and entry.seq:
@@ -156,23 +163,23 @@ class Ledger:
             case ev.Configure(policy, limits):
                 configure(core, policy, limits)
                 self._samplers = None
-            case ev.Open():
+            case ev.OpenRun():
                 self._open(event)
-            case ev.Reinstate(items):
+            case ev.ReinstateItems(items):
                 failures.reinstate(core, items)
             case ev.ReportLosses(older_s):
                 failures.report_losses(core, older_s)
-            case ev.Spilled():
+            case ev.MoveBlocks():
                 return memory.spilled(core, event)
             case ev.Lapse(groups, leases):
                 self._lapse(groups, leases)
-            case ev.Gone(gone, _):
+            case ev.ProcessExited(gone, _):
                 self._gone(gone)
             case _:
                 raise Refused(f"event {type(event).__name__}", why="it needs a caller")
         return None
 
-    def _open(self, event: ev.Open) -> None:
+    def _open(self, event: ev.OpenRun) -> None:
         core, callers = self.core, self.core.state.callers
         if core.state.run_id not in ("", event.run_id):
             if core.state.limits.durable:
@@ -190,40 +197,40 @@ class Ledger:
     def _called(self, who: Incarnation, event: object) -> Answer:
         core = self.core
         match event:
-            case ev.PutColumns():
+            case ev.PutSamples():
                 return admission.put(core, who, event)
-            case ev.Offer():
+            case ev.PutGroups():
                 return admission.offer(core, who, event)
             case ev.Admit():
                 return admission.admit(core, who, event)
-            case ev.MarkTokens():
+            case ev.SavePartials():
                 return admission.mark(core, who, event)
-            case ev.Complete():
+            case ev.CompleteLease():
                 return consumption.complete(core, who, event)
-            case ev.Trained():
+            case ev.CompleteStep():
                 return steps.trained(core, who, event)
-            case ev.Choose():
+            case ev.AssignItems():
                 return steps.choose(core, who, event)
             case ev.Unpin(leases):
                 consumption.unpin(core, who, leases)
                 return self._collect(who)
             case ev.Join():
                 self._join(who, event)
-            case ev.GiveBack():
+            case ev.ReleaseGroups():
                 admission.give_back(core, who, event)
-            case ev.Skip():
+            case ev.SkipGroups():
                 admission.skip(core, who, event)
-            case ev.Abandon():
+            case ev.ReleaseLease():
                 consumption.abandon(core, who, event)
-            case ev.Filtered():
+            case ev.FilterGroups():
                 steps.filtered(core, who, event)
-            case ev.Ask():
+            case ev.RequestSurplus():
                 steps.ask(core, who, event)
-            case ev.Committed():
+            case ev.Commit():
                 steps.committed(core, who, event)
             case ev.Rollback():
                 steps.rollback(core, who, event)
-            case ev.Gone(gone, _):
+            case ev.ProcessExited(gone, _):
                 self._gone(gone)
             case _:
                 raise Refused(f"event {type(event).__name__} of {who}", why="it is the broker's own")
@@ -236,21 +243,21 @@ class Ledger:
 
     def _keep(self, who: Incarnation, seq: int, answer: Answer) -> None:
         match answer:
-            case Batch(0):
+            case LeaseGrant(0):
                 return
             case Admission(tickets) if not tickets:
                 return
-            case Batch(lease):
+            case LeaseGrant(lease):
                 kept = Kept(lease=lease)
             case Admission():
                 kept = Kept(admission=answer)
-            case Offered():
+            case GroupsPut():
                 kept = Kept(offered=answer)
-            case Advice():
+            case StepReply():
                 kept = Kept(advice=answer)
-            case Marked():
+            case SavedPartials():
                 kept = Kept(marked=answer)
-            case Chosen():
+            case ItemsAssigned():
                 kept = Kept(chosen=answer)
             case list():
                 kept = Kept(freed=answer)
@@ -262,22 +269,22 @@ class Ledger:
         match event:
             case ev.Admit():
                 return kept.admission
-            case ev.Offer():
+            case ev.PutGroups():
                 return kept.offered
-            case ev.Trained():
+            case ev.CompleteStep():
                 return kept.advice
-            case ev.MarkTokens():
+            case ev.SavePartials():
                 return kept.marked
-            case ev.Choose():
+            case ev.AssignItems():
                 return kept.chosen
-            case ev.PutColumns() | ev.Complete() | ev.Unpin():
+            case ev.PutSamples() | ev.CompleteLease() | ev.Unpin():
                 return kept.freed
-            case ev.Take():
+            case ev.RequestLease():
                 lease = self.core.state.leases.get(kept.lease)
                 if lease is None:
                     # It lapsed before its answer arrived, and its memory is pinned until the caller gives it back.
-                    return Batch(kept.lease, [])
-                return consumption.batch_of(self.core, lease, who)
+                    return LeaseGrant(kept.lease, [])
+                return consumption.batch_of(self.core, lease)
             case _:
                 return None
 
@@ -296,7 +303,7 @@ class Ledger:
             # A fenced process that still reads is to be watched: its end releases what it reads.
             reading = {owner_key(reader) for reader in core.readers()}
             callers.forget_homes(reading.union(owner_of(slab) for slab in core.blocks.live))
-            callers.homes[owner_key(who)] = Home(who, event.node, event.payloads, event.pid, event.started)
+            callers.homes[owner_key(who)] = ClientProcess(who, event.node, event.payloads, event.pid, event.started)
         self._end_work(lambda other: other.slot == who.slot and other.epoch < who.epoch, process_ended=False)
 
     def _gone(self, who: Incarnation) -> None:
@@ -306,8 +313,8 @@ class Ledger:
         core.blocks.forget_owner(who)
         failures.lose_memory(core, who)
         self._end_work(lambda other: other == who, process_ended=True)
-        for lease in core.read_still(who):
-            core.unread(lease, who)
+        for lease in [lease for lease in core.state.pinned.values() if lease.holder == who]:
+            core.release_pins(lease)
 
     def _end_work(self, of: Callable[[Incarnation], bool], *, process_ended: bool) -> None:
         core = self.core
@@ -315,9 +322,8 @@ class Ledger:
             admission.reopen(core, group, "dropped(producer gone)", losses=1)
         # The newest first, so that the samples of the oldest are offered first again.
         for lease in reversed(list(core.state.leases.values())):
-            dead = {who for who in lease.holders if of(who)}
-            if dead:
-                consumption.lapse(core, lease, ended=dead if process_ended else set())
+            if of(lease.holder):
+                consumption.lapse(core, lease, pinned=not process_ended)
 
     def _lapse(self, groups: list[int], leases: list[int]) -> None:
         core = self.core
@@ -329,7 +335,7 @@ class Ledger:
         for id_ in reversed(leases):
             lease = core.state.leases.get(id_)
             if lease is not None:
-                consumption.lapse(core, lease, ended=set())
+                consumption.lapse(core, lease, pinned=True)
 
     # --- not journaled
 
@@ -338,11 +344,9 @@ class Ledger:
         core, lost = self.core, []
         for id_ in ids:
             group, lease = core.state.groups.get(id_), core.state.leases.get(id_)
-            if group is not None and group.holder == who:
-                core.renew(id_, None, now)
-            elif lease is not None and who in lease.holders:
-                core.renew(id_, who if lease.stream else None, now)
-            elif lease is None or who not in lease.finished:
+            if (group is not None and group.holder == who) or (lease is not None and lease.holder == who):
+                core.renew(id_, now)
+            else:
                 lost.append(id_)
         return lost
 
@@ -350,14 +354,11 @@ class Ledger:
         """All tickets and leases run at full length from now: after the broker's restart, or after a pause."""
         core = self.core
         core.deadlines.clear()
-        core.shared.clear()
         for group in core.state.groups.values():
             if group.holder is not None:
-                core.renew(group.id, None, now)
+                core.renew(group.id, now)
         for lease in core.state.leases.values():
-            core.renew(lease.id, None, now)
-            for who in lease.holders if lease.stream else ():
-                core.renew(lease.id, who, now)
+            core.renew(lease.id, now)
 
     def due(self, now: float) -> ev.Lapse | None:
         """The lapse that is due, if any deadline has passed."""
@@ -400,7 +401,7 @@ def configure(core: Core, policy: LedgerPolicy, limits: QueueLimits) -> None:
     if before is not None:
         for lease in list(state.leases.values()):
             if lease.task not in policy.tasks:
-                lapse(core, lease, ended=set(), blame=False)
+                lapse(core, lease, pinned=True, blame=False)
     state.policy, state.limits = policy, limits
     failures.configured(core)
     for group in [*state.groups.values(), *state.trained.values()]:

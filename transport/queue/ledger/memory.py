@@ -8,7 +8,7 @@ from relax_rt.transport.memory.block_table import Block
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import is_spilled, owner_of
 from relax_rt.transport.queue.ledger.core import ROOM, Core
-from relax_rt.transport.queue.ledger.events import Spilled
+from relax_rt.transport.queue.ledger.events import MoveBlocks
 
 _NOBODY: Mapping[str, int] = {}
 MOVE_BYTES = 64 << 20
@@ -67,7 +67,7 @@ def _is_read(core: Core, extent: Extent) -> bool:
     return core.blocks.live[extent.slab][extent.offset].references > 1
 
 
-def spilled(core: Core, event: Spilled) -> list[Extent]:
+def spilled(core: Core, event: MoveBlocks) -> list[Extent]:
     """The copies are on disk; answers with those that are of no use, as the block ended or is read meanwhile."""
     useless: list[Extent] = []
     for id_, to in event.moves:

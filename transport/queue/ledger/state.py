@@ -12,15 +12,13 @@ from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.slab_names import is_spilled, owner_key
 from relax_rt.transport.queue.ledger.messages import (
     Admission,
-    Advice,
-    Batch,
-    Chosen,
-    Failure,
+    GroupsPut,
+    ItemsAssigned,
     Loss,
-    Marked,
-    Offered,
     Retired,
     SampleKey,
+    SavedPartials,
+    StepReply,
     VersionSpan,
 )
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
@@ -36,15 +34,15 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     """An answer given: tickets, the groups of an offer, the id of a lease (its batch is rebuilt), freed extents."""
 
     admission: Admission | None = None
-    offered: Offered | None = None
+    offered: GroupsPut | None = None
     lease: int = 0
     freed: list[Extent] = []
-    advice: Advice | None = None
-    marked: Marked | None = None
-    chosen: Chosen | None = None
+    advice: StepReply | None = None
+    marked: SavedPartials | None = None
+    chosen: ItemsAssigned | None = None
 
 
-class Home(msgspec.Struct, frozen=True, array_like=True):
+class ClientProcess(msgspec.Struct, frozen=True, array_like=True):
     """Where an incarnation lives.
 
     Attributes:
@@ -70,7 +68,7 @@ class Callers(msgspec.Struct):
 
     lowest: dict[str, int] = {}
     answers: dict[str, dict[int, Kept]] = {}
-    homes: dict[str, Home] = {}
+    homes: dict[str, ClientProcess] = {}
     node: str = ""
     payloads: str = ""
 
@@ -176,7 +174,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
     version: int = -1
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class PartialTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of an unfinished member, from the first one on (see Mark)."""
 
     tokens: bytes
@@ -226,7 +224,7 @@ class Sample(msgspec.Struct, array_like=True, gc=False):
     done: list[str] = []
     deaths: int = 0
     left_out: bool = False
-    mark: Held | None = None
+    mark: PartialTokens | None = None
     most: int = 0
 
 
@@ -293,16 +291,11 @@ class Group(msgspec.Struct, array_like=True, gc=False):
 
 
 class Lease(msgspec.Struct, array_like=True, gc=False):
-    """Samples that one incarnation works on, or several ranks of a stream.
+    """Samples that one incarnation works on.
 
     Attributes:
-        blocks: those that its holders were told of. pins: the extents of these, which they may be reading.
-        holders: who works on it; of an ended lease, who may still be reading.
-        finished: ranks that are done with a shared lease. reading: those of them that still read its memory.
-        told: what each of them is told, whatever became of the samples since: their parts must fit together.
-        pending: columns that they put, with the sample's length; they are seen when all ranks are done.
-        failures: samples that they say failed.
-        stream, readers: see Want.
+        blocks: those that its holder was told of. pins: the extents of these, which it may be reading.
+        holder: who works on it; of an ended lease, who may still be reading.
     """
 
     id: int
@@ -310,25 +303,11 @@ class Lease(msgspec.Struct, array_like=True, gc=False):
     keys: list[SampleKey]
     blocks: list[int]
     pins: list[Extent]
-    holders: list[Incarnation]
-    finished: list[Incarnation] = []
-    reading: list[Incarnation] = []
-    told: Batch | None = None
-    pending: list[tuple[SampleKey, Part, int]] = []
-    failures: list[Failure] = []
-    stream: str = ""
-    readers: int = 1
+    holder: Incarnation
 
     def groups(self) -> list[int]:
         """Ids of its groups, each once."""
         return list(dict.fromkeys(key.group for key in self.keys))
-
-
-class Stream(msgspec.Struct, array_like=True, gc=False):
-    """Batches that several ranks read in step: the next index to grant, and the leases of those under way."""
-
-    next_index: int = 0
-    live: dict[int, int] = {}
 
 
 class TrainedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -401,8 +380,7 @@ class State(msgspec.Struct):
         next_epoch: for those who join of their own accord.
         groups: groups not yet trained. trained: groups trained and not yet covered by a checkpoint.
         reopened: groups of which members are to be made again, and nobody makes them yet.
-        leases: held leases. lapsed: ended ones whose process may still read their extents.
-        streams: by task and name, see Want.
+        leases: held leases. pinned: ended ones whose holder may still read their extents.
         trainer_version: version of the trainer's weights; None before they were announced.
         since_update: samples trained since the trainer's weights last changed.
         blocked_since: since when a batch that is there waits for stragglers only.
@@ -428,8 +406,7 @@ class State(msgspec.Struct):
     trained: dict[int, Group] = {}
     reopened: dict[int, None] = {}
     leases: dict[int, Lease] = {}
-    lapsed: dict[int, Lease] = {}
-    streams: dict[str, Stream] = {}
+    pinned: dict[int, Lease] = {}
     blocks: BlockTable = msgspec.field(default_factory=BlockTable)
     callers: Callers = msgspec.field(default_factory=Callers)
     versions: list[VersionRecord] = []

@@ -13,10 +13,11 @@ import pytest
 
 from relax_rt.cli.doctor import fit, machine
 from relax_rt.cli.doctor.finding import Finding, judged, size
-from relax_rt.cli.doctor.software import Gpu, check_boxes, check_gpus, check_software, judge_gpus, parse_gpus
+from relax_rt.cli.doctor.software import Gpu, check_gpus, check_sandboxes, check_software, judge_gpus, parse_gpus
 from relax_rt.cli.main import main
 from relax_rt.config.loader import load_config
-from relax_rt.roles.rewards.box import run
+from relax_rt.process import sandbox
+from relax_rt.process.sandbox import SandboxFailed, SandboxMode
 
 SMI = "0, NVIDIA H200, 143771, 512, 580.65, 9.0\n1, NVIDIA H200, 143771, 90000, 580.65, 9.0\nbroken line\n"
 CONFIG = '[run]\nname = "a"\n[model]\npath = "m"\n[data]\ntask = "chain_sum"\n[reward]\nfunction = "a:b"\n'
@@ -123,22 +124,36 @@ def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("mode", "level", "value", "advice"),
     [
-        (run.Mode("namespaces"), "ok", "a network without any connection are their own", ""),
-        (run.Mode("limits", "unshare: no"), "warn", "not closed in.*unshare: no", "permit namespaces.*box = "),
-        (run.BoxFailed("a box", why="no python", hint="do so"), "warn", "no program can be run: no python", "do so"),
+        (SandboxMode("namespaces"), "ok", "a network without any connection are their own", ""),
+        (
+            SandboxMode("limits", "unshare: no"),
+            "warn",
+            "not isolated.*unshare: no",
+            "permit namespaces.*box = ",
+        ),
+        (
+            SandboxFailed("a box", why="no python", hint="do so"),
+            "warn",
+            "no program can be run: no python",
+            "do so",
+        ),
     ],
 )
-def test_what_programs_of_rewards_are_closed_in_by(
-    monkeypatch: pytest.MonkeyPatch, mode: run.Mode | run.BoxFailed, level: str, value: str, advice: str
+def test_the_isolation_of_reward_programs_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+    mode: SandboxMode | SandboxFailed,
+    level: str,
+    value: str,
+    advice: str,
 ) -> None:
-    async def probe(command: list[str]) -> run.Mode:
+    async def probe(command: list[str]) -> SandboxMode:
         assert command == []
-        if isinstance(mode, run.BoxFailed):
+        if isinstance(mode, SandboxFailed):
             raise mode
         return mode
 
-    monkeypatch.setattr(run, "probe", probe)
-    (found,) = check_boxes()
+    monkeypatch.setattr(sandbox, "probe", probe)
+    (found,) = check_sandboxes()
     assert found.level == level and re.search(value, found.value) and re.search(advice, found.advice)
 
 
@@ -147,13 +162,13 @@ def test_the_sandbox_is_tried_with_what_the_rewards_of_a_config_run(
 ) -> None:
     tried = []
 
-    async def probe(command: list[str]) -> run.Mode:
+    async def probe(command: list[str]) -> SandboxMode:
         tried.append(command)
         if command == ["node"]:
-            raise run.BoxFailed("node", why="/root (mode 0700) is closed to user nobody", hint="chmod o+rx /root")
-        return run.Mode("namespaces", backend="bubblewrap")
+            raise SandboxFailed("node", why="/root (mode 0700) is closed to user nobody", hint="chmod o+rx /root")
+        return SandboxMode("namespaces", backend="bubblewrap")
 
-    monkeypatch.setattr(run, "probe", probe)
+    monkeypatch.setattr(sandbox, "probe", probe)
     path = tmp_path / "roles.toml"
     components = [
         "[[reward.components]]\nname = 'code'\ncommand = ['bash']\n",
@@ -162,7 +177,7 @@ def test_the_sandbox_is_tried_with_what_the_rewards_of_a_config_run(
         "[[reward.components]]\nname = 'code'\nlabel = 'c'\ncommand = ['bash']\n",
     ]
     path.write_text(CONFIG.replace('[reward]\nfunction = "a:b"\n', "".join(components)))
-    found = {finding.name: finding for finding in check_boxes(load_config(path))}
+    found = {finding.name: finding for finding in check_sandboxes(load_config(path))}
     assert tried == [["bash"], ["node"], []]
     assert {name: finding.level for name, finding in found.items()} == {
         "sandbox of bash": "ok",

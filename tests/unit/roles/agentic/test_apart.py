@@ -13,12 +13,12 @@ from agentic_parts import TASK, Count, Engine, factory, limits, numbers, talk
 from test_standstill import GROUP, Slot
 
 from relax_rt.hosting import host
-from relax_rt.roles.agentic import Chat, Observation, Reply, Step, Task, apart, episode
-from relax_rt.roles.agentic.apart import Strays, TooManyLeft
+from relax_rt.roles.agentic import Chat, Observation, Reply, Step, Task, episode, user_tasks
 from relax_rt.roles.agentic.episode import Played, play_seats
+from relax_rt.roles.agentic.errors import EnvironmentFailed, EnvironmentStuck
 from relax_rt.roles.agentic.evaluation import HeldOut
-from relax_rt.roles.agentic.pool import Broken, Stuck
 from relax_rt.roles.agentic.role import Group
+from relax_rt.roles.agentic.user_tasks import AbandonedTasks, TooManyAbandoned
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import Ticket
 from relax_rt.transport.rpc.errors import RelaxError
@@ -45,7 +45,8 @@ async def endure() -> None:
 
 @pytest.fixture(autouse=True)
 async def deadlines(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-    for module, name in ((apart, "GRACE_S"), (apart, "LEAVE_S"), (apart, "END_S"), (episode, "CLOSE_S")):
+    grace = [(user_tasks, name) for name in ("CALL_GRACE_S", "EPISODE_GRACE_S", "END_S")]
+    for module, name in (*grace, (episode, "CLOSE_S")):
         monkeypatch.setattr(module, name, 0.3 if name == "END_S" else 0.1)
     Will.broken = False
     began = time.monotonic()
@@ -83,11 +84,11 @@ class Stubborn(Count):
 Told = list[tuple[str, str, str]]
 
 
-def strays(told: Told, **how: Any) -> Strays:
-    return Strays(told=lambda *about: told.append(about), **how)
+def abandoned(told: Told, **how: Any) -> AbandonedTasks:
+    return AbandonedTasks(on_abandoned=lambda *about: told.append(about), **how)
 
 
-async def played(environment: Any, said: Any, kept: Strays, *, plays: bool = False, **changes: Any) -> Played:
+async def played(environment: Any, said: Any, kept: AbandonedTasks, *, plays: bool = False, **changes: Any) -> Played:
     made = factory(lambda: environment, plays=plays)
     (found,) = await play_seats(made, environment, TASK, [said], limits(**changes), kept, "7.0")
     return found
@@ -96,25 +97,25 @@ async def played(environment: Any, said: Any, kept: Strays, *, plays: bool = Fal
 @pytest.mark.parametrize("where", ["in reset", "in step 2"])
 async def test_a_call_that_swallows_its_cancellation_is_stuck_and_left_to_itself(where: str) -> None:
     told: Told = []
-    kept, engine = strays(told), Engine(numbers)
+    kept, engine = abandoned(told), Engine(numbers)
     game = Stubborn(where)
     why = rf"{where}: it did not return within 0.5 s, nor when it was cancelled: it stands at .*{HERE}"
-    with pytest.raises(Stuck, match=why):
+    with pytest.raises(EnvironmentStuck, match=why):
         await played(game, talk(engine.generate), kept, turn_timeout_s=0.5)
     ((name, call, line),) = told
     assert (name, call) == ("7.0", where) and "test_apart.py" in line
-    assert len(kept) == kept.total == 1 and f"{where} of 7.0 at" in kept.words()
+    assert len(kept) == kept.total == 1 and f"{where} of 7.0 at" in kept.summary()
     # Once it ends after all it says nothing more, and its environment is closed.
     asked = len(engine.asked)
     Will.broken = True
     while len(kept):  # noqa: ASYNC110 - the fixture has the deadline
         await asyncio.sleep(0.01)
-    assert len(engine.asked) == asked and game.closed == 1 and not kept.words() and kept.total == 1
+    assert len(engine.asked) == asked and game.closed == 1 and not kept.summary() and kept.total == 1
 
 
 async def test_a_close_that_never_ends_costs_no_episode() -> None:
     told: Told = []
-    found = await played(Stubborn("in close"), talk(Engine(numbers).generate), strays(told))
+    found = await played(Stubborn("in close"), talk(Engine(numbers).generate), abandoned(told))
     assert found.reward == 1.5 and [call for _, call, _ in told] == ["in close"]
 
 
@@ -125,8 +126,8 @@ async def test_a_function_that_swallows_its_cancellation() -> None:
         return 1.0
 
     told: Told = []
-    with pytest.raises(Stuck, match=r"goes on after reply 1: not over within 0\.5 s"):
-        await played(plays, talk(Engine(numbers).generate), strays(told), plays=True, episode_timeout_s=0.5)
+    with pytest.raises(EnvironmentStuck, match=r"goes on after reply 1: not over within 0\.5 s"):
+        await played(plays, talk(Engine(numbers).generate), abandoned(told), plays=True, episode_timeout_s=0.5)
     assert [call for _, call, _ in told] == ["in play"]
 
 
@@ -152,13 +153,13 @@ async def test_a_task_of_a_function_that_swallows_its_cancellation() -> None:
         return await engine.generate(wanted)
 
     told: Told = []
-    found = await played(plays, talk(generate), strays(told), plays=True)
+    found = await played(plays, talk(generate), abandoned(told), plays=True)
     assert found.reward == 1.0 and [call for _, call, _ in told] == ["in a task of the function"]
 
 
 async def test_an_episode_that_is_given_up_ends_for_whoever_waits_for_it() -> None:
     told: Told = []
-    task = asyncio.create_task(played(Stubborn("in step 1"), talk(Engine(numbers).generate), strays(told)))
+    task = asyncio.create_task(played(Stubborn("in step 1"), talk(Engine(numbers).generate), abandoned(told)))
     await asyncio.sleep(0.05)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -178,8 +179,8 @@ async def test_who_takes_its_cancellation_for_an_answer_plays_no_further() -> No
     for changes in ({"turn_timeout_s": 0.5}, {"episode_timeout_s": 0.5}):
         told: Told = []
         engine, game = Engine(numbers), Shrugs()
-        with pytest.raises(Stuck):
-            await played(game, talk(engine.generate), strays(told), **changes)
+        with pytest.raises(EnvironmentStuck):
+            await played(game, talk(engine.generate), abandoned(told), **changes)
         assert (len(engine.asked), game.closed, told) == (1, 1, [])
 
 
@@ -191,8 +192,8 @@ async def test_what_ends_tasks_and_processes_is_an_environments_error_where_it_r
         async def step(self, reply: Reply) -> Step:
             raise raised
 
-    with pytest.raises(Broken, match=f"in step 1: {word}, raised by itself"):
-        await played(Raises(), talk(Engine(numbers).generate), Strays())
+    with pytest.raises(EnvironmentFailed, match=f"in step 1: {word}, raised by itself"):
+        await played(Raises(), talk(Engine(numbers).generate), AbandonedTasks())
 
 
 async def test_what_one_call_opens_another_may_close() -> None:
@@ -215,7 +216,7 @@ async def test_what_one_call_opens_another_may_close() -> None:
             await super().close()
 
     game = Scoped()
-    assert (await played(game, talk(Engine(numbers).generate), Strays())).reward == 1.5 and game.closed == 1
+    assert (await played(game, talk(Engine(numbers).generate), AbandonedTasks())).reward == 1.5 and game.closed == 1
 
 
 async def test_a_function_that_asks_on_after_its_end_does_not_block_the_others() -> None:
@@ -226,25 +227,25 @@ async def test_a_function_that_asks_on_after_its_end_does_not_block_the_others()
             except Exception:  # noqa: BLE001 - what it must not do
                 continue
 
-    with pytest.raises(Stuck, match=r"not over within 0\.3 s"):
+    with pytest.raises(EnvironmentStuck, match=r"not over within 0\.3 s"):
         said = talk(Engine(numbers).generate, max_turns=2)
-        await played(plays, said, Strays(), plays=True, episode_timeout_s=0.3)
+        await played(plays, said, AbandonedTasks(), plays=True, episode_timeout_s=0.3)
 
 
 async def test_more_than_a_slot_bears_end_it() -> None:
     broken: list[BaseException] = []
-    kept = Strays(2, broken=broken.append)
+    kept = AbandonedTasks(2, on_too_many=broken.append)
     games = (played(Stubborn("in reset"), talk(Engine(numbers).generate), kept, turn_timeout_s=0.05) for _ in range(3))
     found = await asyncio.gather(*games, return_exceptions=True)
-    assert all(isinstance(one, Stuck) for one in found)
+    assert all(isinstance(one, EnvironmentStuck) for one in found)
     (error,) = broken
-    assert isinstance(error, TooManyLeft) and "3 coroutines of the environment go on although" in str(error)
+    assert isinstance(error, TooManyAbandoned) and "3 coroutines of the environment keep running although" in str(error)
 
 
 async def test_the_role_names_it_and_leaves_groups_at_the_end_of_a_run() -> None:
     slot = Slot(lambda: Stubborn("in step 1"), Engine(numbers).generate, episode_timeout_s=60.0)
     role = slot.role
-    role.player.strays = Strays(8, role._abandoned, role._break)
+    role.player.abandoned = AbandonedTasks(8, role._abandoned, role._break)
     group = Group(Ticket(group=GROUP, prompt=3, attempt=0, size=2, version=1, lease_s=60.0, members=[0]))
     group.tasks = [asyncio.create_task(role._game(group, [0]))]
     role.groups[GROUP] = group
@@ -294,7 +295,7 @@ async def test_an_evaluation_ends_with_coroutines_that_do_not() -> None:
     slot = Slot(lambda: Stubborn("in step 2"), Engine(numbers).generate, turn_timeout_s=0.5, episode_timeout_s=60.0)
     await held_out(slot.role.player, events).evaluate(VersionRecord(1, 0, 0), "after")
     assert events.count("environment_stuck") == 3 and events[-1] == "evaluation_done"
-    assert len(slot.role.player.strays) == 3
+    assert len(slot.role.player.abandoned) == 3
 
 
 async def test_an_evaluation_of_which_nothing_ends_ends_the_role() -> None:

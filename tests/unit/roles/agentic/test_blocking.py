@@ -10,9 +10,8 @@ from agentic_parts import TASK, Count, Engine, factory, limits, numbers, talk
 from test_standstill import Slot
 
 from relax_rt.roles.agentic import Reply, Step
-from relax_rt.roles.agentic.apart import Strays
-from relax_rt.roles.agentic.blocking import LoopWatch
 from relax_rt.roles.agentic.episode import play_seats
+from relax_rt.roles.agentic.user_tasks import AbandonedTasks, LoopWatch
 
 
 class Blocks(Count):
@@ -33,7 +32,7 @@ async def test_the_episode_and_its_line_are_named_while_the_loop_is_blocked() ->
         await asyncio.sleep(0.8)
         assert not told, "it answers"
         made = factory(lambda: game)
-        await play_seats(made, game, TASK, [said], limits(), Strays(), "7.0")
+        await play_seats(made, game, TASK, [said], limits(), AbandonedTasks(), "7.0")
         ended = time.monotonic()
     ((name, line, at),) = told
     assert name == "episode 7.0" and "test_blocking.py:" in line and at < ended, "while it blocks, not afterwards"

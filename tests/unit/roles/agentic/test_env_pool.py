@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from agentic_parts import Engine, factory, limits, talk
 
 from relax_rt.roles.agentic import Observation, Reply, Step, Task
 from relax_rt.roles.agentic.episode import play
-from relax_rt.roles.agentic.frames import Spec
-from relax_rt.roles.agentic.pool import Broken, Lost, Pool, Stuck, WorkerLimits
+from relax_rt.roles.agentic.errors import EnvironmentFailed, EnvironmentStuck, EpisodeLost
+from relax_rt.roles.agentic.worker_messages import WorkerSetup
+from relax_rt.roles.agentic.workers import EnvironmentPool
 from relax_rt.transport.rpc.errors import RelaxError
 
 GAME = '''
@@ -63,25 +64,26 @@ def task(question: str) -> Task:
 @asynccontextmanager
 async def pool_of(
     folder: Path, size: int = 1, timeout_s: float = 20.0, name: str = "Game", **limits: int
-) -> AsyncIterator[Pool]:
+) -> AsyncIterator[EnvironmentPool]:
     (folder / "game.py").write_text(GAME)
-    spec = Spec(f"game.py:{name}", {"bonus": 0.5}, str(folder))
-    async with Pool(spec, size, timeout_s, WorkerLimits(**limits)) as pool:
+    setup = WorkerSetup(f"game.py:{name}", {"bonus": 0.5}, str(folder))
+    os.environ["GAME_FOLDER"] = str(folder)
+    async with EnvironmentPool(setup, size, timeout_s, blocking=True, **limits) as pool:
         yield pool
 
 
 def living(folder: Path) -> list[int]:
-    """Processes that have the folder of a pool's game in their command line or environment."""
-    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and _names(path, str(folder))]
+    """Worker processes of a pool, and what its game has started."""
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and _belongs(path, str(folder))]
 
 
-def _names(process: Path, folder: str) -> bool:
+def _belongs(process: Path, folder: str) -> bool:
     try:
-        texts = [(process / name).read_bytes().split(b"\0") for name in ("cmdline", "environ")]
+        command, environment = ((process / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
     except OSError:
         return False
-    words = [word for text in texts for word in text if not word.startswith(b"PYTEST_")]
-    return any(folder.encode() in word for word in words)
+    is_worker = b"relax_rt.roles.agentic.worker_process" in command and f"GAME_FOLDER={folder}".encode() in environment
+    return is_worker or f"HIDDEN={folder}".encode() in environment
 
 
 async def test_episodes_of_one_process_and_their_errors_do_not_touch_each_other(tmp_path: Path) -> None:
@@ -91,7 +93,7 @@ async def test_episodes_of_one_process_and_their_errors_do_not_touch_each_other(
         assert isinstance(seen, Observation) and isinstance(seen.messages, list)
         assert len(living(tmp_path)) == 1
         await bad.reset(task("exit"))
-        with pytest.raises(Broken, match=r"in step 1 of 1.1.*SystemExit: stop it all at .*game.py:\d+"):
+        with pytest.raises(EnvironmentFailed, match=r"in step 1 of 1.1.*SystemExit: stop it all at .*game.py:\d+"):
             await bad.step(REPLY)
         assert await good.step(REPLY) == Step(reward=1.5, done=True)
         await good.close()
@@ -104,88 +106,22 @@ async def test_one_that_hangs_is_killed_and_named_and_its_neighbours_are_lost(tm
         await stuck.reset(task("hang"))
         await neighbour.reset(task("play"))
         found = await asyncio.gather(stuck.step(REPLY), neighbour.step(REPLY), return_exceptions=True)
-        assert isinstance(found[0], Stuck) and "in step 1 of 1.0" in str(found[0])
+        assert isinstance(found[0], EnvironmentStuck) and "in step 1 of 1.0" in str(found[0])
         # It waited for its turn: the time was not its own.
-        assert isinstance(found[1], Lost) and "in step 1 of 1.0" in str(found[1])
+        assert isinstance(found[1], EpisodeLost) and "in step 1 of 1.0" in str(found[1])
         assert not living(tmp_path)
         again = await pool.environment("1.1")
         await again.reset(task("play"))
-        assert (await again.step(REPLY)).reward == 1.5 and pool.killed == 1
+        assert (await again.step(REPLY)).reward == 1.5 and pool.pool.replaced == 1
 
 
 async def test_one_that_ends_its_process_is_blamed_for_it(tmp_path: Path) -> None:
     async with pool_of(tmp_path) as pool:
         dying = await pool.environment("2.0")
         await dying.reset(task("die"))
-        with pytest.raises(Broken, match="the process ended: exit code 3"):
+        with pytest.raises(EnvironmentFailed, match="the process ended: exit code 3"):
             await dying.step(REPLY)
         await dying.close()
-
-
-async def test_workers_that_have_started_are_the_pools_although_whoever_waited_for_others_is_gone(
-    tmp_path: Path,
-) -> None:
-    begun: list[Any] = []
-    both = asyncio.Event()
-
-    class Half:
-        """All but the second start at once, that never."""
-
-        def __init__(self, *_: object) -> None:
-            self.ended, self.episodes = "", set[int]()
-            begun.append(self)
-            self.never = len(begun) == 2
-
-        async def start(self) -> None:
-            if self.never:
-                both.set()
-                await asyncio.Event().wait()
-
-        async def kill(self, why: str) -> None:
-            self.ended = why
-
-    pool = Pool(Spec("game.py:Game", {}, str(tmp_path)), 2, 20.0, WorkerLimits(), kind=Half)  # type: ignore[arg-type]
-    filling = asyncio.create_task(pool._fill())
-    async with asyncio.timeout(120):
-        await both.wait()
-    filling.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await filling
-    assert pool._workers == begun[:1]
-    begun[0].episodes.add(1)
-    # The one that is missing is started when it is wanted.
-    assert await pool.worker() is begun[2] and pool._workers == [begun[0], begun[2]]
-
-
-async def test_workers_of_a_pool_that_cannot_begin_are_ended(tmp_path: Path) -> None:
-    begun: list[Any] = []
-
-    class Half:
-        def __init__(self, *_: object) -> None:
-            self.ended = ""
-            begun.append(self)
-
-        async def start(self) -> None:
-            if self is not begun[0]:
-                raise RelaxError("a worker", why="no room")
-
-        async def kill(self, why: str) -> None:
-            self.ended = why
-
-    pool = Pool(Spec("game.py:Game", {}, str(tmp_path)), 2, 20.0, WorkerLimits(), kind=Half)  # type: ignore[arg-type]
-    with pytest.raises(RelaxError, match="no room"):
-        await pool.__aenter__()
-    assert [one.ended for one in begun] == ["the slot ends", ""]
-
-
-async def test_a_worker_is_gone_for_whoever_kills_it_also_beside_another(tmp_path: Path) -> None:
-    async with pool_of(tmp_path) as pool:
-        worker = await pool.worker()
-        first = asyncio.create_task(worker.kill("one"))
-        await asyncio.sleep(0)
-        first.cancel()
-        await worker.kill("two")
-        assert worker.ended == "one" and not living(tmp_path)
 
 
 async def test_what_an_environment_has_started_ends_with_its_process(tmp_path: Path) -> None:
@@ -209,10 +145,10 @@ async def test_what_an_environment_has_started_ends_with_its_process(tmp_path: P
 async def test_a_worker_that_takes_too_much_is_killed_with_all_that_it_started(
     tmp_path: Path, question: str, words: str
 ) -> None:
-    async with pool_of(tmp_path, processes=16, total_mib=256) as pool:
+    async with pool_of(tmp_path, processes=16, memory_mib=256) as pool:
         greedy = await pool.environment("3.0")
         await greedy.reset(task(question))
-        with pytest.raises(Broken, match=f"in step 1 of 3.0.*{words}"):
+        with pytest.raises(EnvironmentFailed, match=f"in step 1 of 3.0.*{words}"):
             await greedy.step(REPLY)
         assert not living(tmp_path)
 

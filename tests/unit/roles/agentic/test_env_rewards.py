@@ -14,15 +14,15 @@ from relax_rt.config.loader import load_config
 from relax_rt.config.problems import ConfigErrors
 from relax_rt.roles.agentic import Chat, Observation, Reply, Step, Task
 from relax_rt.roles.agentic.checks import preflight_environment
+from relax_rt.roles.agentic.counters import Tally
 from relax_rt.roles.agentic.episode import Played
+from relax_rt.roles.agentic.errors import EnvironmentFailed
 from relax_rt.roles.agentic.loading import Factory
 from relax_rt.roles.agentic.player import Player
-from relax_rt.roles.agentic.pool import Broken
 from relax_rt.roles.agentic.rewards import KEY, PLACE
 from relax_rt.roles.agentic.role import games
 from relax_rt.roles.agentic.samples import make_sample
 from relax_rt.roles.agentic.settings import EnvSettings
-from relax_rt.roles.agentic.tally import Tally
 from relax_rt.roles.agentic.tokens import ChatTemplate
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rewards.compose import Rewards
@@ -133,7 +133,7 @@ async def rewarded(folder: Path, *components: dict[str, Any]) -> Played:
     """A count to 3, all right, with rewards that run where they belong."""
     (folder / "game.py").write_text(GAME)
     table = RewardTable.model_validate({"components": list(components)})
-    rewards = Rewards(table, folder, place=PLACE, key=KEY)
+    rewards = Rewards(table, folder, path=PLACE, key=KEY)
     await rewards.start()
     try:
         return await player(factory(Count), numbers, *components, scores=rewards.score_one).play("e", TASK, 3)
@@ -156,7 +156,9 @@ async def test_the_reward_is_the_environments_and_theirs(tmp_path: Path) -> None
 async def test_turns_get_theirs_and_a_failure_is_that_of_the_episode(tmp_path: Path) -> None:
     found = await rewarded(tmp_path, {"function": "game.py:turnwise"})
     assert list(found.rewards.values()) == [0.5, 1.5, 0.5] and found.parts["turnwise"] == 1.0
-    with pytest.raises(Broken, match=r"roles.env.rewards: .*wrong raised ValueError: no style in 3 at .*game.py:15"):
+    with pytest.raises(
+        EnvironmentFailed, match=r"roles.env.rewards: .*wrong raised ValueError: no style in 3 at .*game.py:15"
+    ):
         await rewarded(tmp_path, {"function": "game.py:wrong"})
 
 
@@ -181,7 +183,7 @@ async def test_turn_rewards_go_to_the_turns_they_are_of_whatever_branches_there_
 
     (tmp_path / "game.py").write_text(GAME)
     components = [{"function": "game.py:by_words"}]
-    rewards = Rewards(RewardTable.model_validate({"components": components}), tmp_path, place=PLACE, key=KEY)
+    rewards = Rewards(RewardTable.model_validate({"components": components}), tmp_path, path=PLACE, key=KEY)
     said = iter("123")
     one = player(factory(lambda: plays, plays=True), lambda prompt: next(said), *components, scores=rewards.score_one)
     one.settings = one.settings.model_copy(update={"drift": "drop"})
@@ -333,9 +335,9 @@ async def test_tokens_that_one_seat_has_used_up_end_the_game_of_the_other() -> N
 
 
 async def test_a_game_names_seats_that_there_are_and_lets_all_of_them_speak() -> None:
-    with pytest.raises(Broken, match="in reset: it names seat 2, and the policy has 2"):
+    with pytest.raises(EnvironmentFailed, match="in reset: it names seat 2, and the policy has 2"):
         await player(duel(lambda: Duel(2)), next_number).play_seats("e", TASK, 3)
-    with pytest.raises(Broken, match="seat 1 of the game: it ended before that seat had said anything"):
+    with pytest.raises(EnvironmentFailed, match="seat 1 of the game: it ended before that seat had said anything"):
         await player(duel(), lambda prompt: "4").play_seats("e", TASK, 3)
 
 

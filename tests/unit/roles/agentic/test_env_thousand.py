@@ -11,11 +11,12 @@ from agentic_parts import Engine, factory, numbers, template, tokenizer
 
 from relax_rt.roles.agentic import Observation, Reply, Step, Task
 from relax_rt.roles.agentic.episode import Generate, Played
-from relax_rt.roles.agentic.frames import Spec
+from relax_rt.roles.agentic.errors import EnvironmentStuck, EpisodeLost
 from relax_rt.roles.agentic.loading import Factory, load_factory
 from relax_rt.roles.agentic.player import Player
-from relax_rt.roles.agentic.pool import Lost, Pool, Stuck
 from relax_rt.roles.agentic.settings import EnvSettings
+from relax_rt.roles.agentic.worker_messages import WorkerSetup
+from relax_rt.roles.agentic.workers import EnvironmentPool
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.rollout.router.core import GenerationRequest, Outcome
 
@@ -76,7 +77,7 @@ class Slow:
         return await self._engine.generate(wanted)
 
 
-def player(made: Factory, generate: Generate, pool: Pool | None) -> Player:
+def player(made: Factory, generate: Generate, pool: EnvironmentPool | None) -> Player:
     return Player(
         factory=made,
         pool=pool,
@@ -99,7 +100,7 @@ async def replayed(at: Player, number: int, item: str, lost: list[str]) -> Playe
     for attempt in range(ATTEMPTS):
         try:
             return await at.play(f"{item} {number}+{attempt}", task(number, item), number)
-        except Lost as error:
+        except EpisodeLost as error:
             lost.append(str(error))
     raise AssertionError(lost)
 
@@ -107,17 +108,22 @@ async def replayed(at: Player, number: int, item: str, lost: list[str]) -> Playe
 async def test_a_thousand_episodes_and_a_worker_that_hangs(tmp_path: Path) -> None:
     (tmp_path / "game.py").write_text(GAME)
     engine, lost = Slow(EPISODES), list[str]()
-    spec = Spec("game.py:Blocks", {}, str(tmp_path))
-    async with asyncio.timeout(DEADLINE_S), Pool(spec, WORKERS, timeout_s=15.0) as pool:
+    setup = WorkerSetup("game.py:Blocks", {}, str(tmp_path))
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        EnvironmentPool(setup, WORKERS, timeout_s=15.0, blocking=True) as pool,
+    ):
         calm = player(factory(Counting), engine.generate, None)
         blocking = player(load_factory("game.py:Blocks", {}, tmp_path), Slow().generate, pool)
         thousand = [asyncio.create_task(calm.play(str(n), task(n, "calm"), n)) for n in range(EPISODES)]
         stuck = asyncio.create_task(blocking.play("7.3", task(0, "stuck"), 0))
         others = [asyncio.create_task(replayed(blocking, n, "blocking", lost)) for n in range(BLOCKING)]
-        with pytest.raises(Stuck, match=r"in step 1 of 7\.3: it did not return within 15 s: its process was killed"):
+        with pytest.raises(
+            EnvironmentStuck, match=r"in step 1 of 7\.3: it did not return within 15 s: its process was killed"
+        ):
             await stuck
         played = await asyncio.gather(*thousand, *others)
-        assert pool.killed + sum(bool(worker.ended) for worker in pool._workers) == 1
+        assert pool.pool.replaced + sum(bool(worker.ended) for worker in pool.pool.workers) == 1
     assert (Counting.most, Counting.now, engine.asked) == (EPISODES, 0, EPISODES * TURNS)
     assert [one.reward for one in played] == [float(TURNS)] * EPISODES + [1.0] * BLOCKING
     assert all(one.turns == TURNS and not one.truncated for one in played[:EPISODES])

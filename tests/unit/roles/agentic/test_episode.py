@@ -11,8 +11,8 @@ import pytest
 from agentic_parts import TASK, Count, Engine, factory, limits, numbers, talk, tokenizer
 
 from relax_rt.roles.agentic import Chat, Environment, Observation, Reply, Step, Task
-from relax_rt.roles.agentic.episode import NotMade, Played, Talk, play, turn_seed
-from relax_rt.roles.agentic.pool import Broken, Lost, Stuck
+from relax_rt.roles.agentic.episode import Played, Talk, play, turn_seed
+from relax_rt.roles.agentic.errors import EnvironmentFailed, EnvironmentStuck, EpisodeLost, GenerationFailed
 from relax_rt.roles.agentic.samples import as_put, made_record, make_sample
 from relax_rt.roles.rollout.engines.routing import RoutingShape
 from relax_rt.roles.rollout.router import GenerationRequest, NotGenerated, Outcome, RouterEnded, RouterFull
@@ -112,14 +112,14 @@ class Bad(Environment):
 @pytest.mark.parametrize(
     ("what", "error", "why"),
     [
-        ("raises", Broken, r"in step 1.*KeyError: 'board' at .*test_episode.py:\d+"),
-        ("nan", Broken, "in step 1.*must be finite"),
-        ("no messages", Broken, r"in step 1.*its messages"),
-        ("words for numbers", Broken, r"in step 1.*its info"),
-        ("a state that is no text", Broken, r"in step 1.*its state"),
-        ("times out itself", Broken, "TimeoutError: its own"),
-        ("returns a dict", Broken, "which is no Step"),
-        ("sleeps", Stuck, "in reset.*did not return within 0.5 s"),
+        ("raises", EnvironmentFailed, r"in step 1.*KeyError: 'board' at .*test_episode.py:\d+"),
+        ("nan", EnvironmentFailed, "in step 1.*must be finite"),
+        ("no messages", EnvironmentFailed, r"in step 1.*its messages"),
+        ("words for numbers", EnvironmentFailed, r"in step 1.*its info"),
+        ("a state that is no text", EnvironmentFailed, r"in step 1.*its state"),
+        ("times out itself", EnvironmentFailed, "TimeoutError: its own"),
+        ("returns a dict", EnvironmentFailed, "which is no Step"),
+        ("sleeps", EnvironmentStuck, "in reset.*did not return within 0.5 s"),
     ],
 )
 async def test_an_environment_that_fails_fails_its_episode_and_is_named(what: str, error: type, why: str) -> None:
@@ -137,9 +137,9 @@ async def test_tokens_that_do_not_come_are_not_the_environments_fault() -> None:
         await asyncio.sleep(60)
         raise AssertionError
 
-    with pytest.raises(Lost, match="a sequence is late"):
+    with pytest.raises(EpisodeLost, match="a sequence is late"):
         await played(Count(), talk(refuse))
-    with pytest.raises(Lost, match=r"waits for tokens of reply 1.*not over within 0.5 s"):
+    with pytest.raises(EpisodeLost, match=r"waits for tokens of reply 1.*not over within 0.5 s"):
         await played(Count(), talk(never, episode_timeout_s=0.5), episode_timeout_s=0.5)
 
 
@@ -180,7 +180,7 @@ async def test_a_function_that_is_cut_off_or_fails() -> None:
     found = await play(factory(lambda: talks_on, plays=True), talks_on, TASK, said, limits())
     assert found.truncated == "turns" and found.reward == 1.0
     for function, why in ((fails, "ZeroDivisionError"), (says_nothing, "before the policy had said anything")):
-        with pytest.raises(Broken, match=why):
+        with pytest.raises(EnvironmentFailed, match=why):
             said = talk(Engine(numbers).generate)
             await play(factory(lambda f=function: f, plays=True), function, TASK, said, limits())
 
@@ -227,12 +227,12 @@ def not_generated(kind: Any, *, slow: bool = False) -> NotGenerated:
 
 ENDED = RouterEnded("a request to the router", why="its job failed")
 TROUBLE: list[tuple[Exception, type[Exception]]] = [
-    (not_generated("late"), Lost),
-    (not_generated("cancelled"), Lost),
-    (not_generated("late", slow=True), NotMade),
-    (not_generated("failed"), NotMade),
-    (not_generated("refused"), NotMade),
-    (Refused("a request", why="no engine samples with that"), NotMade),
+    (not_generated("late"), EpisodeLost),
+    (not_generated("cancelled"), EpisodeLost),
+    (not_generated("late", slow=True), GenerationFailed),
+    (not_generated("failed"), GenerationFailed),
+    (not_generated("refused"), GenerationFailed),
+    (Refused("a request", why="no engine samples with that"), GenerationFailed),
     (ENDED, RouterEnded),
 ]
 
@@ -272,7 +272,7 @@ async def test_a_router_without_room_is_asked_again() -> None:
 
     assert (await played(Count(), talk(generate))).reward == 1.5
     never = failing(RouterFull("a request", why="8192 are at hand"))
-    with pytest.raises(Lost, match="8192 are at hand"):
+    with pytest.raises(EpisodeLost, match="8192 are at hand"):
         await played(Count(), talk(never, episode_timeout_s=0.15))
 
 
@@ -323,7 +323,7 @@ async def test_an_error_beside_an_end_is_still_an_error() -> None:
             group.create_task(fails())
         return 1.0
 
-    with pytest.raises(Broken, match="ExceptionGroup"):
+    with pytest.raises(EnvironmentFailed, match="ExceptionGroup"):
         said = talk(Engine(numbers).generate, max_turns=1)
         await play(factory(lambda: plays, plays=True), plays, TASK, said, limits())
 

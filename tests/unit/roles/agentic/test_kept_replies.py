@@ -12,8 +12,8 @@ from agentic_parts import TASK, Count, Engine, factory, limits, numbers, talk
 
 from relax_rt.roles.agentic import Chat, Reply, Step, Task
 from relax_rt.roles.agentic.episode import Played, play
-from relax_rt.roles.agentic.kept import FEW, Replies, Store, forget
-from relax_rt.roles.agentic.pool import Lost, Stuck
+from relax_rt.roles.agentic.errors import EnvironmentStuck, EpisodeLost
+from relax_rt.roles.agentic.replay_cache import FEW, Replies, Store, forget
 from relax_rt.roles.rollout.engines.routing import PART_TOKENS
 from relax_rt.roles.rollout.router.core import GenerationRequest, Outcome
 from relax_rt.transport.queue.ledger.messages import VersionSpan
@@ -34,7 +34,7 @@ class Dying(Count):
     async def step(self, reply: Reply) -> Step:
         if self.at == 3 and self.deaths:
             self.deaths -= 1
-            raise Lost("in step 3", why="its process was killed")
+            raise EpisodeLost("in step 3", why="its process was killed")
         step = await super().step(reply)
         if self.other and self.begun > 1 and self.at == 3:
             step.messages = "and now?"
@@ -49,7 +49,7 @@ async def again(game: Any, engine: Engine, path: Path, *, plays: bool = False) -
         said.kept = kept
         try:
             found = await play(factory(lambda: game, plays=plays), game, TASK, said, limits())
-        except (Lost, Stuck):
+        except (EpisodeLost, EnvironmentStuck):
             used.append(kept.used)
             continue
         return found, [*used, kept.used]
@@ -102,7 +102,7 @@ async def test_functions_are_gone_on_with_too(tmp_path: Path) -> None:
         async def generate(self, wanted: Any) -> Outcome:
             if self.trouble:
                 self.trouble = False
-                raise Lost("a reply", why="no engine")
+                raise EpisodeLost("a reply", why="no engine")
             return await super().generate(wanted)
 
     engine = Failing(numbers)
@@ -170,7 +170,7 @@ async def test_rows_are_given_again_with_their_replies(tmp_path: Path) -> None:
     assert [start for start, _ in asked[1:]] == [end for _, end in lengths(found)[:-1]]
     plain = Engine(numbers)
     game = Dying(1)
-    with pytest.raises(Lost):
+    with pytest.raises(EpisodeLost):
         await once(game, plain.generate, tmp_path / "0.1", routing=False)
     asked.clear()
     found = await once(game, routed(plain), tmp_path / "0.1", routing=True)
@@ -196,7 +196,7 @@ async def play_again(game: Any, generate: Any, path: Path) -> Played:
     while True:
         try:
             return await once(game, generate(), path, routing=True)
-        except Lost:
+        except EpisodeLost:
             continue
 
 

@@ -15,12 +15,12 @@ import msgspec
 import pytest
 
 from relax_rt.roles.agentic import Task
-from relax_rt.roles.agentic.episode import Limits, NotMade, Played
+from relax_rt.roles.agentic.episode import Limits, Played
+from relax_rt.roles.agentic.errors import EnvironmentFailed, EnvironmentStuck, EpisodeLost, GenerationFailed
 from relax_rt.roles.agentic.loading import load_factory
-from relax_rt.roles.agentic.pool import Broken, Lost, Stuck
 from relax_rt.roles.agentic.program import Program, load_program, result_of
+from relax_rt.roles.agentic.program_episodes import Programs
 from relax_rt.roles.agentic.program_host import ProgramHost
-from relax_rt.roles.agentic.program_play import Programs
 from relax_rt.roles.agentic.tokens import Branch, BranchTurn, Counts, Episode
 from relax_rt.roles.gateway.api import Access, Closed, Said, SessionLimits
 from relax_rt.transport.queue.ledger.messages import VersionSpan
@@ -99,7 +99,7 @@ async def test_a_program_that_is_given_up_is_killed_with_its_group_and_so_are_al
         (left,) = programs_of(spawner)
         # The spawner is killed: its programs end with it, who waits hears of it, and the next one has another spawner.
         os.kill(spawner, signal.SIGKILL)
-        with pytest.raises(Lost, match="its spawner ended by signal 9"):
+        with pytest.raises(EpisodeLost, match="its spawner ended by signal 9"):
             await other
         await until(lambda: not lives(left))
         assert (await host.run(["/bin/echo", "again"], {})).stdout == "again\n"
@@ -112,7 +112,7 @@ async def test_what_a_program_writes_is_bounded_and_what_cannot_be_started_says_
         assert long.code == 0 and len(long.stdout) == 1 << 20 and long.stdout.endswith("xend\n")
         ended = await host.run([str(tmp_path / "nothing")], {})
         assert ended.code == 127 and "FileNotFoundError" in ended.stderr
-        with pytest.raises(Broken, match="arguments and environment have"):
+        with pytest.raises(EnvironmentFailed, match="arguments and environment have"):
             await host.run(["/bin/echo", "x" * 200_000], {})
     with pytest.raises(RelaxError, match="No module named 'nosuch'"):
         async with hosting(tmp_path, "nosuch"):
@@ -262,22 +262,27 @@ async def test_an_episode_has_the_session_s_tokens_and_the_program_s_reward(tmp_
 @pytest.mark.parametrize(
     ("script", "closed", "error", "message"),
     [
-        ("echo no >&2; exit 3", said("a"), Broken, "exit code 3: no"),
-        ("kill -9 $$", said("a"), Broken, "signal 9"),
-        ("echo fine", said("a"), Broken, "no line of JSON"),
-        ("echo '{\"reward\": 1}'", said(), Broken, "before the policy had said anything"),
-        ("echo '{\"reward\": 1e39}'", said("a"), Broken, "must be finite"),
-        ("echo '{\"rewards\": [1]}'", said("a", "b"), Broken, "rewards to 1 answers, and it had 2"),
+        ("echo no >&2; exit 3", said("a"), EnvironmentFailed, "exit code 3: no"),
+        ("kill -9 $$", said("a"), EnvironmentFailed, "signal 9"),
+        ("echo fine", said("a"), EnvironmentFailed, "no line of JSON"),
+        ("echo '{\"reward\": 1}'", said(), EnvironmentFailed, "before the policy had said anything"),
+        ("echo '{\"reward\": 1e39}'", said("a"), EnvironmentFailed, "must be finite"),
+        ("echo '{\"rewards\": [1]}'", said("a", "b"), EnvironmentFailed, "rewards to 1 answers, and it had 2"),
         (
             'echo \'{"rewards": {"r-c": 1}}\'',
             said("a", "b"),
-            Broken,
+            EnvironmentFailed,
             "1 rewards to response 'r-c', which has 0 answers",
         ),
-        ('echo \'{"rewards": {"r-a": [1, 2]}}\'', said("a", "b"), Broken, "2 rewards to response 'r-a', which has 1"),
-        ("echo '{\"reward\": 1}'", None, Lost, "none of this name"),
-        ("exit 1", said("a", trouble="no engine"), Lost, "no engine"),
-        ("exit 1", said("a", trouble="too long", never=True), NotMade, "too long"),
+        (
+            'echo \'{"rewards": {"r-a": [1, 2]}}\'',
+            said("a", "b"),
+            EnvironmentFailed,
+            "2 rewards to response 'r-a', which has 1",
+        ),
+        ("echo '{\"reward\": 1}'", None, EpisodeLost, "none of this name"),
+        ("exit 1", said("a", trouble="no engine"), EpisodeLost, "no engine"),
+        ("exit 1", said("a", trouble="too long", never=True), GenerationFailed, "too long"),
     ],
 )
 async def test_what_goes_wrong_is_told_apart(
@@ -287,7 +292,7 @@ async def test_what_goes_wrong_is_told_apart(
         await play(tmp_path, Lender(closed), script)
 
 
-@pytest.mark.parametrize(("waiting", "error"), [(0, Stuck), (1, Lost)])
+@pytest.mark.parametrize(("waiting", "error"), [(0, EnvironmentStuck), (1, EpisodeLost)])
 async def test_one_that_is_late_is_killed_and_at_fault_only_if_it_had_all_its_answers(
     tmp_path: Path, waiting: int, error: type[RelaxError]
 ) -> None:
@@ -298,6 +303,6 @@ async def test_one_that_is_late_is_killed_and_at_fault_only_if_it_had_all_its_an
 async def test_one_whose_gateway_was_started_again_is_killed_at_once(tmp_path: Path) -> None:
     lender = Lender(said("a"))
     lender.gone.set_exception(RelaxError("the session", why="gateway/0#1 had it, and now it is gateway/0#2"))
-    with pytest.raises(Lost, match="now it is gateway/0#2"):
+    with pytest.raises(EpisodeLost, match="now it is gateway/0#2"):
         await play(tmp_path, lender, "sleep 600")
     assert not lender.closes

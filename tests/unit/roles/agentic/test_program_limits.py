@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from test_program import TASK, Lender, lives, programs_of, said, until
 
-from relax_rt.roles.agentic import program_host, program_play
+from relax_rt.roles.agentic import program_episodes, program_host
 from relax_rt.roles.agentic.episode import Limits, Played
-from relax_rt.roles.agentic.pool import Lost, OverLimit
+from relax_rt.roles.agentic.errors import EpisodeLost, LimitExceeded
 from relax_rt.roles.agentic.program import Program, ProgramLimits, load_program, passed_limit
+from relax_rt.roles.agentic.program_episodes import NotReachable, Programs, environment, url_from
 from relax_rt.roles.agentic.program_host import FILES_EACH, OTHER_FILES, Ended, ProgramHost
 from relax_rt.roles.agentic.program_link import NotStarted
-from relax_rt.roles.agentic.program_play import NotReachable, Programs, environment, url_from
 from relax_rt.roles.gateway.api import Access, SessionLimits
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
@@ -44,7 +44,7 @@ while not os.path.exists("away") or not open("away").read():
 
 
 def over(ended: Ended, limits: ProgramLimits = SMALL) -> str:
-    return passed_limit(ended.over, ended.code, program_play.last_words(ended), limits)
+    return passed_limit(ended.over, ended.code, program_episodes.last_words(ended), limits)
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ async def test_a_spawner_that_hangs_is_replaced_and_its_programs_are_lost(tmp_pa
         os.kill(hung, signal.SIGSTOP)
         later = asyncio.create_task(host.run(["/bin/echo", "later"], {}))
         for run in runs:
-            with pytest.raises(Lost, match=r"did not answer for 2 s"):
+            with pytest.raises(EpisodeLost, match=r"did not answer for 2 s"):
                 await asyncio.wait_for(run, 120)
-        with pytest.raises(Lost):
+        with pytest.raises(EpisodeLost):
             await later
         assert (await host.run(["/bin/echo", "again"], {})).stdout == "again\n"
         await until(lambda: not any(map(lives, keepers)))
@@ -278,18 +278,18 @@ async def play(folder: Path, lender: Lender, script: str, limits: ProgramLimits 
 
 
 async def test_an_episode_over_a_limit_has_failed_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(OverLimit, match=r"printed more than 1 MiB \(roles.env.options.output_mib\)"):
+    with pytest.raises(LimitExceeded, match=r"printed more than 1 MiB \(roles.env.options.output_mib\)"):
         await play(tmp_path, Lender(said("a")), "yes")
     script = f"{sys.executable} -S -c \"open('x', 'wb').write(bytes(3 << 20))\""
-    with pytest.raises(OverLimit, match=r"a file of more than 1 MiB.*exit code 1: .*File too large"):
+    with pytest.raises(LimitExceeded, match=r"a file of more than 1 MiB.*exit code 1: .*File too large"):
         await play(tmp_path, Lender(said("a", used_up="tokens")), script)
 
 
 async def test_an_episode_waits_for_room_and_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program_play, "START_AGAIN_S", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(program_episodes, "START_AGAIN_S", (0.01, 0.02, 0.03))
     played = await play(tmp_path, Full(3), """echo '{"reward": 1}'""")
     assert played.reward == 1
-    with pytest.raises(Lost, match=r"could not be started within 0\.06 s: .*64 are open"):
+    with pytest.raises(EpisodeLost, match=r"could not be started within 0\.06 s: .*64 are open"):
         await play(tmp_path, Full(4), "true")
 
 

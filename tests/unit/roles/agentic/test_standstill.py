@@ -13,14 +13,15 @@ from agentic_parts import TASK, Count, Engine, factory, numbers, template, token
 from relax_rt.config.schema import RunTable
 from relax_rt.observe.metrics import MetricsLog
 from relax_rt.roles.agentic import Chat, Reply, Step, Task
+from relax_rt.roles.agentic.counters import Tally
 from relax_rt.roles.agentic.episode import Generate
+from relax_rt.roles.agentic.errors import EnvironmentStuck, EpisodeLost
 from relax_rt.roles.agentic.evaluation import ATTEMPTS, HeldOut
-from relax_rt.roles.agentic.kept import Store
 from relax_rt.roles.agentic.player import Player
-from relax_rt.roles.agentic.pool import Lost, Stuck
+from relax_rt.roles.agentic.replay_cache import Store
 from relax_rt.roles.agentic.role import EnvRole, Group
 from relax_rt.roles.agentic.settings import EnvSettings
-from relax_rt.roles.agentic.standstill import (
+from relax_rt.roles.agentic.stall_detection import (
     ENDS,
     FAILURES_IN_A_ROW,
     KIND,
@@ -30,7 +31,6 @@ from relax_rt.roles.agentic.standstill import (
     Standstill,
     ending,
 )
-from relax_rt.roles.agentic.tally import Tally
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.rollout.router.core import GenerationRequest, Outcome
@@ -101,7 +101,7 @@ class Slot:
                 lag=lambda oldest: 0,
                 told=lambda tokens: None,
             ),
-            queue=SimpleNamespace(groups={GROUP: 1}, give_back=self._give_back),
+            queue=SimpleNamespace(groups={GROUP: 1}, release_groups=self._give_back),
             _room=asyncio.Event(),
             _tally=Tally(),
             _standstill=Standstill(table.environment, table.episodes_in_flight),
@@ -149,7 +149,7 @@ async def test_replies_with_which_it_was_lost_again_and_again_are_given_up(
     first = Slot(Slow, before.generate, Store(tmp_path, 1, 100.0, lambda version: False))
     assert first.role.store is not None
     kept = first.role.store.of(3, 0)
-    with pytest.raises(Stuck):
+    with pytest.raises(EnvironmentStuck):
         await first.role.player.play_seats("7.0", TASK, 1, kept=kept)
     assert len(before.said) == 2
     await Slot(Slow, after.generate, Store(tmp_path, 1, 100.0, lambda version: False)).play(losses=losses)
@@ -273,7 +273,7 @@ async def test_held_out_episodes_of_which_none_could_be_played_end_the_slot() ->
     events: list[str] = []
 
     async def play(*_: Any, **__: Any) -> Any:
-        raise Lost("the program's session", why="gateway/0#1 had it, and now it is gateway/0#2")
+        raise EpisodeLost("the program's session", why="gateway/0#1 had it, and now it is gateway/0#2")
 
     recipe = SimpleNamespace(count=lambda when: 3, samples=2, temperature=1.0)
     held_out = HeldOut.__new__(HeldOut)

@@ -14,7 +14,7 @@ from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.gym import GymTask
 from relax_rt.roles.data.source import fill
 from relax_rt.roles.job.job import RLJob
-from relax_rt.roles.rewards.loader import load_reward
+from relax_rt.roles.rewards.library.functions import load_reward
 from relax_rt.roles.rewards.scoring import read_score
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from relax_rt.roles.rewards.box import run
+from relax_rt.process import sandbox
 
 
 @pytest.fixture(autouse=True)
 def own_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders of boxes have a name of this process's, so that only what it leaves itself is found left."""
-    monkeypatch.setattr(run, "PREFIX", f"{run.PREFIX}test-{os.getpid()}-")
+    monkeypatch.setattr(sandbox, "DIR_PREFIX", f"{sandbox.DIR_PREFIX}test-{os.getpid()}-")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relax_rt.roles.rewards.loader import UnreadGold
-from relax_rt.roles.rewards.registry import made
+from relax_rt.roles.rewards.library.functions import UnreadableAnswer, make_function
 from relax_rt.transport.rpc.errors import RelaxError
 
 CASES: list[tuple[str, str, int]] = [
@@ -122,7 +121,7 @@ CASES: list[tuple[str, str, int]] = [
 
 
 def score(completion: str, answer: object, **options: object) -> float:
-    return float(made("choice", options).call(completion, answer, {}))  # type: ignore[arg-type]
+    return float(make_function("choice", options).call(completion, answer, {}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("completion", "answer", "right"), CASES)
@@ -137,12 +136,12 @@ def test_choice_of_other_letters_and_bare() -> None:
     assert score("b)", "(B)", bare=True) == 1
     assert score("the answer is A", ["A", "C"]) == 0 and score("A and C", ["A", "C"]) == 1
     with pytest.raises(RelaxError, match="different letters"):
-        made("choice", {"letters": "AAB"})
+        make_function("choice", {"letters": "AAB"})
 
 
 @pytest.mark.parametrize("answer", ["K", "42", "", "a dog", "A or B", "none of these", None, 2])
 def test_an_answer_that_names_no_choice_is_reported(answer: object) -> None:
-    with pytest.raises(UnreadGold, match="no choice among ABCDEFGHIJ"):
+    with pytest.raises(UnreadableAnswer, match="no choice among ABCDEFGHIJ"):
         score("The answer is A", answer)
 
 

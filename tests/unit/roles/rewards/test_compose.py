@@ -11,14 +11,13 @@ import pytest
 from pydantic import ValidationError
 
 from relax_rt.config.problems import Problem
-from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.items import PromptItem
 from relax_rt.roles.rewards.checks import check_reward
-from relax_rt.roles.rewards.compose import Component, Rewards, combine, read_components, wanted
+from relax_rt.roles.rewards.compose import Component, Rewards, combine, read_components, requested_info
 from relax_rt.roles.rewards.dry_run import dry_run
 from relax_rt.roles.rewards.scoring import Failed, Request, Score
 from relax_rt.roles.rewards.settings import RewardTable
-from relax_rt.roles.rewards.workers.messages import Part
+from relax_rt.roles.rewards.worker import FunctionSpec
 
 
 def table(*components: dict[str, Any], **keys: Any) -> RewardTable:
@@ -43,7 +42,7 @@ def test_components_of_every_kind_are_read() -> None:
             on_failure="zero",
         )
     )
-    assert [(one.label, one.weight, one.place, one.forgive) for one in read if isinstance(one, Component)] == [
+    assert [(one.label, one.weight, one.runs_in, one.zero_failures) for one in read if isinstance(one, Component)] == [
         ("exact", 0.5, "inline", True),
         ("has_a", 1.0, "worker", True),
         ("regex", 1.0, "worker", False),
@@ -101,26 +100,18 @@ def test_a_negative_time_is_no_table() -> None:
         table(function="a.py:b", timeout_s=-1)
 
 
-def test_a_whole_config_is_checked() -> None:
-    config = {
-        "run": {"name": "r"},
-        "model": {"path": "m"},
-        "data": {"task": "chain_sum"},
-        "reward": {"components": [{"name": "exatc"}, {"function": "a.py:b", "group": True}]},
-        "algorithm": {"group_size": 1},
-    }
-    found = list(check_reward(RLConfig.model_validate(config)))
+def test_components_and_group_size_are_checked_together() -> None:
+    found = list(check_reward(table({"name": "exatc"}, {"function": "a.py:b", "group": True}), group_size=1))
     assert [one.path for one in found] == [("reward", "components", 0, "name"), ("reward",)]
     assert "did you mean 'exact'" in found[0].hint and "group_size is 1" in found[1].message
-    config["reward"] = {"components": [{"name": "exact"}]}
-    assert list(check_reward(RLConfig.model_validate(config))) == []
+    assert list(check_reward(table({"name": "exact"}), group_size=1)) == []
 
 
 # --- the sum
 
 
 def component(label: str, weight: float = 1.0, *, forgive: bool = False, excess: bool = False) -> Component:
-    return Component(label, weight, Part(label), "worker", forgive, excess)
+    return Component(label, weight, FunctionSpec(label), "worker", forgive, excess)
 
 
 def test_the_reward_is_the_weighted_sum_and_components_are_as_they_were() -> None:
@@ -228,8 +219,8 @@ async def test_a_function_in_a_package_beside_the_config(tmp_path: Path, target:
 
 def test_what_functions_want_is_known_before(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
-    assert wanted(table({"name": "exact"}, {"function": "mine.py:score"}), tmp_path) == {"verdict"}
-    assert wanted(table({"function": "mine.py:ranks", "group": True}), tmp_path) is None
+    assert requested_info(table({"name": "exact"}, {"function": "mine.py:score"}), tmp_path) == {"verdict"}
+    assert requested_info(table({"function": "mine.py:ranks", "group": True}), tmp_path) is None
 
 
 ITEM = PromptItem(item="i", split="train", question="q", answer="42", metadata={}, messages=[], tokens=[])

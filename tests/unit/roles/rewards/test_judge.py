@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rewards.builtin import judged
-from relax_rt.roles.rewards.judge import Judge, Judging, Late, Verdict, fields_of, with_verdict
+from relax_rt.roles.rewards.judge import Judge, Judging, LateVerdict, Verdict, fields_of, with_verdict
 from relax_rt.roles.rewards.scoring import Failed, Request
 from relax_rt.roles.rewards.settings import JudgeTable
 from relax_rt.roles.rollout.router import GenerationRequest, NotGenerated, Outcome
@@ -73,7 +73,7 @@ def test_several_answers_are_one_verdict_and_one_that_cannot_be_read_fails_the_s
     judge = judging()
     assert judge.verdict([TOKENIZER.encode("1"), TOKENIZER.encode("0.5")]) == Verdict(0.75, ["1", "0.5"])
     failed = judge.verdict([TOKENIZER.encode("1"), TOKENIZER.encode("well")])
-    assert isinstance(failed, Failed) and "'well'" in failed.reason and not isinstance(failed, Late)
+    assert isinstance(failed, Failed) and "'well'" in failed.reason and not isinstance(failed, LateVerdict)
 
 
 async def test_what_fails_is_the_sample_and_not_the_batch() -> None:
@@ -90,7 +90,7 @@ async def test_what_fails_is_the_sample_and_not_the_batch() -> None:
     judge = Judge(judging(highest=10.0), generate)
     requests = [Request(text, "", {}) for text in ("word 3", "late", "5", "lost", "none")]
     found = await judge.verdicts(requests, lambda: counted.append(1))
-    assert [type(one) for one in found] == [Verdict, Late, Verdict, Failed, Failed]
+    assert [type(one) for one in found] == [Verdict, LateVerdict, Verdict, Failed, Failed]
     assert len(counted) == 5
     verdict = found[2]
     assert isinstance(verdict, Verdict)

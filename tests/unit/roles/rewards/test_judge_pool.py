@@ -13,7 +13,7 @@ pytest.importorskip("tokenizers")
 
 from relax_rt.cluster.registry.core import RegistryCore, Stored
 from relax_rt.interfaces.registry import Changes
-from relax_rt.roles.rewards.judge import Judge, Judging, Late, Verdict
+from relax_rt.roles.rewards.judge import Judge, Judging, LateVerdict, Verdict
 from relax_rt.roles.rewards.scoring import Request
 from relax_rt.roles.rewards.settings import JudgeTable
 from relax_rt.roles.rollout.engines.base import Chunk, EngineLoad, GroupRequest
@@ -185,7 +185,7 @@ async def test_without_any_judge_verdicts_wait_for_one_and_are_late_after_their_
         slot.kill()
     async with judging(run, timeout_s=0.5) as (router, judge):
         (late,) = await judge.verdicts(requests(1))
-        assert isinstance(late, Late) and "an engine" in late.reason
+        assert isinstance(late, LateVerdict) and "an engine" in late.reason
     async with judging(run, timeout_s=60.0) as (router, judge):
         asking = asyncio.create_task(judge.verdicts(requests(3)))
         await asyncio.sleep(0.2)

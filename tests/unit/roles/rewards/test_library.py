@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from relax_rt.roles.rewards.box import run as box
+from relax_rt.process import sandbox
 from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.dry_run import dry_run
 from relax_rt.roles.rewards.library.code import cases, same_text
 from relax_rt.roles.rewards.library.forms import unfenced
-from relax_rt.roles.rewards.loader import UnreadGold
-from relax_rt.roles.rewards.registry import made, rewards
+from relax_rt.roles.rewards.library.functions import UnreadableAnswer, make_function, rewards
 from relax_rt.roles.rewards.scoring import Caller, Failed, Request, Score
 from relax_rt.roles.rewards.settings import RewardTable
 
@@ -27,7 +26,7 @@ DOCS = Path(__file__).parents[4] / "docs" / "rewards.md"
 
 
 def score(name: str, completion: str, answer: str = "", info: dict[str, Any] | None = None, **options: Any) -> float:
-    function = made(name, options)
+    function = make_function(name, options)
     return float(function.call(completion, answer, info or {}))
 
 
@@ -70,19 +69,22 @@ def test_the_last_number_is_read_whole(completion: str, answer: Any, right: int)
 @pytest.mark.parametrize("name", ["integer", "lenient_integer"])
 @pytest.mark.parametrize("answer", ["4.5", "1/2", "12 apples", "", "x", "1,23", None, True])
 def test_an_answer_that_is_no_integer_is_reported(name: str, answer: Any) -> None:
-    with pytest.raises(UnreadGold, match="it is not an integer"):
-        made(name, {}).call("4", answer, {})
+    with pytest.raises(UnreadableAnswer, match="it is not an integer"):
+        make_function(name, {}).call("4", answer, {})
 
 
 def test_integer_takes_thousands_and_signs() -> None:
     right = {"format": 0.3, "right": 0.7}
-    assert [made("integer", {}).call(text, "-1,234", {}) for text in ("-1234", "\u22121,234")] == [right, right]
+    assert [make_function("integer", {}).call(text, "-1,234", {}) for text in ("-1234", "\u22121,234")] == [
+        right,
+        right,
+    ]
 
 
 def test_empty_answers_are_reported() -> None:
     for name, options in (("exact", {}), ("regex", {"pattern": "(a)?b", "equals_answer": True})):
-        with pytest.raises(UnreadGold, match="it is empty"):
-            made(name, options).call("b", "", {})
+        with pytest.raises(UnreadableAnswer, match="it is empty"):
+            make_function(name, options).call("b", "", {})
     assert score("exact", "e\u0301", "\u00e9") == 1 and score("exact", "[1, 2]", [1, 2]) == 1  # type: ignore[arg-type]
 
 
@@ -153,8 +155,8 @@ def test_fences() -> None:
 async def command_here() -> list[str]:
     """Nothing for this interpreter; where boxes cannot run that, what the error tells to use instead."""
     try:
-        await box.mode_here()
-    except box.BoxFailed as error:
+        await sandbox.cached_mode()
+    except sandbox.SandboxFailed as error:
         found = re.search(r'command = \["([^"]+)", "-I", "-B"\]', error.hint)
         assert found, error
         return [found[1], "-I", "-B"]
@@ -165,7 +167,7 @@ async def run(name: str, completion: str, given: Any, **options: Any) -> float |
     entry = {"entry_point": options.pop("entry")} if "entry" in options else {}
     options = {"box": "limits", "command": await command_here(), **options}
     results: list[Score | Failed] = []
-    caller = Caller(made(name, options), None)
+    caller = Caller(make_function(name, options), None)
     await caller.together(
         [Request(completion, "", {"metadata": {"tests": given, **entry}})], lambda i, r: results.append(r)
     )
@@ -190,7 +192,7 @@ async def test_a_program_prints_what_it_should() -> None:
 
 
 async def test_a_program_is_not_run_where_it_cannot_be_closed_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(box, "_found", {(): box.Mode("limits", "unshare: not permitted")})
+    monkeypatch.setattr(sandbox, "_modes", {(): sandbox.SandboxMode("limits", "unshare: not permitted")})
     tests = [{"input": "2", "output": "4"}]
     said = str(await run("code", "import os; os.write(1, b'4')", tests, box="namespaces"))
     assert re.search(r"see the files.*unshare: not permitted.*box = \"limits\"", said, re.DOTALL)
@@ -199,7 +201,7 @@ async def test_a_program_is_not_run_where_it_cannot_be_closed_in(monkeypatch: py
     assert problem.path == ("reward", "components", 1, "name") and 'box = "limits"' in problem.hint
     rewards_of = Rewards(RewardTable.model_validate({"components": [{"name": "code", "box": "limits"}]}), Path())
     await rewards_of.start()
-    assert rewards_of.boxes == box.Mode("limits", "unshare: not permitted")
+    assert rewards_of.sandbox == sandbox.SandboxMode("limits", "unshare: not permitted")
     await rewards_of.close()
 
 
@@ -273,7 +275,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 async def ask(completion: str, **options: Any) -> Score | Failed:
-    function = made("http", options)
+    function = make_function("http", options)
     results: list[Score | Failed] = []
     info = {"question": "q", "metadata": {"level": 1}, "private": object()}
     await Caller(function, None).together([Request(completion, "a", info)], lambda i, r: results.append(r))

@@ -11,8 +11,7 @@ from math_golds import EQUAL, GOLDS, NOT_EQUAL, TOWERS, UNREADABLE
 from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.library import maths
 from relax_rt.roles.rewards.library.final_answer import boxed, candidates
-from relax_rt.roles.rewards.loader import UnreadGold
-from relax_rt.roles.rewards.registry import made
+from relax_rt.roles.rewards.library.functions import UnreadableAnswer, make_function
 from relax_rt.roles.rewards.scoring import Request, Score
 from relax_rt.roles.rewards.settings import RewardTable
 
@@ -33,7 +32,7 @@ WRITINGS = [
 
 
 def score(completion: str, answer: object, **options: object) -> float:
-    return float(made("math", options).call(completion, answer, {}))  # type: ignore[arg-type]
+    return float(make_function("math", options).call(completion, answer, {}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("gold", "parts"), GOLDS, ids=[gold for gold, _ in GOLDS])
@@ -57,7 +56,7 @@ def test_answers_that_only_look_alike(gold: str, said: str) -> None:
 @pytest.mark.parametrize("gold", UNREADABLE)
 def test_an_answer_that_is_not_understood_as_a_whole_is_reported_and_never_read_by_half(gold: str) -> None:
     for said in (f"\\boxed{{{gold}}}", "\\boxed{5}", "12"):
-        with pytest.raises(UnreadGold, match="cannot be read: "):
+        with pytest.raises(UnreadableAnswer, match="cannot be read: "):
             score(said, gold)
     # The same from the policy is no answer.
     assert score(f"\\boxed{{{gold}}}", "5") == 0
@@ -80,7 +79,7 @@ def test_numbers_that_are_only_large_are(large: str) -> None:
 
 async def test_no_worker_is_lost_to_a_tower() -> None:
     lost: list[str] = []
-    scorer = Rewards(RewardTable(function="math"), Path(), say=lost.append)
+    scorer = Rewards(RewardTable(function="math"), Path(), on_lost=lost.append)
     requests = [Request(f"\\boxed{{{tower}}}", "5", {}, group) for group, tower in enumerate(TOWERS)]
     try:
         await scorer.start()
@@ -103,7 +102,7 @@ def test_what_takes_too_long_counts_as_wrong(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(maths, "same", forever)
     assert score("\\boxed{5}", "5") == 0
     monkeypatch.setattr(maths, "gold_text", forever)
-    with pytest.raises(UnreadGold, match=r"takes longer than 0\.05 s"):
+    with pytest.raises(UnreadableAnswer, match=r"takes longer than 0\.05 s"):
         score("\\boxed{5}", "5")
 
 
@@ -142,7 +141,7 @@ def test_whole_solutions_as_right_answers() -> None:
 def test_answers_of_any_type() -> None:
     assert [score("\\boxed{42}", gold) for gold in (42, 42.0, "42", [42], 43)] == [1, 1, 1, 1, 0]
     assert [score("\\boxed{1, 2}", [2, 1]), score("\\boxed{0.5}", 0.5), score("\\boxed{true}", True)] == [1, 1, 1]
-    with pytest.raises(UnreadGold, match=r"it is empty|answer is empty"):
+    with pytest.raises(UnreadableAnswer, match=r"it is empty|answer is empty"):
         score("\\boxed{1}", None)
 
 

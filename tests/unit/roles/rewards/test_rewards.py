@@ -22,12 +22,21 @@ from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rewards import builtin
 from relax_rt.roles.rewards.compose import Rewards
-from relax_rt.roles.rewards.dry_run import dry_run, offered
-from relax_rt.roles.rewards.loader import RewardFunction, UnreadGold, load_reward
+from relax_rt.roles.rewards.dry_run import dry_run, offered_info
+from relax_rt.roles.rewards.library.functions import RewardFunction, UnreadableAnswer, load_reward
 from relax_rt.roles.rewards.role import FAILURES_IN_A_ROW, RewardRole
-from relax_rt.roles.rewards.scoring import Caller, Failed, Request, Score, Scorer, Stuck, Worker, read_score
+from relax_rt.roles.rewards.scoring import (
+    Caller,
+    CallStuck,
+    CallThread,
+    Failed,
+    Request,
+    Score,
+    ThreadScorer,
+    read_score,
+)
 from relax_rt.roles.rewards.settings import RewardSettings, RewardTable
-from relax_rt.roles.rewards.workers.messages import TaskSpec
+from relax_rt.roles.rewards.worker import TaskSpec
 from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.rpc.errors import ProtocolError, RelaxError
 
@@ -52,8 +61,8 @@ def score_with(function: Callable[..., Any], *requests: Request, timeout_s: floa
     return asyncio.run(scored())
 
 
-def in_thread(function: RewardFunction, timeout_s: float) -> Scorer:
-    return Scorer(Caller(function, timeout_s), timeout_s)
+def in_thread(function: RewardFunction, timeout_s: float) -> ThreadScorer:
+    return ThreadScorer(Caller(function, timeout_s), timeout_s)
 
 
 # --- loading
@@ -324,13 +333,13 @@ async def test_an_async_reward_that_blocks_its_loop_is_stuck(monkeypatch: pytest
     assert isinstance(result, Failed) and result.stuck
 
 
-async def test_a_lost_worker_does_not_answer_later_calls() -> None:
-    worker, release = Worker(), threading.Event()
-    with pytest.raises(Stuck):
-        await worker.do(lambda: release.wait(60), 0.05)
+async def test_an_abandoned_thread_does_not_answer_later_calls() -> None:
+    thread, release = CallThread(), threading.Event()
+    with pytest.raises(CallStuck):
+        await thread.call(lambda: release.wait(60), 0.05)
     release.set()
-    assert await worker.do(lambda: 7, 30.0) == 7
-    worker.close()
+    assert await thread.call(lambda: 7, 30.0) == 7
+    thread.close()
 
 
 # --- built-in functions
@@ -342,7 +351,7 @@ def test_builtins() -> None:
     assert builtin.integer("46", "46", finish_reason="length") == {"format": 0.0, "right": 0.0}
     assert builtin.integer("it is 46", "46") == {"format": 0.0, "right": 0.0}
     assert [builtin.lenient_integer(t, "46") for t in ("it is 46", "none", "46 or 45")] == [1.0, 0.0, 0.0]
-    with pytest.raises(UnreadGold, match=r"no number.*it is not an integer"):
+    with pytest.raises(UnreadableAnswer, match=r"no number.*it is not an integer"):
         builtin.lenient_integer("nothing", "no number")
     assert [builtin.exact(t, "a b") for t in (" a  b", "A b")] == [1.0, 0.0]
 
@@ -465,7 +474,7 @@ class FakeQueue:
     async def __aexit__(self, *_: object) -> None:
         return None
 
-    async def take(self, task: str, *, samples: int = 0, groups: int = 0, wait_s: float) -> FakeBatch:
+    async def lease(self, task: str, *, samples: int = 0, groups: int = 0, wait_s: float) -> FakeBatch:
         assert task == "reward"
         self.asked = (samples, groups)
         if not self.batches:
@@ -473,7 +482,7 @@ class FakeQueue:
             await asyncio.sleep(wait_s)
         return self.batches.pop(0)
 
-    async def complete(self, task: str, batch: FakeBatch, columns: Any, failures: Any) -> None:
+    async def complete(self, batch: FakeBatch, columns: Any, failures: Any) -> None:
         self.completed.append((columns, failures))
 
 
@@ -556,7 +565,7 @@ async def test_a_setup_that_fails_waits_for_no_function_that_loads_for_long(monk
 
 async def test_an_answer_that_cannot_be_read_counts_0_and_is_told_of_once(tokenizer: ChatTokenizer) -> None:
     def reward(completion: str, answer: str) -> float:
-        raise UnreadGold(answer, "it is no number")
+        raise UnreadableAnswer(answer, "it is no number")
 
     role, told = role_with(reward)
     batches = [batch_of(tokenizer, "2", "3"), batch_of(tokenizer, "4", group=2), FakeBatch([])]
@@ -653,7 +662,7 @@ async def test_other_tokens_are_not_decoded(tokenizer: ChatTokenizer) -> None:
 
 
 def test_offered_metadata_does_not_hide_what_is_known() -> None:
-    info = offered("q", {"question": "other", "level": 1}, lambda text, meta: 0.5, tokens=3)
+    info = offered_info("q", {"question": "other", "level": 1}, lambda text, meta: 0.5, tokens=3)
     assert (info["question"], info["level"], info["tokens"], info["score"]("x")) == ("q", 1, 3, 0.5)
 
 

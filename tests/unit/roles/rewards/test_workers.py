@@ -1,5 +1,4 @@
-"""Functions of users in processes of their own: a call that does not return, or takes too much, costs its sample and
-its process, and nothing else."""
+"""Users' functions in worker processes: a call that hangs or exceeds a limit costs its sample and its process only."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from leftovers import nothing_left, workers
+from sandbox_leftovers import nothing_left, workers
 
-from relax_rt.roles.rewards.box.run import probe
+from relax_rt.process.sandbox import probe
 from relax_rt.roles.rewards.scoring import Failed, Request, Score
-from relax_rt.roles.rewards.workers.messages import Part, Setup
-from relax_rt.roles.rewards.workers.pool import Pool, WorkerLimits
+from relax_rt.roles.rewards.worker import FunctionSpec, Setup
+from relax_rt.roles.rewards.workers import RewardWorkers
 from relax_rt.transport.rpc.errors import RelaxError
 
 FUNCTIONS = """
@@ -105,23 +104,25 @@ def word(monkeypatch: pytest.MonkeyPatch) -> str:
     return word
 
 
-async def made(folder: Path, word: str, level: str, timeout_s: float = 1.5, size: int = 1) -> AsyncIterator[Pool]:
+async def made(
+    folder: Path, word: str, level: str, timeout_s: float = 1.5, size: int = 1
+) -> AsyncIterator[RewardWorkers]:
     """All functions in one pool."""
     (folder / "mine.py").write_text(FUNCTIONS)
-    parts = [Part(f"mine.py:{name}", group=name == "ranks") for name in NAMES]
-    pool = Pool(Setup(parts, str(folder), timeout_s), WorkerLimits(processes=24, total_mib=512), size)
-    pool.level = level  # type: ignore[assignment]
+    functions = [FunctionSpec(f"mine.py:{name}", group=name == "ranks") for name in NAMES]
+    pool = RewardWorkers(Setup(functions, str(folder), timeout_s), size, processes=24, memory_mib=512)
+    pool.pool.level = level  # type: ignore[assignment]
     try:
         await pool.start()
         if level == "namespaces" and (await probe([sys.executable])).level == "namespaces":
-            assert pool.level == level, "programs get namespaces here, and workers do not"
+            assert pool.pool.level == level, "programs get namespaces here, and workers do not"
         yield pool
     finally:
         await pool.close()
         nothing_left(word)
 
 
-async def call(pool: Pool, name: str, *completions: str) -> list[Score | Failed]:
+async def call(pool: RewardWorkers, name: str, *completions: str) -> list[Score | Failed]:
     requests = [Request(text, "a", {"tokens": n}) for n, text in enumerate(completions)]
     return await pool.score(NAMES.index(name), requests)
 
@@ -138,8 +139,8 @@ EXPECTED = {
     "slips_away": LATE,
     "ignores": LATE,
     "allocates": f"took more than 512 MiB|{LATE}",
-    "leaves": "its process ended with exit code 7",
-    "crashes": "ended by signal 11",
+    "leaves": "its process ended: exit code 7",
+    "crashes": "its process ended: signal 11",
     "writes_on_all_descriptors": "wrote to its socket",
 }
 FIRST = ["hangs", "forks", "slips_away", "leaves"]
@@ -168,12 +169,12 @@ async def test_whatever_a_function_does_its_sample_fails_and_the_next_is_scored(
 
 
 @pytest_asyncio.fixture
-async def usual(tmp_path: Path, word: str) -> AsyncIterator[Pool]:
+async def usual(tmp_path: Path, word: str) -> AsyncIterator[RewardWorkers]:
     async for one in made(tmp_path, word, "namespaces", size=2):
         yield one
 
 
-async def test_what_stands_before_and_behind_a_hanging_call_is_scored(usual: Pool) -> None:
+async def test_what_stands_before_and_behind_a_hanging_call_is_scored(usual: RewardWorkers) -> None:
     seen: list[int] = []
     requests = [Request(text, "a", {}) for text in ("a", "hang", "b", "c")]
     results = await usual.score(NAMES.index("hangs"), requests, lambda: seen.append(1))
@@ -182,7 +183,7 @@ async def test_what_stands_before_and_behind_a_hanging_call_is_scored(usual: Poo
     assert len(seen) == 4
 
 
-async def test_a_pattern_that_holds_the_lock_is_killed_too(usual: Pool) -> None:
+async def test_a_pattern_that_holds_the_lock_is_killed_too(usual: RewardWorkers) -> None:
     (result,) = await call(usual, "holds_the_lock", "x")
     assert "its process was killed" in reason(result)
 
@@ -195,12 +196,12 @@ async def test_what_a_function_prints_is_bounded(capfd: pytest.CaptureFixture[st
     assert 1000 < len(capfd.readouterr().err) < 2 << 20
 
 
-async def test_a_child_that_comes_back_from_the_function_says_nothing(usual: Pool) -> None:
+async def test_a_child_that_comes_back_from_the_function_says_nothing(usual: RewardWorkers) -> None:
     for _ in range(3):
         assert await call(usual, "comes_back_twice", "x", "y") == [Score(1.0, {"reward": 1.0})] * 2
 
 
-async def test_async_functions_run_together_and_time_out_apart(usual: Pool) -> None:
+async def test_async_functions_run_together_and_time_out_apart(usual: RewardWorkers) -> None:
     one, slow, other = await call(usual, "waits", "a", "slow", "b")
     assert one == Score(1.0, {"reward": 1.0}) and other == Score(0.0, {"reward": 0.0})
     assert "did not return within" in reason(slow)
@@ -208,7 +209,7 @@ async def test_async_functions_run_together_and_time_out_apart(usual: Pool) -> N
     assert all("its process was killed" in reason(result) for result in results)
 
 
-async def test_a_group_is_scored_by_one_call_and_fails_as_one(usual: Pool) -> None:
+async def test_a_group_is_scored_by_one_call_and_fails_as_one(usual: RewardWorkers) -> None:
     requests = [Request(str(n), "a", {"tokens": 10 - n}, group=n // 2) for n in range(4)]
     assert [r.total for r in await usual.score(NAMES.index("ranks"), requests) if isinstance(r, Score)] == [0.5, 0] * 2
     requests[0] = Request("raise", "a", {"tokens": 1})
@@ -228,7 +229,7 @@ async def test_a_worker_that_is_killed_from_outside_is_replaced(tmp_path: Path, 
         for pid in workers(word):
             os.kill(pid, 9)
         (result,) = await task
-        assert "ended by signal 9" in reason(result) and isinstance(result, Failed) and not result.excess
+        assert "its process ended: signal 9" in reason(result) and isinstance(result, Failed) and not result.excess
         assert isinstance((await call(pool, "good", "a"))[0], Score)
 
 
@@ -240,7 +241,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 async def test_a_function_that_cannot_be_loaded_is_told_with_its_line(folder: Path, word: str) -> None:
-    pool = Pool(Setup([Part("wrong.py:f")], str(folder), 5.0), WorkerLimits(), 1)
+    pool = RewardWorkers(Setup([FunctionSpec("wrong.py:f")], str(folder), 5.0), 1)
     with pytest.raises(RelaxError, match=r"reward\.function = 'wrong\.py:f': .*ZeroDivisionError.* at .*wrong\.py:2"):
         await pool.start()
     await pool.close()
@@ -249,8 +250,8 @@ async def test_a_function_that_cannot_be_loaded_is_told_with_its_line(folder: Pa
 
 async def test_a_function_that_ends_the_process_when_it_is_imported_is_told(folder: Path, word: str) -> None:
     (folder / "ends.py").write_text("import os\nos._exit(3)\n")
-    pool = Pool(Setup([Part("ends.py:f")], str(folder), 5.0), WorkerLimits(), 1)
-    with pytest.raises(RelaxError, match="its process ended with exit code 3"):
+    pool = RewardWorkers(Setup([FunctionSpec("ends.py:f")], str(folder), 5.0), 1)
+    with pytest.raises(RelaxError, match="its process ended: exit code 3"):
         await pool.start()
     await pool.close()
     nothing_left(word)

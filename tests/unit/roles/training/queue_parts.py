@@ -60,9 +60,9 @@ class World:
                 columns = generated_columns(made)
                 samples.append(NewSample(SampleKey(ticket.group, member), columns, [VersionSpan(0, 6, 1, 1)]))
             await self.engine.put_samples(samples)
-        while batch := await self.judge.take("reward", samples=64, wait_s=0):
+        while batch := await self.judge.lease("reward", samples=64, wait_s=0):
             columns = {key: {"reward": np.float32(rewards[key.member]), "rewards": {}} for key in batch.keys}
-            await self.judge.complete("reward", batch, columns)
+            await self.judge.complete(batch, columns)
         return [ticket.group for ticket in tickets]
 
     async def account(self) -> dict[str, int]:

@@ -12,7 +12,7 @@ from relax_rt.transport.base import calls as calls_module
 from relax_rt.transport.base import waits as waits_module
 from relax_rt.transport.base.calls import WINDOW, Calls
 from relax_rt.transport.base.waits import Waits
-from relax_rt.transport.queue.reasons import Reasons
+from relax_rt.transport.queue.reasons import WaitReasons
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, Unreachable
 
 
@@ -95,7 +95,7 @@ async def test_waiters_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_end_of_one_wait_says_nothing_of_the_others() -> None:
     told: list[str] = []
-    reasons = Reasons(told.append)
+    reasons = WaitReasons(told.append)
     first, second = reasons.wait(), reasons.wait()
     first("memory is full")
     second("the broker is away")

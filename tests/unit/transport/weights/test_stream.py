@@ -26,7 +26,8 @@ from relax_rt.transport.memory.payload import frames
 from relax_rt.transport.memory.payload.frames import Get, Range
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, ProtocolError, Unreachable
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout, check_manifest, layout_of
-from relax_rt.transport.weights.served import (
+from relax_rt.transport.weights.stage import WeightStage, wire_file
+from relax_rt.transport.weights.stage_server import (
     IDLE_S,
     MANIFEST_HEAD,
     MANIFEST_MAGIC,
@@ -36,7 +37,6 @@ from relax_rt.transport.weights.served import (
     stage_server,
     weights_name,
 )
-from relax_rt.transport.weights.stage import WeightStage, wire_file
 from relax_rt.transport.weights.stream import LOCK_FILE, StageMirror, decode_manifest, manifest_bytes
 
 LAYOUT = layout_of_mib(28)

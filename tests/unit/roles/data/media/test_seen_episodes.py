@@ -18,9 +18,9 @@ from tiny_sight import CONTEXT, part, picture
 from relax_rt.roles.agentic import Observation, Reply, Step, Task
 from relax_rt.roles.agentic.adapters.gymnasium import picture as drawn
 from relax_rt.roles.agentic.episode import Limits, Sampling, Talk, play
-from relax_rt.roles.agentic.kept import Replies
+from relax_rt.roles.agentic.errors import EnvironmentFailed
 from relax_rt.roles.agentic.loading import Factory
-from relax_rt.roles.agentic.pool import Broken
+from relax_rt.roles.agentic.replay_cache import Replies
 from relax_rt.roles.agentic.samples import make_sample
 from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
 from relax_rt.roles.base.columns import generated_columns, read_sample
@@ -209,6 +209,6 @@ async def test_an_environment_that_shows_what_cannot_be_seen_is_told(world: Worl
         def shown(self) -> dict[str, Any]:
             return dict(shown)
 
-    with pytest.raises(Broken, match=why):
+    with pytest.raises(EnvironmentFailed, match=why):
         await play(factory(Odd), Odd(), TASK, world.talk(), LIMITS)
     assert not world.asked

@@ -13,6 +13,7 @@ from tiny_sight import PLACES, SIDE, picture, tokenizer
 pytest.importorskip("torch")
 pytest.importorskip("PIL")
 
+
 from relax_rt.config.loader import load_config
 from relax_rt.roles.config.picture_checks import check_pictures
 from relax_rt.roles.config.sections import RLConfig

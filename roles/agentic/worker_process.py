@@ -1,0 +1,328 @@
+"""The worker process of environments: ``python -m relax_rt.roles.agentic.worker_process FD``.
+
+It plays any number of episodes and ends with the slot that started it (workers.py); its state can be thrown away at any
+moment.
+
+- Environments with blocking methods: one call after the other.
+- Async environments and functions: episodes run side by side on one event loop, each in a task of its own. One thread
+  reads messages and another one reports which call blocks the loop, so both work while it is blocked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from relax_rt.process.worker import WorkerLink, end_with_parent
+from relax_rt.roles.agentic.interface import (
+    EpisodeOver,
+    Message,
+    Observation,
+    Reply,
+    Step,
+    Task,
+    checked,
+    only_over,
+)
+from relax_rt.roles.agentic.loading import Factory, load_factory
+from relax_rt.roles.agentic.user_tasks import LoopWatch
+from relax_rt.roles.agentic.worker_messages import (
+    MAX_BYTES,
+    CallResult,
+    Cancel,
+    ChatArguments,
+    ChatReply,
+    ChatRequest,
+    EnvironmentCall,
+    LoopBlocked,
+    ReplyReward,
+    ToWorker,
+    WorkerSetup,
+)
+from relax_rt.roles.base.user_code import user_line
+from relax_rt.transport.rpc.errors import RelaxError
+
+MAX_ERROR_CHARS = 2000
+
+
+def main() -> None:
+    """Load the environment, report that, and serve the slot that holds the other end of the socket."""
+    # Neither threads of user code nor a call that hangs keep this process alive.
+    end_with_parent()
+    link = WorkerLink(int(sys.argv[1]), MAX_BYTES)
+    if (body := link.receive()) is None:
+        return
+    setup = msgspec.msgpack.decode(body, type=WorkerSetup)
+    try:
+        factory = load_factory(setup.target, setup.options, Path(setup.config_dir))
+    except RelaxError as error:
+        link.send(CallResult(0, error=str(error)))
+        return
+    link.send(CallResult(0))
+    if factory.blocking:
+        serve_blocking(factory, link)
+    else:
+        asyncio.run(serve_async(AsyncEpisodes(factory, link), link, setup.blocked_after_s))
+
+
+def serve_blocking(factory: Factory, link: WorkerLink) -> None:
+    """Carry out calls one after the other, until the other end is closed."""
+    environments: dict[int, Any] = {}
+    while (body := link.receive()) is not None:
+        call = msgspec.msgpack.decode(body, type=EnvironmentCall)
+        try:
+            result = CallResult(call.number, data=_call_blocking(factory, environments, call))
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit included
+            result = CallResult(call.number, error=_described(error))
+        _send_result(link, result)
+
+
+def _call_blocking(factory: Factory, environments: dict[int, Any], call: EnvironmentCall) -> bytes:
+    if call.operation == "close":
+        environment = environments.pop(call.episode, None)
+        if environment is not None and hasattr(environment, "close"):
+            environment.close()
+        return b""
+    if call.operation == "reset":
+        environment = environments[call.episode] = factory.make()
+        return _encoded_observation(environment.reset(msgspec.msgpack.decode(call.data, type=Task)))
+    return _encoded_step(environments[call.episode].step(msgspec.msgpack.decode(call.data, type=Reply)))
+
+
+def _encoded_observation(value: Any) -> bytes:
+    if not isinstance(value, str | Observation):
+        raise TypeError(f"reset returned {value!r:.80}, which is not an Observation or a text")
+    return _encoded(value)
+
+
+def _encoded_step(value: Any) -> bytes:
+    if not isinstance(value, Step):
+        raise TypeError(f"step returned {value!r:.80}, which is not a Step")
+    return _encoded(value)
+
+
+def _encoded(value: Any) -> bytes:
+    return msgspec.msgpack.encode(value, enc_hook=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of numpy as one of Python."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} cannot be sent to another process")
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error} at {user_line(error)}"[:MAX_ERROR_CHARS]
+
+
+def _send_result(link: WorkerLink, result: CallResult) -> None:
+    try:
+        link.send(result)
+    except ValueError as error:
+        # It is too large.
+        link.send(CallResult(result.number, error=str(error)))
+
+
+# --- async environments and functions
+
+
+class RemoteChat:
+    """The policy's side of an episode that a function plays, for that function; implements Chat."""
+
+    def __init__(
+        self,
+        link: WorkerLink,
+        number: int,
+        replies: dict[int, asyncio.Future[ChatReply]],
+        numbers: itertools.count[int],
+    ):
+        self._link, self._number, self._pending, self._numbers = link, number, replies, numbers
+        self._replies: list[str] = []
+
+    async def say(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None = None, *, previous: Reply | str = ""
+    ) -> Reply:
+        """Send the conversation to the slot and wait for the policy's reply; see Chat.say."""
+        number = next(self._numbers)
+        future = self._pending[number] = asyncio.get_running_loop().create_future()
+        name = previous.id if isinstance(previous, Reply) else previous
+        try:
+            arguments = ChatArguments(list(messages), None if tools is None else list(tools), name)
+            self._link.send(ChatRequest(self._number, number, _encoded(arguments)))
+            found = await future
+        except asyncio.CancelledError:
+            self._link.send(Cancel(self._number, number))
+            raise
+        finally:
+            self._pending.pop(number, None)
+        if found.over:
+            raise EpisodeOver(found.over)
+        if found.error:
+            raise RelaxError("a reply", why=found.error)
+        reply = msgspec.msgpack.decode(found.data, type=Reply)
+        self._replies.append(reply.id)
+        return reply
+
+    def reward(self, value: float, reply: Reply | str = "") -> None:
+        """Send a reward for a reply to the slot; see Chat.reward."""
+        name = (reply.id if isinstance(reply, Reply) else reply) or (self._replies[-1] if self._replies else "")
+        if not name:
+            raise ValueError("a reward before the first reply")
+        if name not in self._replies:
+            raise ValueError(f"a reward of reply {name!r:.80}, which this episode does not have")
+        self._link.send(ReplyReward(self._number, checked(value), name))
+
+
+class AsyncEpisode:
+    """One episode. All its calls run in one task, so that what one of them opens another one may close.
+
+    Attributes:
+        current: number of the call that is running; 0: none.
+    """
+
+    def __init__(self, episodes: AsyncEpisodes) -> None:
+        self._episodes = episodes
+        self._calls: asyncio.Queue[EnvironmentCall] = asyncio.Queue()
+        self._cancelled: set[int] = set()
+        self._environment: Any = None
+        self.current = 0
+        self.task = asyncio.create_task(self._run())
+        episodes.running[self.task] = self
+
+    def put(self, call: EnvironmentCall) -> None:
+        """Carry out a call after those before it."""
+        self._calls.put_nowait(call)
+
+    def cancel(self, number: int) -> None:
+        """Cancel a call; if it has not started, it will not."""
+        if self.current == number:
+            self.task.cancel()
+        else:
+            self._cancelled.add(number)
+
+    async def _run(self) -> None:
+        closed = False
+        while not closed:
+            call = await self._calls.get()
+            self.current, closed = call.number, call.operation in ("close", "play")
+            try:
+                if call.number in self._cancelled:
+                    raise asyncio.CancelledError
+                result = CallResult(call.number, data=await self._call(call))
+            except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit included
+                if call.operation == "play" and only_over(error):
+                    result = CallResult(call.number, over=str(error) or "over")
+                else:
+                    result = CallResult(call.number, error=_described(error))
+            self.current = 0
+            while self.task.cancelling():
+                # A cancellation of this call must not reach the next one.
+                self.task.uncancel()
+            self._episodes.calls.pop(call.number, None)
+            _send_result(self._episodes.link, result)
+
+    async def _call(self, call: EnvironmentCall) -> bytes:
+        """Carry out a call; what the environment raises passes through."""
+        make = self._episodes.factory.make
+        if call.operation == "play":
+            chat = RemoteChat(self._episodes.link, call.number, self._episodes.replies, self._episodes.numbers)
+            last = await make()(msgspec.msgpack.decode(call.data, type=Task), chat)
+            return _encoded(None if last is None else checked(last))
+        if call.operation == "close":
+            if hasattr(self._environment, "close"):
+                await _awaited(self._environment.close())
+            return b""
+        if call.operation == "reset":
+            self._environment = make()
+            found = await _awaited(self._environment.reset(msgspec.msgpack.decode(call.data, type=Task)))
+            return _encoded_observation(found)
+        return _encoded_step(await _awaited(self._environment.step(msgspec.msgpack.decode(call.data, type=Reply))))
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if hasattr(value, "__await__") else value
+
+
+class AsyncEpisodes:
+    """The episodes of a process, by the numbers that the slot gives them.
+
+    Attributes:
+        replies: futures of chat requests, by number.
+        running: the episode of each task, including tasks that user code started.
+        calls: the episode of each call that has not returned.
+    """
+
+    def __init__(self, factory: Factory, link: WorkerLink) -> None:
+        self.factory, self.link = factory, link
+        self.replies: dict[int, asyncio.Future[ChatReply]] = {}
+        self.numbers = itertools.count(1)
+        self.running: WeakKeyDictionary[asyncio.Task[Any], AsyncEpisode] = WeakKeyDictionary()
+        self._episodes: dict[int, AsyncEpisode] = {}
+        self.calls: dict[int, AsyncEpisode] = {}
+
+    def receive(self, message: ToWorker) -> None:
+        """Handle a message of the slot."""
+        if isinstance(message, EnvironmentCall):
+            if message.operation in ("reset", "play"):
+                self._episodes[message.episode] = AsyncEpisode(self)
+            if (episode := self._episodes.get(message.episode)) is None:
+                # It never began: there is nothing to close.
+                self.link.send(CallResult(message.number))
+                return
+            self.calls[message.number] = episode
+            episode.put(message)
+            if message.operation in ("close", "play"):
+                del self._episodes[message.episode]
+        elif isinstance(message, ChatReply):
+            future = self.replies.get(message.request)
+            if future is not None and not future.done():
+                future.set_result(message)
+        elif (episode := self.calls.get(message.number)) is not None:
+            episode.cancel(message.number)
+
+    def report_blocked(self, task: asyncio.Task[Any] | None, line: str) -> None:
+        """Report that the loop does not answer; called in another thread."""
+        episode = None if task is None else self.running.get(task)
+        self.link.send(LoopBlocked(0 if episode is None else episode.current, line))
+
+    def make_task(
+        self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **how: Any
+    ) -> asyncio.Task[Any]:
+        """Create a task that belongs to the episode of the task that starts it."""
+        made = asyncio.Task(work, loop=loop, **how)
+        parent = asyncio.current_task(loop)
+        if parent is not None and (episode := self.running.get(parent)) is not None:
+            self.running[made] = episode
+        return made
+
+
+async def serve_async(episodes: AsyncEpisodes, link: WorkerLink, blocked_after_s: float) -> None:
+    """Serve the slot until the other end is closed; then the process ends, whatever its loop is doing."""
+    loop = asyncio.get_running_loop()
+    loop.set_task_factory(episodes.make_task)  # type: ignore[arg-type]
+    decoder = msgspec.msgpack.Decoder(ToWorker)
+
+    def read() -> None:
+        while (body := link.receive()) is not None:
+            loop.call_soon_threadsafe(episodes.receive, decoder.decode(body))
+        os._exit(0)
+
+    threading.Thread(target=read, name="relax-worker-link", daemon=True).start()
+    with LoopWatch(loop, episodes.report_blocked, lambda seconds: link.send(LoopBlocked(0)), blocked_after_s):
+        await loop.create_future()
+
+
+if __name__ == "__main__":
+    main()
+    # Nobody waits for what user code left running.
+    os._exit(0)
