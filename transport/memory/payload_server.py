@@ -9,18 +9,18 @@ import itertools
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import xxhash
 import zmq
 
-from relax_rt.transport.memory.payload import frames
-from relax_rt.transport.memory.payload.frames import Get, Part, Range
-from relax_rt.transport.memory.payload.slabs import Served, Slabs
-from relax_rt.transport.memory.payload.sockets import Listening, Wakeup
-from relax_rt.transport.rpc.errors import ProtocolError, Refused, RelaxError
+from relax_rt.transport.memory import payload_wire
+from relax_rt.transport.memory.payload_wire import Get, ListeningSocket, Part, Range, Wakeup
+from relax_rt.transport.memory.slabs import map_read_only, path_of
+from relax_rt.transport.rpc.errors import Corrupt, Gone, ProtocolError, Refused, RelaxError
 from relax_rt.transport.rpc.identity import CurveKeys
 from relax_rt.transport.rpc.wire import fault_of
 
@@ -73,16 +73,16 @@ class PayloadServer:
         spill_dir: Path | None = None,
         *,
         keys: CurveKeys | None,
-        served: Served | None = None,
+        served: PayloadSource | None = None,
         io_threads: int = 2,
         max_reader_ranges: int = 1024,
         max_held_bytes: int = 256 * 1024 * 1024,
     ) -> None:
-        self._slabs = served if served is not None else Slabs(shm_dir, spill_dir)
+        self._slabs = served if served is not None else SlabFiles(shm_dir, spill_dir)
         self._keys = keys
         self._io_threads = io_threads
         self._max_reader_ranges, self._max_held_bytes = max_reader_ranges, max_held_bytes
-        self._listening: Listening | None = None
+        self._listening: ListeningSocket | None = None
         self._wakeup = Wakeup()
         self._stop = False
         self._thread: threading.Thread | None = None
@@ -104,11 +104,11 @@ class PayloadServer:
 
     def start(self, address: str) -> str:
         """`listen` for callers without an event loop. Blocks while the host's name is looked up."""
-        self._listening = Listening(
+        self._listening = ListeningSocket(
             address,
             self._keys,
             io_threads=self._io_threads,
-            max_message_bytes=frames.MAX_GET_BYTES,
+            max_message_bytes=payload_wire.MAX_GET_BYTES,
             high_water_messages=self._max_reader_ranges,
         )
         self.address = self._listening.address
@@ -162,18 +162,18 @@ class PayloadServer:
             try:
                 if len(parts) != 2:
                     raise ProtocolError("a request for payload", why=f"it has {len(parts) - 1} frames, not 1")
-                get = frames.decode_get(parts[1])
+                get = payload_wire.decode_get(parts[1])
             except ProtocolError as error:
-                self._misspoken(reader, error)
+                self._protocol_error(reader, error)
                 continue
             self._counts["requests"] += 1
             self._take(reader, get)
 
-    def _misspoken(self, reader: bytes, error: ProtocolError) -> None:
+    def _protocol_error(self, reader: bytes, error: ProtocolError) -> None:
         self._counts["protocol_errors"] += 1
         if self._counts["protocol_errors"] <= _LOG_PROTOCOL_ERRORS:
             log.warning("%s: reader %s: %s", self.address, reader.hex(), error)
-        if isinstance(error, frames.WrongVersion):
+        if isinstance(error, payload_wire.WrongVersion):
             # Number 0 is no range of any reader: the answer tells this end's version.
             with contextlib.suppress(zmq.ZMQError):
                 self._push(reader, *self._fault(0, error))
@@ -221,7 +221,7 @@ class PayloadServer:
         parts: list[Part] = []
         memories: list[memoryview] = []
         total = 0
-        for wanted, digest in itertools.islice(queue, frames.MAX_RANGES):
+        for wanted, digest in itertools.islice(queue, payload_wire.MAX_RANGES):
             if parts and total + wanted.nbytes > _GATHER_BYTES:
                 break
             try:
@@ -237,11 +237,11 @@ class PayloadServer:
         self._counts["chunks"] += len(parts)
         self._counts["bytes_out"] += total
         body = memories[0] if len(memories) == 1 else b"".join(memories)
-        return len(parts), frames.encode_head(frames.BYTES, parts), body
+        return len(parts), payload_wire.encode_head(payload_wire.BYTES, parts), body
 
     def _fault(self, number: int, error: RelaxError) -> tuple[bytes, bytes]:
         body = msgspec.msgpack.encode(fault_of(error, 0, f"the payload server at {self.address}"))
-        return frames.encode_head(frames.FAULT, [Part(number, len(body), 0)]), body
+        return payload_wire.encode_head(payload_wire.FAULT, [Part(number, len(body), 0)]), body
 
     def _push(self, reader: bytes, head: bytes, body: bytes | memoryview) -> None:
         assert self._listening is not None
@@ -250,3 +250,81 @@ class PayloadServer:
         # After its first frame a message is taken whole.
         sock.send(head, zmq.NOBLOCK | zmq.SNDMORE)
         sock.send(body, zmq.NOBLOCK, copy=False)
+
+
+class PayloadSource(Protocol):
+    """What a payload server gives out, by name. Used by its thread alone, which an error of another kind would end."""
+
+    def __len__(self) -> int:
+        """How many are mapped."""
+
+    def range(self, name: str, offset: int, nbytes: int) -> memoryview:
+        """Bytes where they lie; they must not change while a view of them is left.
+
+        Raises:
+            RelaxError: they are not to be had; the reader is told.
+        """
+
+    def sweep(self) -> None:
+        """Called now and then: let go of what nobody needs."""
+
+    def clear(self) -> None:
+        """Let go of all."""
+
+
+class SlabFiles:
+    """Mappings of the files in a node's shared memory and of those spilled to its disk.
+
+    Args:
+        shm_dir: where the slabs lie.
+        spill_dir: where ``spill-…`` files lie; None: there are none.
+        max_slabs: mappings kept.
+    """
+
+    def __init__(self, shm_dir: Path, spill_dir: Path | None = None, *, max_slabs: int = 256) -> None:
+        self._shm_dir, self._spill_dir, self._max = shm_dir, spill_dir, max_slabs
+        self._maps: OrderedDict[str, memoryview] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._maps)
+
+    def range(self, name: str, offset: int, nbytes: int) -> memoryview:
+        """Bytes of a slab, where they lie.
+
+        Raises:
+            Gone: there is no such slab (any more).
+            Corrupt: that is no slab's name, or the range is not inside it.
+        """
+        memory = self._maps.get(name)
+        if memory is None:
+            memory = self._maps[name] = self._map(name)
+            while len(self._maps) > self._max:
+                self._maps.popitem(last=False)
+        else:
+            self._maps.move_to_end(name)
+        if offset < 0 or nbytes < 0 or offset + nbytes > len(memory):
+            raise Corrupt(
+                f"slab '{name}'", why=f"bytes {offset} to {offset + nbytes} are outside its {len(memory)} bytes"
+            )
+        return memory[offset : offset + nbytes]
+
+    def sweep(self) -> None:
+        """Let go of slabs whose files were removed, so that their memory is returned."""
+        for name in list(self._maps):
+            if not self._path(name).exists():
+                del self._maps[name]
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self._maps.clear()
+
+    def _map(self, name: str) -> memoryview:
+        try:
+            return map_read_only(self._path(name)).data
+        except Corrupt as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise Gone(f"slab '{name}'", why="it is not there (any more): its owner has ended") from error
+            raise
+
+    def _path(self, name: str) -> Path:
+        return path_of(name, self._shm_dir, self._spill_dir)

@@ -9,30 +9,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_rt.transport.memory.payload import frames
-from relax_rt.transport.memory.payload.frames import Get, Part, Range
+from relax_rt.transport.memory import payload_wire
+from relax_rt.transport.memory.payload_wire import Get, Part, Range
 from relax_rt.transport.rpc.errors import ProtocolError
 
 COUNTS = st.integers(0, 2**63 - 1)
-RANGES = st.builds(Range, COUNTS, st.text(max_size=200), COUNTS, st.integers(1, frames.MAX_CHUNK_BYTES))
+RANGES = st.builds(Range, COUNTS, st.text(max_size=200), COUNTS, st.integers(1, payload_wire.MAX_CHUNK_BYTES))
 GETS = st.builds(Get, st.booleans(), st.lists(RANGES, min_size=1, max_size=8))
 PARTS = st.builds(Part, st.integers(0, 2**64 - 1), st.integers(0, 2**18), st.integers(0, 2**64 - 1))
 
 
 @given(GETS)
 def test_a_request_is_read_as_it_was_written(get: Get) -> None:
-    assert frames.decode_get(frames.encode_get(get)) == get
+    assert payload_wire.decode_get(payload_wire.encode_get(get)) == get
 
 
-@given(st.sampled_from([frames.BYTES, frames.FAULT]), st.lists(PARTS, min_size=1, max_size=40))
+@given(st.sampled_from([payload_wire.BYTES, payload_wire.FAULT]), st.lists(PARTS, min_size=1, max_size=40))
 def test_a_head_is_read_as_it_was_written(kind: int, parts: list[Part]) -> None:
-    assert frames.decode_head(frames.encode_head(kind, parts)) == (kind, parts)
+    assert payload_wire.decode_head(payload_wire.encode_head(kind, parts)) == (kind, parts)
 
 
 @given(st.binary(max_size=300))
 def test_bytes_are_refused_or_understood(data: bytes) -> None:
-    for decode in (frames.decode_get, frames.decode_head, frames.decode_fault):
-        for prefix in (b"", frames.MAGIC, frames.MAGIC + bytes((frames.VERSION, 1)), frames.encode_head(2, [])):
+    for decode in (payload_wire.decode_get, payload_wire.decode_head, payload_wire.decode_fault):
+        for prefix in (
+            b"",
+            payload_wire.MAGIC,
+            payload_wire.MAGIC + bytes((payload_wire.VERSION, 1)),
+            payload_wire.encode_head(2, []),
+        ):
             try:
                 decode(prefix + data)
             except ProtocolError:
@@ -41,23 +46,23 @@ def test_bytes_are_refused_or_understood(data: bytes) -> None:
 
 @given(GETS, st.data())
 def test_a_damaged_request_is_refused_or_within_the_bounds(get: Get, data: st.DataObject) -> None:
-    frame = bytearray(frames.encode_get(get))
+    frame = bytearray(payload_wire.encode_get(get))
     for _ in range(data.draw(st.integers(1, 4))):
         frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
     cut = bytes(frame[: data.draw(st.integers(0, len(frame)))])
     for damaged in (bytes(frame), cut):
         try:
-            found = frames.decode_get(damaged)
+            found = payload_wire.decode_get(damaged)
         except ProtocolError:
             continue
-        assert 1 <= len(found.ranges) <= frames.MAX_RANGES
+        assert 1 <= len(found.ranges) <= payload_wire.MAX_RANGES
         for wanted in found.ranges:
             assert 0 <= wanted.id < 2**63 and 0 <= wanted.offset < 2**63
-            assert 1 <= wanted.nbytes <= frames.MAX_CHUNK_BYTES
+            assert 1 <= wanted.nbytes <= payload_wire.MAX_CHUNK_BYTES
 
 
 def raw_get(*ranges: list[object]) -> bytes:
-    return frames.encode_get(Get(False, []))[:6] + msgspec.msgpack.encode([False, ranges])
+    return payload_wire.encode_get(Get(False, []))[:6] + msgspec.msgpack.encode([False, ranges])
 
 
 @pytest.mark.parametrize(
@@ -75,12 +80,12 @@ def raw_get(*ranges: list[object]) -> bytes:
         (raw_get([1, "a" * 300, 0, 1]), "length <= 256"),
         (raw_get(*[[1, "a", 0, 1]] * 300), "length <= 256"),
         (b"RLXP\x01\x01\xc9\xff\xff\xff\xff", "truncated|ended|array"),
-        (b"RLXP\x01\x01" + bytes(frames.MAX_GET_BYTES), "not 6 to 131072"),
+        (b"RLXP\x01\x01" + bytes(payload_wire.MAX_GET_BYTES), "not 6 to 131072"),
     ],
 )
 def test_what_is_wrong_with_a_request_is_said(frame: bytes, why: str) -> None:
     with pytest.raises(ProtocolError, match=why):
-        frames.decode_get(frame)
+        payload_wire.decode_get(frame)
 
 
 @pytest.mark.parametrize(
@@ -96,4 +101,4 @@ def test_what_is_wrong_with_a_request_is_said(frame: bytes, why: str) -> None:
 )
 def test_what_is_wrong_with_an_answer_is_said(frame: bytes, why: str) -> None:
     with pytest.raises(ProtocolError, match=why):
-        frames.decode_head(frame)
+        payload_wire.decode_head(frame)

@@ -15,10 +15,10 @@ from collections.abc import AsyncIterator, Iterator
 
 import numpy as np
 import xxhash
-from eventually import eventually
 from numpy.typing import NDArray
 
-from relax_rt.transport.memory.payload import Fetcher, PayloadServer
+from relax_rt.transport.memory.payload_fetcher import Fetcher
+from relax_rt.transport.memory.payload_server import PayloadServer
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.identity import CurveKeys
@@ -128,11 +128,13 @@ async def read_all(how: str, address: str, nbytes: int, size: int) -> None:
             fetcher.fetch(address, extents, lease=1, deadline_s=1.0 if how == "hopeless" else 30.0)
         )
         if how == "stranger":
-            await eventually(lambda: any("attempt" in text for text in fetcher.waiting_on()))
+            while not any("attempt" in text for text in fetcher.waiting_on()):  # noqa: ASYNC110 - nothing to wait on
+                await asyncio.sleep(0.01)
             tell(f"{fetcher.waiting_on()}; {fetcher.statistics().bytes_in} bytes came")
             fetcher.release(1)
         if how == "slowly":
-            await eventually(lambda: fetcher.statistics().bytes_in > 0)
+            while not fetcher.statistics().bytes_in:  # noqa: ASYNC110 - nothing to wait on
+                await asyncio.sleep(0.01)
             tell("begun")
         try:
             found = await task
@@ -152,7 +154,7 @@ def tell(line: str) -> None:
 
 
 def main(how: str, where: str, *more: str) -> None:
-    """Entry of the other processes."""
+    """CacheEntry of the other processes."""
     if how == "serve":
         public, secret = os.environ["PAYLOAD_KEYS"].encode().split()
         tell(PayloadServer(pathlib.Path(where), keys=CurveKeys(public, secret)).start(more[0]))

@@ -11,8 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from relax_rt.transport.memory.payload.cache import Cache, Entry, Fetched, Job
-from relax_rt.transport.memory.payload.memory import LocalMemory
+from relax_rt.transport.memory.payload_cache import Cache, CacheEntry, Fetched, FetchJob, LocalMemory
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.rpc.errors import OutOfSpace, Refused, Unreachable
 
@@ -24,16 +23,16 @@ def extent(number: int, nbytes: int = 16 * KIB) -> Extent:
     return Extent("rollout-0-7-1.slab", number * 64 * KIB, nbytes)
 
 
-def job(lease: int, *extents: Extent, prefetch: bool = False, deadline: float = 10.0) -> Job:
+def job(lease: int, *extents: Extent, prefetch: bool = False, deadline: float = 10.0) -> FetchJob:
     future: concurrent.futures.Future[Fetched] = concurrent.futures.Future()
-    return Job("tcp://far:1", list(extents), lease, deadline, None if prefetch else future)
+    return FetchJob("tcp://far:1", list(extents), lease, deadline, None if prefetch else future)
 
 
 def small() -> Cache:
     return Cache(LocalMemory(CAPACITY, CAPACITY))
 
 
-def ask(cache: Cache, wanted: Job) -> concurrent.futures.Future[Fetched] | None:
+def ask(cache: Cache, wanted: FetchJob) -> concurrent.futures.Future[Fetched] | None:
     """Put a job in line; what is admitted arrives at once, as bytes that name its lease."""
     future = wanted.future
     cache.add(wanted)
@@ -42,7 +41,7 @@ def ask(cache: Cache, wanted: Job) -> concurrent.futures.Future[Fetched] | None:
     return future
 
 
-def arrive(cache: Cache, entry: Entry, value: int) -> None:
+def arrive(cache: Cache, entry: CacheEntry, value: int) -> None:
     assert entry.region is not None
     entry.region.memory[:] = bytes([value % 256]) * entry.extent.nbytes
     entry.missing_bytes = 0
@@ -226,7 +225,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.views: list[tuple[np.ndarray, int]] = []
         self.futures: dict[int, list[concurrent.futures.Future[Fetched]]] = {}
         self.next_lease = 0
-        self.flying: list[Entry] = []
+        self.flying: list[CacheEntry] = []
 
     @rule(numbers=st.sets(st.integers(0, 7), max_size=5), prefetch=st.booleans(), nbytes=st.integers(1, 20 * KIB))
     def lease(self, numbers: set[int], prefetch: bool, nbytes: int) -> None:

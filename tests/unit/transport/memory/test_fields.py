@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_rt.transport.memory.arena import Bf16, Raw, Shared
 from relax_rt.transport.memory.fields import NUMBERS, check_columns, check_row, parse_fields
+from relax_rt.transport.memory.values import Bf16, Raw, Shared
 from relax_rt.transport.rpc.errors import Refused
 
 BITS = {"bf16": np.uint16, "fp8_e4m3": np.uint8, "fp8_e5m2": np.uint8}

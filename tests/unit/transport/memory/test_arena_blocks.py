@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from arena_world import PAGE, WHO, Clock, free, read, writer
 
-from relax_rt.transport.memory.arena import Bf16, Placed, Reader, Shared, Writer, slab_name
-from relax_rt.transport.memory.refs import BlockRef, Extent
-from relax_rt.transport.memory.values import digest_of
+from relax_rt.transport.memory.arena import Placed, Reader, Writer
+from relax_rt.transport.memory.refs import BlockRef, Extent, slab_name
+from relax_rt.transport.memory.values import Bf16, Shared, digest_of
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -287,7 +287,7 @@ def test_a_failed_copy_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest
         raise MemoryError
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr("relax_rt.transport.memory.block_layout.Source.write", fail)
+        patch.setattr("relax_rt.transport.memory.blocks.Source.write", fail)
         arena.put_rows([numbers(5000)])
     assert arena.used_bytes == 0 and arena.statistics().extents == 0
 
@@ -458,7 +458,7 @@ def test_writing_through_a_tensor_ends_the_process(tmp_path: Path) -> None:
     program = (
         "import sys, pathlib, msgspec\n"
         "from relax_rt.transport.memory.arena import Reader\n"
-        "from relax_rt.transport.queue.api import BlockRef\n"
+        "from relax_rt.transport.memory.refs import BlockRef\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "ref = msgspec.msgpack.decode((folder / 'ref').read_bytes(), type=BlockRef)\n"
         "tensor = Reader(folder).block(ref).tensor('a', 0)\n"

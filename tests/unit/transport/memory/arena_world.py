@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_rt.transport.memory.arena import Placed, Reader, Writer
-from relax_rt.transport.memory.block import Block
+from relax_rt.transport.memory.blocks import Block
 from relax_rt.transport.rpc.identity import Incarnation
 
 WHO = Incarnation("rollout/0", 7)

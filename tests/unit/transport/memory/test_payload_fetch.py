@@ -19,9 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from payload_far_end import KEYS, SLAB, extents_of, reading, serving, shm_dir, write_slab
 
+from relax_rt.transport.memory import payload_wire
 from relax_rt.transport.memory.arena import Reader, Writer
-from relax_rt.transport.memory.payload import PayloadServer, frames
-from relax_rt.transport.memory.payload.frames import Get, Part, Range
+from relax_rt.transport.memory.payload_server import PayloadServer
+from relax_rt.transport.memory.payload_wire import Get, Part, Range
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.rpc.address import AddressError
 from relax_rt.transport.rpc.errors import (
@@ -291,7 +292,7 @@ def test_the_server_goes_on_whatever_a_peer_sends(messages: list[list[bytes]], t
                 context: zmq.asyncio.Context = zmq.asyncio.Context()
                 intruder = context.socket(zmq.DEALER)
                 intruder.connect(server.address)
-                good = frames.encode_get(Get(True, [Range(2**63 - 1, SLAB, 0, 1000)]))
+                good = payload_wire.encode_get(Get(True, [Range(2**63 - 1, SLAB, 0, 1000)]))
                 for parts in [*messages, [good[:6] + tail], [good[: len(good) // 2]], [good, good]]:
                     await intruder.send_multipart(parts)
                 await intruder.send(good)
@@ -315,7 +316,7 @@ async def test_a_peer_that_asks_and_does_not_read_is_bounded_and_holds_up_nobody
         lazy.setsockopt(zmq.RCVHWM, 1)
         lazy.connect(server.address)
         for number in range(100):
-            await lazy.send(frames.encode_get(Get(False, [Range(number, SLAB, 0, 4 * MIB)])))
+            await lazy.send(payload_wire.encode_get(Get(False, [Range(number, SLAB, 0, 4 * MIB)])))
         await eventually(lambda: server.statistics().dropped > 0)
         assert server.statistics().held_bytes <= 8 * MIB
         async with reading(None) as fetcher:
@@ -331,7 +332,7 @@ Answer = Callable[[Range], list[bytes]]
 
 def correct(wanted: Range, body: bytes = b"") -> list[bytes]:
     body = body or bytes(wanted.nbytes)
-    return [frames.encode_head(frames.BYTES, [Part(wanted.id, len(body), 0)]), body]
+    return [payload_wire.encode_head(payload_wire.BYTES, [Part(wanted.id, len(body), 0)]), body]
 
 
 async def from_hostile_server(*answers: Answer, deadline_s: float = 5.0) -> int:
@@ -342,7 +343,7 @@ async def from_hostile_server(*answers: Answer, deadline_s: float = 5.0) -> int:
 
     async def serve() -> None:
         reader, frame = await sock.recv_multipart()
-        (wanted,) = frames.decode_get(frame).ranges
+        (wanted,) = payload_wire.decode_get(frame).ranges
         for answer in answers:
             await sock.send_multipart([reader, *answer(wanted)])
 
@@ -365,10 +366,10 @@ async def from_hostile_server(*answers: Answer, deadline_s: float = 5.0) -> int:
         lambda wanted: [b""],
         lambda wanted: [b"RLXP"],
         lambda wanted: [b"x" * 100_000, b"y"],
-        lambda wanted: [frames.encode_head(frames.BYTES, [Part(wanted.id + 1, 5, 0)]), b"hello"],
-        lambda wanted: [frames.encode_head(frames.BYTES, [Part(2**64 - 1, 2**24, 0)]), b"hello", b"more"],
-        lambda wanted: [frames.encode_head(frames.BYTES, [Part(7, 2**32 - 1, 0)] * 3), b""],
-        lambda wanted: [frames.encode_head(frames.FAULT, [Part(9, 5, 0)]), b"hello"],
+        lambda wanted: [payload_wire.encode_head(payload_wire.BYTES, [Part(wanted.id + 1, 5, 0)]), b"hello"],
+        lambda wanted: [payload_wire.encode_head(payload_wire.BYTES, [Part(2**64 - 1, 2**24, 0)]), b"hello", b"more"],
+        lambda wanted: [payload_wire.encode_head(payload_wire.BYTES, [Part(7, 2**32 - 1, 0)] * 3), b""],
+        lambda wanted: [payload_wire.encode_head(payload_wire.FAULT, [Part(9, 5, 0)]), b"hello"],
     ],
 )
 async def test_noise_from_a_server_is_counted_and_passed_over(noise: Answer) -> None:
@@ -382,8 +383,11 @@ async def test_noise_from_a_server_is_counted_and_passed_over(noise: Answer) -> 
         lambda wanted: correct(wanted, bytes(2000)),
         lambda wanted: [correct(wanted)[0], bytes(2000)],
         lambda wanted: [correct(wanted)[0], b""],
-        lambda wanted: [frames.encode_head(frames.BYTES, [Part(wanted.id, 2000, 0)]), bytes(1000)],
-        lambda wanted: [frames.encode_head(frames.BYTES, [Part(wanted.id, 1000, 0), Part(3, 1000, 0)]), bytes(1500)],
+        lambda wanted: [payload_wire.encode_head(payload_wire.BYTES, [Part(wanted.id, 2000, 0)]), bytes(1000)],
+        lambda wanted: [
+            payload_wire.encode_head(payload_wire.BYTES, [Part(wanted.id, 1000, 0), Part(3, 1000, 0)]),
+            bytes(1500),
+        ],
     ],
 )
 async def test_an_answer_of_the_wrong_size_is_an_error_of_that_extent(wrong: Answer) -> None:
@@ -408,8 +412,8 @@ async def test_a_server_tells_a_reader_of_another_version() -> None:
             old = context.socket(zmq.DEALER)
             old.connect(server.address)
             await old.send(b"RLXP\x00\x01")
-            kind, (part,) = frames.decode_head((await old.recv_multipart())[0])
-            assert (kind, part.id) == (frames.FAULT, 0)
+            kind, (part,) = payload_wire.decode_head((await old.recv_multipart())[0])
+            assert (kind, part.id) == (payload_wire.FAULT, 0)
             old.close(linger=0)
             context.term()
 
@@ -429,7 +433,7 @@ async def test_overwritten_bytes_do_not_match_their_digest() -> None:
             fetcher.fetch(f"tcp://127.0.0.1:{port}", [Extent(SLAB, 64, 1000)], lease=1, deadline_s=5.0)
         )
         reader, frame = await sock.recv_multipart()
-        get = frames.decode_get(frame)
+        get = payload_wire.decode_get(frame)
         assert get.digest
         await sock.send_multipart([reader, *correct(get.ranges[0])])
         with pytest.raises(Corrupt, match=rf"slab {SLAB}.*the bytes at 64 do not match their digest"):
@@ -446,7 +450,7 @@ async def test_a_slow_transfer_exceeds_its_deadline() -> None:
     async def serve() -> None:
         while True:
             reader, frame = await sock.recv_multipart()
-            for wanted in frames.decode_get(frame).ranges:
+            for wanted in payload_wire.decode_get(frame).ranges:
                 await asyncio.sleep(0.01)
                 await sock.send_multipart([reader, *correct(wanted)])
 

@@ -16,8 +16,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from relax_rt.transport.memory.arena import Placed, Reader, Shared
-from relax_rt.transport.memory.arena.allocator import Heap, aligned
+from relax_rt.transport.memory.arena import Placed, Reader
+from relax_rt.transport.memory.slabs import Heap, aligned
+from relax_rt.transport.memory.values import Shared
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused
 
 # A long run.

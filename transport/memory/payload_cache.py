@@ -10,15 +10,17 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import mmap
+import os
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_rt.transport.memory.arena.allocator import aligned
-from relax_rt.transport.memory.payload.memory import LocalMemory, Region
 from relax_rt.transport.memory.refs import Extent
+from relax_rt.transport.memory.slabs import Heap, aligned
 from relax_rt.transport.rpc.errors import OutOfSpace, Refused, RelaxError, Unreachable
 
 Fetched = dict[Extent, NDArray[np.uint8]]
@@ -26,7 +28,7 @@ Fetched = dict[Extent, NDArray[np.uint8]]
 _ENTRIES_AT_A_TIME = 128
 
 
-class Entry:
+class CacheEntry:
     """An extent that is held or on its way.
 
     Attributes:
@@ -60,7 +62,7 @@ class Entry:
         self.missing_bytes = extent.nbytes
         self.leases: set[int] = set()
         self.pinned: set[int] = set()
-        self.jobs: list[Job] = []
+        self.jobs: list[FetchJob] = []
         self.deadline = 0.0
         self.urgent = False
 
@@ -76,7 +78,7 @@ class Entry:
 
 
 @dataclasses.dataclass(eq=False)
-class Job:
+class FetchJob:
     """Extents that a lease wants. With a future: someone waits, and looks at them until the lease is released."""
 
     address: str
@@ -85,7 +87,7 @@ class Job:
     deadline: float
     future: concurrent.futures.Future[Fetched] | None = None
     waiting: int = 0
-    entries: list[Entry] = dataclasses.field(default_factory=list)
+    entries: list[CacheEntry] = dataclasses.field(default_factory=list)
 
     @property
     def admitted(self) -> bool:
@@ -130,15 +132,15 @@ class Cache:
 
     def __init__(self, memory: LocalMemory) -> None:
         self.memory = memory
-        self.entries: collections.OrderedDict[Extent, Entry] = collections.OrderedDict()
-        self.jobs: set[Job] = set()
+        self.entries: collections.OrderedDict[Extent, CacheEntry] = collections.OrderedDict()
+        self.jobs: set[FetchJob] = set()
         self._leases: dict[int, set[Extent]] = {}
-        self._fetches: collections.deque[Job] = collections.deque()
-        self._prefetches: collections.deque[Job] = collections.deque()
+        self._fetches: collections.deque[FetchJob] = collections.deque()
+        self._prefetches: collections.deque[FetchJob] = collections.deque()
         self._hits = self._misses = self._evictions = 0
         self.unfinished = False
 
-    def add(self, job: Job) -> None:
+    def add(self, job: FetchJob) -> None:
         """Put a job in line. One that can never fit fails at once; a prefetch of that kind is forgotten."""
         job.extents = list(dict.fromkeys(job.extents))
         need = sum(aligned(extent.nbytes) for extent in job.extents)
@@ -159,14 +161,14 @@ class Cache:
         """Somebody in line was cancelled."""
         self.unfinished = True
 
-    def admit(self) -> list[Entry]:
+    def admit(self) -> list[CacheEntry]:
         """Give room to the jobs whose turn it is, and say which entries are to be received for them.
 
         Who waits goes first; a prefetch never takes another's place. One job after the other gets all it needs, so
         that two of them never wait for each other; a long one some entries at a time, so that these can be asked for
         meanwhile (`unfinished`: call again).
         """
-        wanted: list[Entry] = []
+        wanted: list[CacheEntry] = []
         if not self.memory.collect() and not self.unfinished:
             return wanted
         self.unfinished = False
@@ -188,7 +190,7 @@ class Cache:
                 line.popleft()
         return wanted
 
-    def _admit(self, job: Job, wanted: list[Entry]) -> bool:
+    def _admit(self, job: FetchJob, wanted: list[CacheEntry]) -> bool:
         """Some of a job's entries, or False when there is no room."""
         if not job.entries and not self._room_for(job):
             return False
@@ -204,11 +206,11 @@ class Cache:
                 if region is None:
                     return False
                 self._misses += 1
-                entry = self.entries[extent] = Entry(job.address, extent, region)
+                entry = self.entries[extent] = CacheEntry(job.address, extent, region)
             self._join(entry, job, wanted)
         return True
 
-    def _join(self, entry: Entry, job: Job, wanted: list[Entry]) -> None:
+    def _join(self, entry: CacheEntry, job: FetchJob, wanted: list[CacheEntry]) -> None:
         entry.leases.add(job.lease)
         entry.deadline = max(entry.deadline, job.deadline)
         if job.future is not None:
@@ -223,18 +225,18 @@ class Cache:
         self._leases.setdefault(job.lease, set()).add(entry.extent)
         job.entries.append(entry)
 
-    def _room_for(self, job: Job) -> bool:
+    def _room_for(self, job: FetchJob) -> bool:
         """Whether there can be room, so that nothing is evicted in vain."""
         need = sum(aligned(extent.nbytes) for extent in job.extents if extent not in self.entries)
         return need <= self.memory.capacity_bytes - self._pinned_bytes()
 
-    def _region(self, nbytes: int, job: Job) -> Region | None:
+    def _region(self, nbytes: int, job: FetchJob) -> Region | None:
         region = self.memory.allocate(nbytes)
         while region is None and job.future is not None and self._evict_one(job):
             region = self.memory.allocate(nbytes)
         return region
 
-    def _evict_one(self, job: Job) -> bool:
+    def _evict_one(self, job: FetchJob) -> bool:
         """Drop the least recently used entry that nobody looks at; its lease can fetch it again."""
         wanted = set(job.extents)
         for entry in self.entries.values():
@@ -244,7 +246,7 @@ class Cache:
                 return True
         return False
 
-    def received(self, entry: Entry) -> None:
+    def received(self, entry: CacheEntry) -> None:
         """All bytes of an entry are there."""
         entry.ready = True
         jobs, entry.jobs = entry.jobs, []
@@ -252,12 +254,12 @@ class Cache:
             job.waiting -= 1
             self._done_if_complete(job)
 
-    def _done_if_complete(self, job: Job) -> None:
+    def _done_if_complete(self, job: FetchJob) -> None:
         if job.waiting == 0 and job.admitted:
             self.jobs.discard(job)
             job.resolve()
 
-    def drop(self, entry: Entry, error: RelaxError) -> None:
+    def drop(self, entry: CacheEntry, error: RelaxError) -> None:
         """Hold an entry no longer; who waits for it gets the error."""
         self.unfinished = True
         if self.entries.get(entry.extent) is entry:
@@ -268,7 +270,7 @@ class Cache:
         for job in jobs:
             self._fail(job, error)
 
-    def _fail(self, job: Job, error: RelaxError) -> None:
+    def _fail(self, job: FetchJob, error: RelaxError) -> None:
         # Who stood in line behind it has a turn now.
         self.unfinished = True
         self.jobs.discard(job)
@@ -289,7 +291,7 @@ class Cache:
         for job in [job for job in self.jobs if job.lease == lease]:
             self._fail(job, ended)
 
-    def expire(self, now: float, late: Callable[[Job], RelaxError]) -> None:
+    def expire(self, now: float, late: Callable[[FetchJob], RelaxError]) -> None:
         """Fail the jobs whose deadline has passed, with what `late` says."""
         for job in [job for job in self.jobs if job.deadline <= now]:
             self._fail(job, late(job))
@@ -334,5 +336,145 @@ class Cache:
         )
 
 
-def _nbytes(entries: Iterable[Entry]) -> int:
+def _nbytes(entries: Iterable[CacheEntry]) -> int:
     return sum(aligned(max(entry.extent.nbytes, 1)) for entry in entries)
+
+
+class _Segment:
+    """Memory mapped twice: writable for what arrives, and read-only for those who look at it. And what of it is free.
+
+    Raises:
+        OutOfSpace: the system gives no memory.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        fd = os.memfd_create("relax-payload", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+            # The pages must be there before bytes come: a fault costs more than the copy into it.
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            self.writable = memoryview(mmap.mmap(fd, nbytes, flags=flags))
+            self.readable = np.frombuffer(mmap.mmap(fd, nbytes, flags=flags, prot=mmap.PROT_READ), np.uint8)
+        except OSError as error:
+            raise OutOfSpace(f"{nbytes} bytes for payloads from other nodes", why=str(error)) from error
+        finally:
+            os.close(fd)
+        self.address = self.readable.ctypes.data
+        self.heap = Heap(nbytes)
+
+
+class Region:
+    """Bytes of a segment. They are free again when neither the region nor an array made of it exists any more."""
+
+    __slots__ = ("_give_back", "_segment", "memory", "nbytes", "offset", "size")
+
+    def __init__(self, segment: _Segment, offset: int, nbytes: int, size: int, give_back: _GiveBack) -> None:
+        self.memory = segment.writable[offset : offset + nbytes]
+        self.offset, self.nbytes, self.size = offset, nbytes, size
+        self._segment, self._give_back = segment, give_back
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        # numpy: an array that is made of this keeps it alive, and so does every view of that array.
+        return {
+            "data": (self._segment.address + self.offset, True),
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    def array(self) -> NDArray[np.uint8]:
+        """The bytes, read-only."""
+        return np.asarray(self)
+
+    def __del__(self) -> None:
+        self._give_back(self._segment, self.offset, self.size)
+
+
+_GiveBack = Callable[[_Segment, int, int], None]
+
+
+class LocalMemory:
+    """Regions within capacity_bytes. Used by one thread; only what ends a region's life may happen in any.
+
+    Args:
+        capacity_bytes: of all segments together.
+        segment_bytes: what is taken from the system at a time; a larger region gets a segment of its own.
+        on_free: called, in whatever thread, when a region has become free.
+    """
+
+    def __init__(self, capacity_bytes: int, segment_bytes: int, on_free: Callable[[], None] = lambda: None) -> None:
+        self.capacity_bytes = aligned(capacity_bytes)
+        self._segment_bytes = min(aligned(segment_bytes), self.capacity_bytes)
+        self._on_free = on_free
+        self._segments: list[_Segment] = []
+        self._freed: collections.deque[tuple[_Segment, int, int]] = collections.deque()
+        self.used_bytes = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all segments."""
+        return sum(segment.nbytes for segment in self._segments)
+
+    def warm(self) -> None:
+        """Make the first segment, its pages there, so that the first fetch does not have to."""
+        if not self._segments:
+            self._segments.append(_Segment(self._segment_bytes))
+
+    def allocate(self, nbytes: int) -> Region | None:
+        """A region; None if there is no room for it now.
+
+        Raises:
+            OutOfSpace: the system gives no memory.
+        """
+        self.collect()
+        size = aligned(max(nbytes, 1))
+        for segment in self._segments:
+            offset = segment.heap.allocate(size)
+            if offset is not None:
+                return self._region(segment, offset, nbytes, size)
+        wanted = max(size, self._segment_bytes)
+        if not self._make_room(wanted):
+            wanted = size
+            if not self._make_room(wanted):
+                return None
+        segment = _Segment(wanted)
+        self._segments.append(segment)
+        offset = segment.heap.allocate(size)
+        assert offset is not None
+        return self._region(segment, offset, nbytes, size)
+
+    def collect(self) -> bool:
+        """Take back what has become free; whether anything has."""
+        some = bool(self._freed)
+        while self._freed:
+            segment, offset, size = self._freed.popleft()
+            segment.heap.free(offset, size)
+            self.used_bytes -= size
+        return some
+
+    def _region(self, segment: _Segment, offset: int, nbytes: int, size: int) -> Region:
+        self.used_bytes += size
+        return Region(segment, offset, nbytes, size, self._give_back)
+
+    def _give_back(self, segment: _Segment, offset: int, size: int) -> None:
+        # A region may end in the middle of anything, in any thread: no lock here, a deque's append is atomic.
+        self._freed.append((segment, offset, size))
+        self._on_free()
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Return unused segments to the system until another of nbytes fits."""
+        excess = self.total_bytes + nbytes - self.capacity_bytes
+        unused = sorted((one for one in self._segments if one.heap.empty), key=lambda one: one.nbytes)
+        if excess > sum(segment.nbytes for segment in unused):
+            return False
+        while excess > 0:
+            segment = unused.pop()
+            self._segments.remove(segment)
+            excess -= segment.nbytes
+        return True
+
+    def close(self) -> None:
+        """Let go of all segments; those that arrays refer to live as long as these."""
+        self._segments.clear()

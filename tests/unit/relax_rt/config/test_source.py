@@ -1,4 +1,4 @@
-"""The scanner against tomllib: every key path has a position, and the text there is the key and the value."""
+"""The text of a config: the position of every key and value against tomllib, and syntax errors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relax_rt.config.positions import scan
-from relax_rt.config.problems import KeyPath
+from relax_rt.config.problems import ConfigErrors, KeyPath
+from relax_rt.config.source import Text, parse, scan
 
 Paths = dict[KeyPath, Any]
+LINES = ["a = 1", "a = 2", "b.c = 1", "[b]", "[[e]]", "x = yes", "x = [1,", 'y = "', "[g", "ü = 1"]
 
 CORNERS = {
     "scalars": "a = 1\nb = -1_000.5e3 # c\nc = 1979-05-27 07:32:00 # d\nd = inf\n  e   =   true   \n",
@@ -136,3 +137,19 @@ def document(draw: st.DrawFn) -> str:
 @given(document())
 def test_every_key_path_has_its_position(text: str) -> None:
     check(text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["a = 1", "a = 2", "b.c = 1", "[b]", "[[e]]", "x = yes", "x = [1,", 'y = "', "[g", "ü = 1"])
+    )
+)
+def test_any_text_is_read_or_refused_with_the_place_of_its_first_syntax_error(lines: list[str]) -> None:
+    text = "\n".join(lines)
+    try:
+        assert parse(Text("roles.toml", text)) == tomllib.loads(text)
+    except ConfigErrors as error:
+        (problem,) = error.problems
+        assert problem.place is not None
+        assert problem.place.text == text.split("\n")[problem.place.line - 1]
