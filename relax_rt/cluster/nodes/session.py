@@ -62,7 +62,7 @@ class HeadSession:
         return fresh
 
     def add_event(self, event: SlotEvent) -> None:
-        """Queue an event for the next report. Progress replaces the slot's last event if that is progress and unsent."""
+        """Queue an event for the next report. Progress replaces the slot's last event if that is unsent progress."""
         if not isinstance(event, SlotProgress):
             self._progress.pop(event.slot, None)
         elif (index := self._progress.get(event.slot)) is not None:
