@@ -248,7 +248,7 @@ class Runtime:
         return router
 
     def gateway(self, slot: str = "gateway/0") -> Served:
-        """Where the policy speaks OpenAI's and Anthropic's API, for a run with [roles.gateway]; see guides/gateway.md. A
+        """Where the policy speaks OpenAI's and Anthropic's API, for a run with [roles.gateway]. A
         gateway that was started again may have another address: ask again.
 
         Raises:
