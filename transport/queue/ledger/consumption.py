@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from relax_rt.transport.base.targets import did_you_mean
-from relax_rt.transport.memory.slab_names import owner_of
+from relax_rt.transport.memory.refs import owner_of
 from relax_rt.transport.queue.ledger.admission import (
     MAX_SAMPLES,
     check_fields,

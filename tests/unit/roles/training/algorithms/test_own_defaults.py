@@ -10,8 +10,8 @@ import pytest
 
 from relax_rt.config.loader import load_config, read_resolved, write_resolved
 from relax_rt.config.problems import ConfigErrors
+from relax_rt.roles.config.algorithm_checks import check_algorithm
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.training.algorithms.checks import check_algorithm
 from relax_rt.roles.training.algorithms.objective import COMMON_OPTIONS, Objective, Parts
 from relax_rt.roles.training.algorithms.registry import Kind, parts
 from relax_rt.roles.training.algorithms.settings import PRESETS, AlgorithmTable
