@@ -274,8 +274,8 @@ class RLJob(Job):
         env = env_settings(config)
         if env is not None:
             why = "its episodes are played by [roles.env], with several turns"
-            by_hand = "start the program by hand beside a run (docs/programs.md, By hand)"
-            in_python = "Runtime.from_toml(…, debug=True) plays single ones (docs/embedding.md, Breakpoints)"
+            by_hand = "start the program by hand beside a run (docs/guides/programs.md, By hand)"
+            in_python = "Runtime.from_toml(…, debug=True) plays single ones (docs/guides/embedding.md, Breakpoints)"
             raise BadInput("relax-rt sample", why=why, hint=by_hand if is_program(env) else in_python)
 
         return sample(config, run_dir, items, held_out=held_out, prompts=prompts)

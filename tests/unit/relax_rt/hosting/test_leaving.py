@@ -120,7 +120,7 @@ def context(*, close_s: float = 0.0, free: Any = False) -> Any:
     return SimpleNamespace(
         stopping=asyncio.Event(),
         settings=SimpleNamespace(live_every_s=0.2),
-        membership=None,
+        registry_lease=None,
         log=structlog.get_logger(),
         listen=listen,
         close=close,
