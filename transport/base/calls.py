@@ -17,7 +17,7 @@ from relax_rt.transport.rpc.errors import DeadlineExceeded, Unreachable
 
 WINDOW = 64
 """No call is sent whose number is this much higher than one without an answer: the broker keeps the answers of twice
-as many (callers.ANSWERS_KEPT), so that a call sent again is always recognised."""
+as many (state.REPLIES_KEPT), so that a call sent again is always recognised."""
 _BACKOFF = BackoffPolicy(base_s=0.05, cap_s=1.0)
 
 SILENT_S = 2.5
