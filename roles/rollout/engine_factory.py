@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.base.locations import config_dir
 from relax_rt.roles.models.device import warn_if_slow
 from relax_rt.roles.rollout.engines.base import Engine
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings, longest_tokens
@@ -64,7 +63,7 @@ def _sglang(ctx: RoleContext, model: Path, settings: EngineSettings) -> Engine:
         shutil.rmtree(left, ignore_errors=True)
     folder = ctx.shm_dir / f"{name}.{ctx.who.epoch}"
     place = Place(
-        python=interpreter(settings.sglang.python, config_dir(ctx), sys.executable),
+        python=interpreter(settings.sglang.python, Path(ctx.config.config_dir), sys.executable),
         folder=folder / "tmp",
         log=ctx.run_dir / "logs" / f"{name}.log",
         environment=server_environment(device, settings.threads, folder / "tmp", os.environ),
