@@ -61,7 +61,6 @@ from relax_rt.supervision.protocol import (
 from relax_rt.supervision.rundir import RunPaths, owner_of, slot_file, update_run
 from relax_rt.supervision.supervisor import InvalidTransition, Supervisor
 from relax_rt.supervision.system_roles import AGENT_SLOT, SystemRoles
-from relax_rt.supervision.tree import SlotView
 from relax_rt.transport.rpc.errors import Refused, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Server, make_hello
@@ -430,7 +429,7 @@ class Agent:
             reason=self._supervisor.draining,
             agent_pid=os.getpid(),
             uptime_s=now - self._began,
-            slots=[self._slot_status(view, now) for view in self._supervisor.view()],
+            slots=[self._with_process(slot, now) for slot in self._supervisor.view(now)],
             exit_code=done.exit_code if done else None,
             diagnosis=done.diagnosis if done else None,
             first=done.first if done else None,
@@ -447,31 +446,15 @@ class Agent:
             for node in found
         ]
 
-    def _slot_status(self, view: SlotView, now: float) -> SlotStatus:
-        process = self._processes.get(view.slot) or LiveProcess(now)
-        return SlotStatus(
-            slot=view.slot,
-            kind=view.kind,
-            tier=view.tier,
-            state=view.state,
-            pid=view.pid,
-            epoch=view.epoch,
-            restarts=view.restarts,
+    def _with_process(self, slot: SlotStatus, now: float) -> SlotStatus:
+        process = self._processes.get(slot.slot) or LiveProcess(now)
+        return msgspec.structs.replace(
+            slot,
             uptime_s=now - process.began,
-            state_s=now - view.since if view.since else 0.0,
-            progress=view.progress,
-            detail=view.detail,
-            waiting=view.waiting,
-            address=process.address,
-            log=self._fleet.log(view.node, view.slot) or str(self.paths.log(view.slot)),
-            last=view.last,
-            node=view.node,
             ready_s=process.ready_s,
-            policy_version=self._system.policy_versions.get(view.slot, -1),
-            given_up=view.given_up,
-            generation=view.generation,
-            kill_s=None if view.kill_at is None else max(0.0, view.kill_at - now),
-            kill_latest_s=None if view.kill_latest is None else max(0.0, view.kill_latest - now),
+            address=process.address,
+            log=self._fleet.log(slot.node, slot.slot) or str(self.paths.log(slot.slot)),
+            policy_version=self._system.policy_versions.get(slot.slot, -1),
         )
 
     def _write_status(self, status: str = "", **fields: Any) -> None:

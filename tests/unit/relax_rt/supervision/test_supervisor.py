@@ -129,13 +129,13 @@ def test_a_role_that_drains_has_its_time_again_at_each_progress_and_a_bound() ->
 def test_a_stopping_slot_says_when_it_is_killed_unless_it_makes_progress_and_at_the_latest() -> None:
     b = Bench(spec("a/0", stop_timeout_s=5, drain_timeout_s=60, drains=True))
     b(RunStarted()), b.up("a/0")
-    assert (b.view("a/0").kill_at, b.view("a/0").kill_latest) == (None, None)
+    assert (b.view("a/0").kill_s, b.view("a/0").kill_latest_s) == (None, None)
     b(StopRequested("Ctrl-C", 130))
-    assert (b.view("a/0").kill_at, b.view("a/0").kill_latest) == (5, 60)
+    assert (b.view("a/0").kill_s, b.view("a/0").kill_latest_s) == (5, 60)
     (told,) = [action.fields for action in b.actions if isinstance(action, Emit) and action.kind == "run_draining"]
     assert told["slot_most_s"] == 60
     b(SlotProgress("a/0", 1, detail="writing a checkpoint"), after=4)
-    assert (b.view("a/0").kill_at, b.view("a/0").kill_latest) == (9, 60)
+    assert (b.view("a/0").kill_s, b.view("a/0").kill_latest_s) == (5, 56)
 
 
 def test_a_role_that_drains_and_stands_still_is_killed() -> None:
