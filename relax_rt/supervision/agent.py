@@ -172,7 +172,7 @@ class Agent:
             "run_started",
             run_id=self.paths.run_id,
             pid=os.getpid(),
-            slots=[view.slot for view in self._supervisor.view()],
+            slots=[slot.slot for slot in self._supervisor.view()],
             chosen={key: one.model_dump() for key, one in self.config.chosen.items()},
         )
         background = [
@@ -228,11 +228,9 @@ class Agent:
                 who = Incarnation(event.slot, event.diagnosis.epoch)
                 self._system.report_exit(who, f"{event.diagnosis.kind}: {event.diagnosis.cause}")
         self.post(event)
-        if isinstance(event, SlotReady) and self._status == "starting" and self._all_up():
+        starting = isinstance(event, SlotReady) and self._status == "starting"
+        if starting and all(slot.state in ("ready", "ended") for slot in self._supervisor.view()):
             self._write_status("running")
-
-    def _all_up(self) -> bool:
-        return all(view.state in ("ready", "ended") for view in self._supervisor.view())
 
     def on_address(self, slot: str, address: str, remote: str) -> None:
         """Take the addresses at which a role serves; empty when it is gone."""
@@ -438,7 +436,7 @@ class Agent:
         )
 
     def _node_statuses(self) -> list[NodeStatus]:
-        found = self._fleet.status([view.slot for view in self._supervisor.view() if view.pid])
+        found = self._fleet.status([slot.slot for slot in self._supervisor.view() if slot.pid])
         return [
             msgspec.structs.replace(node, state="draining" if node.slots else "drained")
             if node.state == "alive" and self._placer.closed(node.node)
