@@ -38,7 +38,7 @@ SCREEN = "relax_rt.cli.screen:plain"
 Say = Callable[[str], None]
 
 
-def detach(config: Path, overrides: Sequence[str], run_dir: Path, say: Say) -> tuple[int, RunStatus]:
+def start_detached(config: Path, overrides: Sequence[str], run_dir: Path, say: Say) -> tuple[int, RunStatus]:
     """Start a run and stay until it is ready; answers with 0, or with its exit code if it ended before.
 
     Raises:
