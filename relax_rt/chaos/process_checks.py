@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
+from relax_rt.chaos.evidence import Breach, Evidence
 from relax_rt.chaos.faults import FAULTS
-from relax_rt.chaos.findings import Breach, Evidence
 from relax_rt.chaos.timeline import REGISTRY, Event, Life, begun, carried_out, line, lives
 
 Found = Iterator[int | Breach | str]

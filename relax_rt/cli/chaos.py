@@ -1,20 +1,18 @@
-"""`relax-rt chaos`: harm a living run on purpose, then judge it by its records. Heavy imports happen inside."""
+"""`relax-rt chaos`: inject faults into a living run, then judge it by its records."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 from msgspec.structs import replace
 
-from relax_rt.chaos import schedule
 from relax_rt.chaos.evidence import gather, job
-from relax_rt.chaos.faults import FAULTS, faults_named, once_named, roles_named, seconds
-from relax_rt.chaos.injector import Injector, Outcome
-from relax_rt.chaos.intensity import Intensity
-from relax_rt.chaos.schedule import Strike
+from relax_rt.chaos.faults import FAULTS, Strike, by_steps, faults_named, once_named, poisson, roles_named, seconds
+from relax_rt.chaos.faults import at_once as strikes_at_once
+from relax_rt.chaos.injector import Injector, Intensity, Outcome
 from relax_rt.chaos.session import StepWatch, play, settled
 from relax_rt.chaos.verdict import judge, render
 from relax_rt.cli.app import FAILED, OK, STEER, Json, Run, app
@@ -110,14 +108,14 @@ def _schedule(
     mean, for_, share = times
     faults, roles, once = what
     if once:
-        return schedule.at_once(seed, [once_named(text, slots) for text in once])
+        return strikes_at_once(seed, [once_named(text, slots) for text in once])
     of_roles = roles_named(roles, slots)
     if not share:
-        return schedule.poisson(seed, seconds(mean), seconds(for_), faults_named(faults), of_roles)
+        return poisson(seed, seconds(mean), seconds(for_), faults_named(faults), of_roles)
     watch = StepWatch(run_dir)
     first = watch.look() + 1
     watch.close()
-    return schedule.by_steps(seed, share, first, _target(run_dir), faults_named(faults), of_roles)
+    return by_steps(seed, share, first, _target(run_dir), faults_named(faults), of_roles)
 
 
 def _target(run_dir: Path) -> int:
@@ -127,7 +125,7 @@ def _target(run_dir: Path) -> int:
     return int(target)
 
 
-def _intensity(run_dir: Path) -> Any:
+def _intensity(run_dir: Path) -> Intensity:
     table = _supervision(run_dir).restart
     return Intensity(table.max_restarts, table.period_s)
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from relax_rt.chaos.findings import Checkpoint, Evidence, Write
+from relax_rt.chaos.evidence import Checkpoint, Evidence, Write
 
 Record = dict[str, Any]
 STEPS, BATCH = 6, 2

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from chaos_world import STEPS, event, well
 
-from relax_rt.chaos.checker import CHECKS, breaches, check
-from relax_rt.chaos.findings import Checkpoint, Evidence, Write
+from relax_rt.chaos.evidence import Checkpoint, Evidence, Write
+from relax_rt.chaos.verdict import CHECKS, breaches, check
 
 Doctor = Callable[[Evidence], Any]
 
