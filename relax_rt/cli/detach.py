@@ -13,8 +13,8 @@ from relax_rt.cli.app import FAILED, OK
 from relax_rt.cli.time_left import estimate_of
 from relax_rt.cluster import launch
 from relax_rt.observe.events import CURRENT
+from relax_rt.observe.metrics import Tail
 from relax_rt.observe.story import Starts
-from relax_rt.observe.tail import Tail
 from relax_rt.observe.text import clip, duration, waits
 from relax_rt.supervision import control
 from relax_rt.supervision.api import RunStatus, SlotStatus

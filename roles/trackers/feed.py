@@ -6,8 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from relax_rt.observe.metrics import METRICS
-from relax_rt.observe.tail import Tail
+from relax_rt.observe.metrics import METRICS, Tail
 from relax_rt.roles.trackers.scalars import Scalars
 from relax_rt.roles.trackers.sinks import Sink
 
