@@ -370,7 +370,7 @@ async def _overtake(status: RunStatus, slot: SlotStatus) -> int:
             clients.append(Client(addresses[QUEUE], make_hello(status.run_id, me)))
             queue = clients[-1].bind(QueueApi, timeout_s=CALL_TIMEOUT_S)
             await queue.process_exited(1, Incarnation(slot.slot, slot.epoch), "overtaken on purpose")
-            await epochs.gone(me, "done")
+            await epochs.process_exited(me, "done")
         return epoch
     finally:
         for client in clients:
