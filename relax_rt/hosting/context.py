@@ -24,7 +24,7 @@ from relax_rt.observe.events import EventLog
 from relax_rt.observe.metrics import MetricsLog
 from relax_rt.supervision.channel import AddressMsg, ProgressMsg, ReadyMsg, send_now
 from relax_rt.supervision.rundir import slot_file
-from relax_rt.transport.memory.payload import Fetcher
+from relax_rt.transport.memory.payload_fetcher import Fetcher
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation

@@ -48,7 +48,7 @@ from relax_rt.supervision.channel import (
     decode_to_role,
     send_now,
 )
-from relax_rt.supervision.diagnosis import Kind, Report, cause_of, classify_exception
+from relax_rt.supervision.diagnosis import FailureReport, Kind, cause_of, classify_exception
 from relax_rt.supervision.rundir import RESOLVED_CONFIG
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
@@ -280,8 +280,7 @@ async def _threads_left() -> bool:
 
 
 def _tie_to_agent(orders: Orders) -> socket.socket:
-    procfs.prctl(procfs.PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != orders.agent_pid:
+    if not procfs.die_with_parent(orders.agent_pid):
         os._exit(EXIT_ORPHANED)
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -424,7 +423,7 @@ def _fail(control: socket.socket, kind: Kind, error: BaseException, exit_code: i
     cause = cause_of(error)
     structlog.get_logger().error("role failed", kind=kind, cause=cause)
     sys.stderr.write(trace)
-    send_now(control, FailedMsg(Report(kind=kind, cause=cause[:2000], trace=trace[-TRACE_BYTES:])))
+    send_now(control, FailedMsg(FailureReport(kind=kind, cause=cause[:2000], trace=trace[-TRACE_BYTES:])))
     return exit_code
 
 

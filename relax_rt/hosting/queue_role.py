@@ -8,7 +8,7 @@ from typing import Any
 from relax_rt.cluster.nodes.links import Links
 from relax_rt.config.job import advice, load_job
 from relax_rt.interfaces.role import Role
-from relax_rt.transport.memory.payload import PayloadServer
+from relax_rt.transport.memory.payload_server import PayloadServer
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.broker import Broker
 from relax_rt.transport.queue.ledger.failures import REPORT_EVERY_S

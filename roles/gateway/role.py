@@ -19,7 +19,6 @@ from relax_rt.process.limits import raise_open_files
 from relax_rt.roles.agentic.tokens.chat_format import ChatFormat, load_chat_template
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
-from relax_rt.roles.base.locations import config_dir
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.gateway.access import FILE, Keys, run_token
 from relax_rt.roles.gateway.api import Access, Closed, GatewayApi, Name, Nonce, SessionLimits
@@ -139,7 +138,7 @@ class GatewayRole(RLRole[GatewaySettings]):
         self.tokenizer = load_tokenizer(folder)
         self.context = context_of(folder)
         chat_format = ChatFormat(table.chat_template, table.tool_parser, table.reasoning_parser)
-        folder = config_dir(self.ctx)
+        folder = self.config_dir
         self.template = load_chat_template(folder, self.tokenizer, chat_format, self.ctx.log.warning)
 
     def _ledger(self, session: str, tokens: int) -> TokenLedger:

@@ -32,15 +32,15 @@ from relax_rt.cluster.nodes.fleet import RemoteExecutor
 from relax_rt.cluster.nodes.session import HeadSession
 from relax_rt.cluster.nodes.table import TICK_S, Departure, NodeTable
 from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.supervision.executor import PendingStarts, Rendezvous, StartAttempt, StartOrder, gang_orders
+from relax_rt.supervision.executor import GangRendezvous, PendingStart, PendingStarts, StartOrder, gang_orders
 from relax_rt.supervision.placement import Node, Placer
 from relax_rt.supervision.protocol import (
-    Done,
     Emit,
     Event,
     Kill,
     NodeJoined,
     NodeLost,
+    RunDone,
     RunStarted,
     SlotExited,
     SlotSpawned,
@@ -143,10 +143,10 @@ class Executor:
             )
             self._on_event(SlotExited(role.slot, diagnosis))
 
-    def bind(self) -> Rendezvous:
+    def bind(self) -> GangRendezvous:
         """Ports are few here, so that a number comes back soon."""
         port = self.world.kernel.random.randrange(2)
-        return Rendezvous(self.owner.host.name, port)
+        return GangRendezvous(self.owner.host.name, port)
 
     def kill_all(self, cause: str) -> None:
         for slot in list(self._coming):
@@ -164,7 +164,7 @@ class Box:
     def done(self) -> bool:
         return self.promise.settled
 
-    def set_result(self, value: Rendezvous) -> None:
+    def set_result(self, value: GangRendezvous) -> None:
         self.promise.settle(value)
 
     def set_exception(self, error: Exception) -> None:
@@ -184,11 +184,11 @@ class Agent(Process):
         if world.nodes:
             self.thread(self._keep_door())
         self._starts = PendingStarts()
-        self._under_way: dict[StartAttempt, Thread] = {}
+        self._under_way: dict[PendingStart, Thread] = {}
         self._on_node: dict[str, str] = {}
         self._held: list[tuple[float, NodeMembership, int, int, Callable[[Any], None]]] = []
         self._ended: dict[str, deque[Incarnation]] = {"registry/0": deque(), "queue/0": deque()}
-        self.done: Done | None = None
+        self.done: RunDone | None = None
         for server in self._ended:
             self.thread(self._deliver(server))
         self.thread(self._tick())
@@ -239,7 +239,7 @@ class Agent(Process):
                     self._at(slot, lambda executor: executor.kill(slot, kind, reason))
             case Emit(kind=kind, fields=fields):
                 self.world.emitted(kind, fields)
-            case Done():
+            case RunDone():
                 self.done = action
                 self._finish()
 
@@ -254,7 +254,7 @@ class Agent(Process):
         self._on_node |= {start.slot: start.node for start in starts}
         self._under_way[attempt] = self.thread(self._orders(attempt, starts, gang))
 
-    def _orders(self, attempt: StartAttempt, starts: Sequence[Start], gang: StartGang | None) -> Steps:
+    def _orders(self, attempt: PendingStart, starts: Sequence[Start], gang: StartGang | None) -> Steps:
         """What is ordered once the slots have their epochs."""
         epochs = []
         for start in starts:
@@ -276,7 +276,7 @@ class Agent(Process):
         ]
         self._order(attempt, orders if all(self.executor(start.node) for start in starts) else [])
 
-    def _order(self, attempt: StartAttempt, orders: Sequence[StartOrder], cause: str = "cannot be started") -> None:
+    def _order(self, attempt: PendingStart, orders: Sequence[StartOrder], cause: str = "cannot be started") -> None:
         """Hand the orders over; without any, the slots' starts have failed or were called off."""
         self._under_way.pop(attempt, None)
         if not orders or attempt.broken:
@@ -311,7 +311,7 @@ class Agent(Process):
             self._cancel(attempt)
         return attempt is not None
 
-    def _cancel(self, attempt: StartAttempt) -> None:
+    def _cancel(self, attempt: PendingStart) -> None:
         """As a task that is cancelled: it ends in a later turn of the loop."""
         thread = self._under_way.get(attempt)
         if thread is not None:

@@ -20,7 +20,7 @@ from sim_world import Disk
 
 from relax_rt.cluster.nodes import table as table_module
 from relax_rt.cluster.nodes.api import NodeFacts
-from relax_rt.supervision.executor import Rendezvous, StartOrder
+from relax_rt.supervision.executor import GangRendezvous, StartOrder
 from relax_rt.supervision.protocol import DrainRequested, RestartRequested, ScaleRequested
 from relax_rt.supervision.tree import RoleSpec, SlotSpec
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
@@ -96,7 +96,7 @@ class World:
         self.roles: list[Role] = []
         self.deaths: dict[str, float] = {}
         self.waited: dict[str, float] = {}
-        self.meetings: dict[Rendezvous, Meeting] = {}
+        self.meetings: dict[GangRendezvous, Meeting] = {}
         self.gangs, self.gang_of = 0, dict[str, int]()
         self.registry_disk, self.stage = RegistryDisk(), Stage(self)
         self.disk = Disk()

@@ -1,4 +1,7 @@
-"""The calling end of the RPC layer."""
+"""The client: proxies of interfaces, over one connection that is dialed again when lost.
+
+`bind` makes a proxy. Idempotent calls are repeated on the next connection, all others fail with ActorDied.
+"""
 
 from __future__ import annotations
 
@@ -105,13 +108,13 @@ class Client:
         self.max_message_bytes = max_message_bytes
         self.max_inflight = max_inflight
         self.counters = ClientStatistics()
-        self.links: set[Link] = set()
+        self.links: set[ClientConnection] = set()
         self._address = address
         self.where = address if isinstance(address, str) else "a peer not yet found"
         self._connect_timeout_s = connect_timeout_s
         self._backoff = Backoff(backoff, rng or random.Random())
         self._curve = curve
-        self._link: Link | None = None
+        self._link: ClientConnection | None = None
         self._dialing: asyncio.Task[None] | None = None
         self._waiters = 0
         self._unanswered_dials = 0
@@ -145,10 +148,10 @@ class Client:
         return self._link is not None and self._link.usable
 
     async def connect(self, what: str, timeout_s: float) -> None:
-        """See to it that a connection stands, for `what`.
+        """Connect, if there is no connection, on behalf of `what`.
 
         Raises:
-            Unreachable: it does not, in time. AddressError, ProtocolError: it never will.
+            Unreachable: not in time. AddressError, ProtocolError: it never will.
         """
         if not self.connected:
             await self._connected(what, asyncio.get_running_loop().time() + timeout_s, timeout_s)
@@ -270,7 +273,7 @@ class Client:
         why = self._last_failure or "no answer yet to the attempt to connect"
         return Unreachable(f"{what} at {self.where}", why=f"not connected for {budget_s:.3g} s: {why}")
 
-    async def _connected(self, what: str, deadline: float, budget_s: float) -> Link:
+    async def _connected(self, what: str, deadline: float, budget_s: float) -> ClientConnection:
         """The connection, once it stands. All callers wait for one dialing task; the last to give up ends it."""
         loop = asyncio.get_running_loop()
         self._waiters += 1
@@ -327,10 +330,10 @@ class Client:
                 return
             self.counters.failed_dials += 1
 
-    async def _dial(self) -> Link:
+    async def _dial(self) -> ClientConnection:
         text = self._address if isinstance(self._address, str) else await self._address()
         address, self.where = parse_address(text), text
-        link = Link(self, text)
+        link = ClientConnection(self, text)
         try:
             await self._open(address, link)
             await link.greeted
@@ -340,7 +343,7 @@ class Client:
             raise
         return link
 
-    async def _open(self, address: Address, link: Link) -> Channel:
+    async def _open(self, address: Address, link: ClientConnection) -> Channel:
         if address.scheme == "unix":
             return await unix_channel.dial(address, link.attach)
         # Loaded on demand: roles that stay on their node never need ZeroMQ.
@@ -349,14 +352,14 @@ class Client:
         return await zmq_channel.dial(address, link.attach, self.max_message_bytes, self._curve)
 
     def mark_answered(self) -> None:
-        """The server has answered: the next loss starts a new back-off."""
+        """The server has answered: the next loss starts with a fresh back-off."""
         if self._unanswered_dials:
             self._unanswered_dials = 0
             self._backoff.reset()
 
 
-class Link:
-    """One connection of the client and the calls on it."""
+class ClientConnection:
+    """One connection of a client, with the calls and streams on it."""
 
     channel: Channel
 
@@ -367,7 +370,7 @@ class Link:
         self.peer: HelloFrame | None = None
         self.dead = False
         self.going_away = False
-        """The server begins nothing more that comes on this connection."""
+        """The server sent GoAway: it starts nothing more on this connection."""
         self.pending: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self.streams: dict[int, StreamBuffer] = {}
         self.greeted: asyncio.Future[None] = loop.create_future()
@@ -386,7 +389,7 @@ class Link:
     def name(self) -> str:
         return f"{self.peer.who} ({self.address})" if self.peer else self.address
 
-    def attach(self, channel: Channel) -> Link:
+    def attach(self, channel: Channel) -> ClientConnection:
         self.channel = channel
         self.client.links.add(self)
         hello = self.client.hello
@@ -497,7 +500,7 @@ class Link:
         self._close_if_drained()
 
     def _close_if_drained(self) -> None:
-        """End a connection that the server has retired, once nothing is under way on it."""
+        """Close a connection after GoAway once nothing is in flight on it."""
         if self.going_away and not self.dead and not self.pending and not self.streams:
             self.channel.close()
 

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from relax_rt.transport.memory.payload.server import PayloadServer
+from relax_rt.transport.memory.payload_server import PayloadServer
 from relax_rt.transport.rpc.errors import Corrupt, Gone
 from relax_rt.transport.rpc.identity import CurveKeys
 from relax_rt.transport.rpc.interface import idempotent
@@ -32,7 +32,7 @@ MANIFEST_HEAD = struct.Struct("<8sQ")
 MANIFEST_MAGIC = b"RLXWMAN1"
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_PINNED = 2
-MAX_SIDE_FILES_VERSIONS, MAX_SIDE_FILES = 1, 32
+MAX_SIDE_VERSIONS, MAX_SIDE_FILES = 1, 32
 """Limits of pinned deltas and adapters, in versions' worth of bytes and in number (each costs a file descriptor)."""
 IDLE_S = 5.0
 _SIDE_FILES = ("adapters", "delta")
@@ -96,7 +96,7 @@ class StagedVersions:
         return len(self._pins)
 
     def range(self, name: str, offset: int, nbytes: int) -> memoryview:
-        """Return a range of what has this name. Implements Served.
+        """Return a range of what has this name. Implements PayloadSource.
 
         Raises:
             Gone: that version is not on the stage (any more).
@@ -140,7 +140,7 @@ class StagedVersions:
         beside = kind in _SIDE_FILES
         alike = [name for name, pinned in self._pins.items() if (pinned.kind in _SIDE_FILES) == beside]
         most = MAX_SIDE_FILES if beside else MAX_PINNED
-        most_bytes = MAX_SIDE_FILES_VERSIONS * _version_bytes(self._folder) if beside else math.inf
+        most_bytes = MAX_SIDE_VERSIONS * _version_bytes(self._folder) if beside else math.inf
         total = nbytes + sum(len(self._pins[name].view) for name in alike)
         while alike and (len(alike) >= most or total > most_bytes):
             oldest = alike.pop(0)

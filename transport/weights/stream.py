@@ -23,9 +23,8 @@ import msgspec
 import zmq
 
 from relax_rt.transport.base.versions import ROOT, VersionRecord
-from relax_rt.transport.memory.payload.cache import Entry
-from relax_rt.transport.memory.payload.memory import Region
-from relax_rt.transport.memory.payload.peer import Link, Peer, Settings
+from relax_rt.transport.memory.payload_cache import CacheEntry, Region
+from relax_rt.transport.memory.payload_fetcher import FetchSettings, Peer, PeerConnection
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.rpc.errors import (
     Corrupt,
@@ -132,7 +131,7 @@ class StageMirror:
         """Versions for which neither is tried."""
         self._locate, self._keys, self._on_wait, self._waiting_for = locate, keys, on_wait, ""
         connections = connections or min(4, max(1, len(os.sched_getaffinity(0)) // 4))
-        self._settings = Settings(chunk_bytes, window_bytes, connections, True, CONNECT_TIMEOUT_S, 60.0)
+        self._settings = FetchSettings(chunk_bytes, window_bytes, connections, True, CONNECT_TIMEOUT_S, 60.0)
 
     def source(self, record: VersionRecord, timeout_s: float) -> StageSource:
         """Return the version on this node's stage; fetch it first if it is missing.
@@ -327,7 +326,7 @@ class _Reader:
         self,
         locate: Locate,
         keys: CurveKeys | None,
-        settings: Settings,
+        settings: FetchSettings,
         until: float,
         on_wait: Callable[[str], None],
     ) -> None:
@@ -339,8 +338,8 @@ class _Reader:
         self._trouble = "not connected yet"
         self._attempts = 0
         self._error: RelaxError | None = None
-        self._misspoken: ProtocolError | None = None
-        self._arrived: list[Entry] = []
+        self._protocol_error: ProtocolError | None = None
+        self._arrived: list[CacheEntry] = []
         self.bytes_in = 0
         self._last_at = float("-inf")
 
@@ -403,7 +402,7 @@ class _Reader:
                     yield entry.extent.offset
                 self._arrived.clear()
 
-    def _request(self, left: dict[tuple[int, int], memoryview], name: str) -> list[Entry]:
+    def _request(self, left: dict[tuple[int, int], memoryview], name: str) -> list[CacheEntry]:
         """Request all that is left from the server at its current address."""
         self._check_time(name, left)
         if self._peer is None:
@@ -416,12 +415,12 @@ class _Reader:
                 self._pause("it is served nowhere at the moment")
                 return []
             self._peer = Peer(address, self._settings, self._numbers, random.Random())
-        entries = [Entry(self._peer.address, Extent(name, at, n), _BufferRegion(m)) for (at, n), m in left.items()]
+        entries = [CacheEntry(self._peer.address, Extent(name, at, n), _BufferRegion(m)) for (at, n), m in left.items()]
         for entry in entries:
             self._peer.want(entry)
         return entries
 
-    def _poll_once(self, name: str, left: dict[tuple[int, int], memoryview], entries: list[Entry]) -> None:
+    def _poll_once(self, name: str, left: dict[tuple[int, int], memoryview], entries: list[CacheEntry]) -> None:
         peer = self._peer
         assert peer is not None
         before = set(peer.links)
@@ -447,8 +446,8 @@ class _Reader:
             self._pause(self._trouble)
         self._check_time(name, left)
 
-    def arrived(self, entry: Entry, nbytes: int) -> None:
-        """For `Sink`."""
+    def arrived(self, entry: CacheEntry, nbytes: int) -> None:
+        """For `FetchSink`."""
         self.bytes_in += nbytes
         self._last_at = time.monotonic()
         self._attempts = 0
@@ -456,12 +455,12 @@ class _Reader:
         if entry.missing_bytes == 0:
             self._arrived.append(entry)
 
-    def failed(self, entry: Entry, error: RelaxError) -> None:
-        """For `Sink`."""
+    def failed(self, entry: CacheEntry, error: RelaxError) -> None:
+        """For `FetchSink`."""
         self._error = self._error or error
 
-    def misspoken(self, peer: str, error: ProtocolError) -> None:
-        """For `Sink`. An error, because what was dropped would be waited for until the deadline."""
+    def protocol_error(self, peer: str, error: ProtocolError) -> None:
+        """For `FetchSink`. An error, because what was dropped would be waited for until the deadline."""
         self._error = self._error or ProtocolError(f"{error.what} from {peer}", why=error.why)
 
     def _check_time(self, name: str, left: dict[tuple[int, int], memoryview]) -> None:
@@ -479,7 +478,7 @@ class _Reader:
         self._on_wait(f"weights from another node: {trouble}")
         time.sleep(min(0.05 * 2 ** min(self._attempts, 5), max(0.0, self._until - time.monotonic()) + 0.001))
 
-    def _end(self, link: Link) -> None:
+    def _end(self, link: PeerConnection) -> None:
         self._poller.unregister(link.sock)
         self._poller.unregister(link.monitor)
         link.close()

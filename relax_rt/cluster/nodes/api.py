@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from relax_rt.supervision.executor import StartOrder
-from relax_rt.supervision.protocol import Progress, SlotExited, SlotFinished, SlotReady, SlotSpawned
+from relax_rt.supervision.protocol import SlotExited, SlotFinished, SlotProgress, SlotReady, SlotSpawned
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.interface import idempotent
 
@@ -198,9 +198,9 @@ class LeaveRequested(msgspec.Struct, frozen=True, tag=5, array_like=True):
 
 Item = ReportedEvent | SlotAddress | RendezvousBound | EventLine | LeaveRequested | AgentStarted
 
-SlotEvent = SlotSpawned | SlotReady | SlotFinished | SlotExited | Progress
+SlotEvent = SlotSpawned | SlotReady | SlotFinished | SlotExited | SlotProgress
 _EVENTS: dict[str, type[SlotEvent]] = {
-    event.__name__: event for event in (SlotSpawned, SlotReady, SlotFinished, SlotExited, Progress)
+    event.__name__: event for event in (SlotSpawned, SlotReady, SlotFinished, SlotExited, SlotProgress)
 }
 
 

@@ -35,7 +35,7 @@ from relax_rt.cluster.nodes.machine import count_gpus, physical_mib
 from relax_rt.cluster.nodes.membership import read_keys
 from relax_rt.cluster.nodes.remote import RemoteExecutor
 from relax_rt.cluster.nodes.table import STOP_S, TICK_S, Departure, NodeTable
-from relax_rt.config.listen import check_listen
+from relax_rt.config.checks import check_listen
 from relax_rt.config.loader import SYSTEM_ROLES
 from relax_rt.config.schema import RunConfig
 from relax_rt.observe.events import CURRENT, Appender

@@ -18,8 +18,8 @@ from relax_rt.cluster.nodes.join_key import FILE, curve_keys, read_key
 from relax_rt.supervision.api import WhereApi
 from relax_rt.supervision.rundir import AGENT_SOCKET, RunPaths
 from relax_rt.transport.base.watch import NODE_ENV
-from relax_rt.transport.memory.payload import PayloadServer
-from relax_rt.transport.memory.slab_names import owner_key
+from relax_rt.transport.memory.payload_server import PayloadServer
+from relax_rt.transport.memory.refs import owner_key
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.rpc.errors import Unreachable
 from relax_rt.transport.rpc.identity import Hello, Incarnation

@@ -19,7 +19,7 @@ from relax_rt.cluster.nodes.api import (
     StopSlot,
 )
 from relax_rt.cluster.nodes.table import NodeTable
-from relax_rt.supervision.executor import Rendezvous, StartOrder
+from relax_rt.supervision.executor import GangRendezvous, StartOrder
 from relax_rt.supervision.protocol import SlotExited, SlotSpawned
 from relax_rt.transport.rpc.errors import Refused
 
@@ -51,7 +51,7 @@ class RemoteExecutor:
         self.agent_pid = 0
         self.open: dict[str, int] = {}
         """Epoch of each slot that was ordered to start there and has not exited."""
-        self._binding: dict[tuple[str, int], asyncio.Future[Rendezvous]] = {}
+        self._binding: dict[tuple[str, int], asyncio.Future[GangRendezvous]] = {}
 
     def start(self, order: StartOrder) -> None:
         self.open[order.slot] = order.epoch
@@ -71,8 +71,8 @@ class RemoteExecutor:
             raise Refused(f"cannot inject {fault} into {slot}", why=f"it has no process on node {self.node}")
         self._order(InjectSlot(slot, fault, seconds, amount))
 
-    async def rendezvous(self, slot: str, generation: int) -> Rendezvous:
-        bound: asyncio.Future[Rendezvous] = asyncio.get_running_loop().create_future()
+    async def rendezvous(self, slot: str, generation: int) -> GangRendezvous:
+        bound: asyncio.Future[GangRendezvous] = asyncio.get_running_loop().create_future()
         self._binding[slot, generation] = bound
         try:
             if not self._order(BindRendezvous(slot, generation)):
@@ -98,7 +98,7 @@ class RemoteExecutor:
         if waiting is None or waiting.done():
             return
         if answer.host:
-            waiting.set_result(Rendezvous(answer.host, answer.port))
+            waiting.set_result(GangRendezvous(answer.host, answer.port))
         else:
             waiting.set_exception(OSError(f"node {self.node}: {answer.error}"))
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from relax_rt.cluster.nodes.api import MAX_ITEMS, Item, Order, Orders, SlotEvent, encode_event
-from relax_rt.supervision.protocol import Progress
+from relax_rt.supervision.protocol import SlotProgress
 
 POLL_PART = 0.25
 """Fraction of the lease that a call for orders may wait at the head: the next call comes well before its end."""
@@ -35,7 +35,7 @@ class HeadSession:
         self._renewed_at = now
         self._waiting: list[Item | SlotEvent] = []
         self._progress: dict[str, int] = {}
-        """Index in `_waiting` of a slot's last event, if that is a Progress."""
+        """Index in `_waiting` of a slot's last event, if that is a SlotProgress."""
         self._sent: list[Item] = []
         self._reported = 0
 
@@ -62,12 +62,12 @@ class HeadSession:
         return fresh
 
     def add_event(self, event: SlotEvent) -> None:
-        """Queue an event for the next report. A Progress replaces the slot's last event if that is one and unsent."""
-        if not isinstance(event, Progress):
+        """Queue an event for the next report. Progress replaces the slot's last event if that is unsent progress."""
+        if not isinstance(event, SlotProgress):
             self._progress.pop(event.slot, None)
         elif (index := self._progress.get(event.slot)) is not None:
             before = self._waiting[index]
-            assert isinstance(before, Progress)
+            assert isinstance(before, SlotProgress)
             # An announced extension of the deadline must not be lost.
             self._waiting[index] = msgspec.structs.replace(event, extend_s=before.extend_s + event.extend_s)
             return

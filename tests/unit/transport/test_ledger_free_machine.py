@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from ledger_driver import ROW_BYTES, Driver, free_policy
 
-from relax_rt.transport.memory.refs import BlockRef, Extent, extents_in
-from relax_rt.transport.memory.slab_names import owner_key
+from relax_rt.transport.memory.refs import BlockRef, Extent, extents_in, owner_key
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.messages import GroupsPut, LeaseGrant, Put, RowPut, SampleKey
 from relax_rt.transport.queue.ledger.policy import QueueLimits
@@ -312,7 +311,7 @@ class FreeQueueMachine(RuleBasedStateMachine):
     def memory_is_what_is_needed(self) -> None:
         live, table = self.live(), self.d.ledger.state.blocks
         assert {(slab, at) for slab, at_ in table.live.items() for at in at_} == {(e.slab, e.offset) for e in live}
-        for owner in self.d.ledger.state.callers.answers:
+        for owner in self.d.ledger.state.callers.replies:
             back = [*self.returned.get(owner, []), *table.freed.get(owner, [])]
             assert Counter(back) == Counter(self.brought.get(owner, set()) - live)
 

@@ -21,7 +21,7 @@ from relax_rt.cluster.nodes.api import (
 from relax_rt.cluster.nodes.session import HeadSession
 from relax_rt.cluster.nodes.table import AGENT_START_S, PAUSE_S, STOP_S, TICK_S, NodeTable, patience_s
 from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.supervision.protocol import Progress, SlotExited, SlotReady, SlotSpawned
+from relax_rt.supervision.protocol import SlotExited, SlotProgress, SlotReady, SlotSpawned
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 
 LEASE_S = 10.0
@@ -160,17 +160,17 @@ def test_reports_are_sent_again_until_confirmed_and_counted_once() -> None:
 
 def test_progress_that_was_not_sent_gives_way_to_newer_one_of_its_slot() -> None:
     session = HeadSession(LEASE_S, 0.0)
-    session.add_event(Progress("x/0", 1, extend_s=5.0))
-    session.add_event(Progress("y/0", 1))
-    session.add_event(Progress("x/0", 2, extend_s=1.0))
+    session.add_event(SlotProgress("x/0", 1, extend_s=5.0))
+    session.add_event(SlotProgress("y/0", 1))
+    session.add_event(SlotProgress("x/0", 2, extend_s=1.0))
     session.add_event(SlotReady("x/0"))
-    session.add_event(Progress("x/0", 3))
+    session.add_event(SlotProgress("x/0", 3))
     _, items = session.report()
     assert [decode_event(item) for item in items if isinstance(item, ReportedEvent)] == [
-        Progress("x/0", 2, extend_s=6.0),
-        Progress("y/0", 1),
+        SlotProgress("x/0", 2, extend_s=6.0),
+        SlotProgress("y/0", 1),
         SlotReady("x/0"),
-        Progress("x/0", 3),
+        SlotProgress("x/0", 3),
     ]
 
 

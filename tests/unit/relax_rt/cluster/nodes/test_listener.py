@@ -30,7 +30,7 @@ from relax_rt.cluster.nodes.fleet import Fleet, NodeListener
 from relax_rt.cluster.nodes.join_key import FILE, curve_keys, make_key, read_key
 from relax_rt.config.schema import NodesTable, RunConfig, SupervisionTable
 from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.supervision.executor import Rendezvous, StartOrder
+from relax_rt.supervision.executor import GangRendezvous, StartOrder
 from relax_rt.supervision.placement import Node
 from relax_rt.supervision.protocol import DrainRequested, Event, NodeJoined, NodeLost, SlotExited, SlotSpawned
 from relax_rt.supervision.rundir import RunPaths
@@ -130,7 +130,7 @@ async def test_a_node_joins_takes_orders_and_reports(tmp_path: Path) -> None:
         meeting = asyncio.create_task(executor.rendezvous("x/0", 2))
         assert (await api.orders(membership, 1, 1, 4.0)).items == [BindRendezvous("x/0", 2)]
         await api.report(membership, 3, [RendezvousBound("x/0", 2, "10.0.0.2", 4711)])
-        assert await meeting == Rendezvous("10.0.0.2", 4711)
+        assert await meeting == GangRendezvous("10.0.0.2", 4711)
         # Of slots that were not started there nothing is believed.
         await api.report(
             membership, 4, [encode_event(SlotSpawned("y/0", 1, 1, "b")), encode_event(SlotSpawned("x/0", 6, 1, "b"))]
