@@ -28,9 +28,9 @@ from relax_rt.roles.agentic.interface import (
     media,
     only_over,
 )
-from relax_rt.roles.agentic.tokens import Episode, PromptPlan, Sampled, TokenLedger
-from relax_rt.roles.agentic.tokens.ledger import budget_exhausted
+from relax_rt.roles.agentic.tokens.ledger import TokenLedger, budget_exhausted
 from relax_rt.roles.agentic.tokens.pictures import ingest_pictures
+from relax_rt.roles.agentic.tokens.types import Episode, PromptPlan, Sampled
 from relax_rt.roles.agentic.user_tasks import AbandonedTasks, EpisodeTask
 from relax_rt.roles.agentic.workers import WorkerEnvironment
 from relax_rt.roles.base.user_code import user_line
@@ -181,7 +181,7 @@ class EpisodeChat:
         """
         if self._over_reported:
             await asyncio.sleep(OVER_PAUSE_S)
-        messages = await ingest_pictures(messages, self.ledger)
+        messages = await ingest_pictures(messages, self.ledger.sight, self.ledger.show)
         if self._ended:
             self._over_reported = True
             raise EpisodeOver("the episode has ended")

@@ -24,7 +24,8 @@ from relax_rt.roles.agentic.program_episodes import ProgramPlayer
 from relax_rt.roles.agentic.replay_cache import ReplayCache
 from relax_rt.roles.agentic.rewards import labels_of, request_of, rewarded
 from relax_rt.roles.agentic.settings import EnvSettings
-from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
+from relax_rt.roles.agentic.tokens.ledger import TokenLedger
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.user_tasks import AbandonedTasks
 from relax_rt.roles.agentic.workers import EnvironmentPool
 from relax_rt.roles.base.user_code import user_line

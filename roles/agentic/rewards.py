@@ -13,9 +13,8 @@ from relax_rt.roles.agentic.episode import PlayedEpisode
 from relax_rt.roles.agentic.errors import EnvironmentFailed
 from relax_rt.roles.agentic.interface import Task, checked
 from relax_rt.roles.agentic.settings import env_settings
-from relax_rt.roles.agentic.tokens import Episode
 from relax_rt.roles.agentic.tokens.messages import ASSISTANT
-from relax_rt.roles.agentic.tokens.types import CONTEXT, Message
+from relax_rt.roles.agentic.tokens.types import CONTEXT, Episode, Message
 from relax_rt.roles.models.chat_template import calls_of, parsed_arguments, words
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rewards.checks import sandbox_commands

@@ -31,8 +31,8 @@ from relax_rt.roles.agentic.samples import make_sample, new_sample, produced_rec
 from relax_rt.roles.agentic.settings import KIND, EnvSettings
 from relax_rt.roles.agentic.stall_detection import MAX_LOSSES, EpisodesStalled, StallDetector, stall_error
 from relax_rt.roles.agentic.tasks import Tasks, load_tasks
-from relax_rt.roles.agentic.tokens import ChatTemplate
 from relax_rt.roles.agentic.tokens.chat_format import load_chat_template
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.user_tasks import AbandonedTasks, LoopWatch, cancel_all
 from relax_rt.roles.agentic.workers import EnvironmentPool, open_pool
 from relax_rt.roles.base.final import is_final
@@ -64,7 +64,7 @@ METRICS_EVERY_S = 2.0
 LOAD_ALLOWANCE_S = 120.0
 LAST_WORD_S = 4.0
 MIN_ABANDONED = 8
-"""A slot tolerates a quarter of episodes_in_flight, or at least this many, as coroutines that do not end when cancelled."""
+"""A slot tolerates a quarter of episodes_in_flight, at least this many, as coroutines that ignore cancellation."""
 
 
 class EnvApi(Protocol):

@@ -38,7 +38,7 @@ class StallDetector:
 
     def __init__(self, environment: str, in_flight: int) -> None:
         self._environment, self._most = environment, MAX_LOSSES * max(MAX_FAILURES, in_flight)
-        self._failed = self._may_begin = 0
+        self._failed = self._attempts = 0
         self._prompts: set[int] = set()
         self._why = ""
         self._has_played = False
@@ -46,7 +46,7 @@ class StallDetector:
     def record_finished(self) -> None:
         """Record an episode that finished."""
         self._has_played = True
-        self._failed = self._may_begin = 0
+        self._failed = self._attempts = 0
         self._prompts.clear()
 
     def record_lost(self, prompt: int, why: str) -> None:
@@ -55,11 +55,11 @@ class StallDetector:
         Raises:
             Fruitless: too many in a row.
         """
-        self._may_begin, self._why = self._may_begin + 1, why
+        self._attempts, self._why = self._attempts + 1, why
         if len(self._prompts) < MIN_PROMPTS:
             self._prompts.add(prompt)
-        if self._has_played and self._may_begin >= self._most and len(self._prompts) >= MIN_PROMPTS:
-            what = f"{self._may_begin} times in a row an episode was begun, and none came to its end"
+        if self._has_played and self._attempts >= self._most and len(self._prompts) >= MIN_PROMPTS:
+            what = f"{self._attempts} consecutive attempts at episodes, and none finished"
             hint = "see the events episode_lost, episode_not_generated and environment_failed, and `relax-rt why`"
             raise EpisodesStalled(what, why=f"the last one: {why}", hint=hint)
 
@@ -77,9 +77,9 @@ class StallDetector:
 
     def summary(self) -> str:
         """Describe the consecutive losses; empty while episodes finish."""
-        if self._may_begin <= MAX_LOSSES:
+        if self._attempts <= MAX_LOSSES:
             return ""
-        return f"{self._may_begin} in a row came to nothing, the last one: {self._why}"
+        return f"{self._attempts} consecutive attempts failed, the last one: {self._why}"
 
 
 def stall_error(ctx: RoleContext, error: EpisodesStalled) -> RelaxError:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
-from relax_rt.roles.agentic.tokens import Episode
+from relax_rt.roles.agentic.tokens.types import Episode
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.interface import idempotent
 

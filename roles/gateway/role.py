@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     import socket
     from pathlib import Path
 
-    from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
+    from relax_rt.roles.agentic.tokens.ledger import TokenLedger
+    from relax_rt.roles.agentic.tokens.template import ChatTemplate
     from relax_rt.roles.gateway.service import Service
     from relax_rt.roles.gateway.sessions import Sessions
     from relax_rt.roles.models.tokenizer import ChatTokenizer
@@ -53,7 +54,7 @@ class GatewayRole(RLRole[GatewaySettings]):
         "starlette.applications",
         "uvicorn",
         "relax_rt.roles.models.tokenizer",
-        "relax_rt.roles.agentic.tokens",
+        "relax_rt.roles.agentic.tokens.ledger",
         "relax_rt.roles.rollout.router",
     )
     Settings: ClassVar[type[RoleSettings]] = GatewaySettings
@@ -146,7 +147,7 @@ class GatewayRole(RLRole[GatewaySettings]):
         self.template = load_chat_template(folder, self.tokenizer, chat_format, self.ctx.log.warning)
 
     def _ledger(self, session: str, tokens: int) -> TokenLedger:
-        from relax_rt.roles.agentic.tokens import TokenLedger
+        from relax_rt.roles.agentic.tokens.ledger import TokenLedger
 
         table = self.settings
         return TokenLedger(

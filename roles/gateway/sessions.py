@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from relax_rt.roles.agentic.tokens import Message, PromptPlan, Reply, Sampled, TokenLedger
+from relax_rt.roles.agentic.tokens.ledger import TokenLedger
+from relax_rt.roles.agentic.tokens.types import Message, PromptPlan, Reply, Sampled
 from relax_rt.roles.gateway.api import LEASE_S, Closed, Said, SessionLimits, UsedUp
 from relax_rt.roles.gateway.errors import CallError
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch

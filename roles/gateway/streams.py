@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.roles.agentic.tokens import Message, PromptPlan, Sampled, TokenLedger
+from relax_rt.roles.agentic.tokens.ledger import TokenLedger
+from relax_rt.roles.agentic.tokens.types import Message, PromptPlan, Sampled
 from relax_rt.roles.gateway.sessions import Session
 from relax_rt.roles.rollout.engines.base import extend_spans
 from relax_rt.roles.rollout.router.core import Deliver

@@ -10,7 +10,8 @@ from typing import Any
 from relax_rt.roles.agentic import Observation, Reply, Step, Task
 from relax_rt.roles.agentic.episode import EpisodeChat, EpisodeLimits, Generate, ReplySampling
 from relax_rt.roles.agentic.loading import Factory
-from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
+from relax_rt.roles.agentic.tokens.ledger import TokenLedger
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.router.core import GenerationRequest, Outcome

@@ -12,7 +12,7 @@ from relax_rt.roles.agentic.episode import PlayedEpisode
 from relax_rt.roles.agentic.evaluation import NOT_PLAYED, score_episodes
 from relax_rt.roles.agentic.player import Player
 from relax_rt.roles.agentic.settings import EnvSettings
-from relax_rt.roles.agentic.tokens import Branch, Counts, Episode
+from relax_rt.roles.agentic.tokens.types import Branch, Counts, Episode
 from relax_rt.roles.evaluation.scoring import wilson
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.transport.queue.ledger.messages import VersionSpan

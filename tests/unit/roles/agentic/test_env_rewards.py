@@ -23,7 +23,7 @@ from relax_rt.roles.agentic.rewards import KEY, PLACE
 from relax_rt.roles.agentic.role import split_games
 from relax_rt.roles.agentic.samples import make_sample
 from relax_rt.roles.agentic.settings import EnvSettings
-from relax_rt.roles.agentic.tokens import ChatTemplate
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.scoring import Score

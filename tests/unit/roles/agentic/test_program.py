@@ -21,7 +21,7 @@ from relax_rt.roles.agentic.loading import load_factory
 from relax_rt.roles.agentic.program import Program, load_program, parse_result
 from relax_rt.roles.agentic.program_episodes import ProgramPlayer
 from relax_rt.roles.agentic.program_host import ProgramHost
-from relax_rt.roles.agentic.tokens import Branch, BranchTurn, Counts, Episode
+from relax_rt.roles.agentic.tokens.types import Branch, BranchTurn, Counts, Episode
 from relax_rt.roles.gateway.api import Access, Closed, Said, SessionLimits
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused, RelaxError

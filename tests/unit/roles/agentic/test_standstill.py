@@ -177,7 +177,7 @@ async def test_one_that_waits_for_tokens_is_lost_and_the_queue_is_told_how_often
     assert len(slot.told("episode_lost")) == MAX_LOSSES and not slot.told("environment_stuck")
     await slot.play()
     # What many of them wait for is told to whoever asks what the role does.
-    told = f"{2 * MAX_LOSSES} in a row came to nothing, the last one: 7.0+2 was lost"
+    told = f"{2 * MAX_LOSSES} consecutive attempts failed, the last one: 7.0+2 was lost"
     assert slot.role._stalls.summary().startswith(told)
 
 
@@ -219,8 +219,8 @@ def test_a_slot_ends_when_nothing_comes_of_its_episodes() -> None:
     assert one.summary() == ""
     for n in range(most - 1):
         one.record_lost(n, "no engine")
-    assert f"{most - 1} in a row came to nothing, the last one: no engine" in one.summary()
-    with pytest.raises(EpisodesStalled, match=r"192 times in a row an episode was begun.*the last one: no engine"):
+    assert f"{most - 1} consecutive attempts failed, the last one: no engine" in one.summary()
+    with pytest.raises(EpisodesStalled, match=r"192 consecutive attempts at episodes.*the last one: no engine"):
         one.record_lost(7, "no engine")
     # What takes all of many along takes each as often as one may be lost.
     many = played("game.py:Game", 1000)
@@ -231,7 +231,7 @@ def test_a_slot_ends_when_nothing_comes_of_its_episodes() -> None:
     wrong = played("game.py:Game", 1000)
     for n in range(MAX_FAILURES - 1):
         wrong.record_failed(n, "KeyError")
-    with pytest.raises(EpisodesStalled, match=r"64 episodes of game.py:Game failed one after the other: KeyError"):
+    with pytest.raises(EpisodesStalled, match=r"64 consecutive episodes of game.py:Game failed: KeyError"):
         wrong.record_failed(7, "KeyError")
 
 

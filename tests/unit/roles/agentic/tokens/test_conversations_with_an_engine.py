@@ -31,7 +31,7 @@ from relax_rt.roles.agentic import Reply, Task  # noqa: E402
 from relax_rt.roles.agentic.episode import EpisodeChat, EpisodeLimits, PlayedEpisode, ReplySampling, play  # noqa: E402
 from relax_rt.roles.agentic.loading import Factory  # noqa: E402
 from relax_rt.roles.agentic.samples import make_sample  # noqa: E402
-from relax_rt.roles.agentic.tokens import TokenLedger  # noqa: E402
+from relax_rt.roles.agentic.tokens.ledger import TokenLedger  # noqa: E402
 from relax_rt.roles.base.sample import Sample, SampleMeta  # noqa: E402
 from relax_rt.roles.training.batch.collate import MicroBatch, collate  # noqa: E402
 from relax_rt.roles.training.batch.logprobs import predicted  # noqa: E402

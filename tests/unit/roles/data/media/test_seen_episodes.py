@@ -22,7 +22,8 @@ from relax_rt.roles.agentic.errors import EnvironmentFailed
 from relax_rt.roles.agentic.loading import Factory
 from relax_rt.roles.agentic.replay_cache import ReplayCache
 from relax_rt.roles.agentic.samples import make_sample
-from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
+from relax_rt.roles.agentic.tokens.ledger import TokenLedger
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.base.columns import generated_columns, read_sample
 from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.data.media.pictures import Shown, digest_of
