@@ -40,7 +40,7 @@ from relax_rt.transport.rpc.errors import RelaxError
 
 T = TypeVar("T")
 ROUTER, DEBUG = "relax_rt.roles.rollout.router", "relax_rt.roles.job.debugging"
-GATEWAY = "relax_rt.roles.gateway.endpoint"
+GATEWAY = "relax_rt.roles.gateway.access"
 POLL_S = 0.1
 STOP_S = 60.0
 """For a run to end in order, beside what supervision.drain_timeout_s gives its roles; then it is ended at once."""
@@ -58,7 +58,7 @@ to end in order."""
 
 
 class Debugged(Protocol):
-    """What ``Runtime.from_toml(…, debug=True)`` gives: see relax_rt.roles.job.debugging.Debug and docs/embedding.md."""
+    """What ``Runtime.from_toml(…, debug=True)`` gives: see relax_rt.roles.job.debugging.Debug."""
 
     async def __aenter__(self) -> Debugged: ...
     async def __aexit__(self, *_: object) -> None: ...
@@ -73,7 +73,7 @@ class Debugged(Protocol):
 
 
 class Served(Protocol):
-    """What `Runtime.gateway` gives: see relax_rt.roles.gateway.endpoint.Endpoint."""
+    """What `Runtime.gateway` gives: see relax_rt.roles.gateway.access.Endpoint."""
 
     @property
     def base_url(self) -> str:
@@ -220,7 +220,7 @@ class Runtime:
         """Records of the run's metrics as they come, from its beginning on, until it has ended.
 
         Args:
-            kind: step, evaluation, rollout, … (docs/metrics.md); empty: all.
+            kind: step, evaluation, rollout, … (docs/reference/metrics.md); empty: all.
         """
         tail = Tail(self.run_dir / METRICS)
         try:
@@ -238,17 +238,17 @@ class Runtime:
             tail.close()
 
     def actor(self, name: str, api: type[T]) -> T:
-        """A reference to an actor of the run; see docs/actors.md."""
+        """A reference to an actor of the run; see docs/guides/actors.md."""
         return self.discovery.actor(name, api)
 
     def router(self, role: str = "rollout") -> AbstractAsyncContextManager[Any]:
-        """A Router: tokens of the run's engines, for as long as the block lasts; see docs/router.md."""
+        """A Router: tokens of the run's engines, for as long as the block lasts; see docs/explanation/router.md."""
         # By its name: the runtime knows nothing of RL until somebody asks for it.
         router: AbstractAsyncContextManager[Any] = importlib.import_module(ROUTER).Router(self.discovery, role)
         return router
 
     def gateway(self, slot: str = "gateway/0") -> Served:
-        """Where the policy speaks OpenAI's and Anthropic's API, for a run with [roles.gateway]; see docs/gateway.md. A
+        """Where the policy speaks OpenAI's and Anthropic's API, for a run with [roles.gateway]. A
         gateway that was started again may have another address: ask again.
 
         Raises:

@@ -15,8 +15,8 @@ async def main() -> None:
         for step in range(40):
             lengths = rng.integers(5, 50, size=8)
             await queue.put([{"tokens": rng.integers(0, 1000, size=n, dtype=np.int32)} for n in lengths])
-            batch = await queue.take("score", samples=8, wait_s=5)
-            await queue.done(batch, {s.key: {"reward": float(s["tokens"].mean())} for s in batch.samples})
+            batch = await queue.lease("score", samples=8, wait_s=5)
+            await queue.complete(batch, {s.key: {"reward": float(s["tokens"].mean())} for s in batch.samples})
             print(f"step {step}: put and scored {len(batch)} samples", flush=True)
             await asyncio.sleep(0.25)
         await asyncio.sleep(6)  # for the consumer

@@ -271,7 +271,7 @@ async def _overtake(status: RunStatus, slot: SlotStatus) -> int:
             me = Incarnation(CHAOS_SLOT, await epochs.issue_epoch(CHAOS_SLOT))
             clients.append(Client(addresses[QUEUE], make_hello(status.run_id, me)))
             queue = clients[-1].bind(QueueApi, timeout_s=CALL_TIMEOUT_S)
-            await queue.gone(1, Incarnation(slot.slot, slot.epoch), "overtaken on purpose")
+            await queue.process_exited(1, Incarnation(slot.slot, slot.epoch), "overtaken on purpose")
             await epochs.gone(me, "done")
         return epoch
     finally:

@@ -102,7 +102,7 @@ class SystemRoles:
         while True:
             who, reason = await exits.get()
             seq += 1
-            await self._deliver(who, functools.partial(queue.gone, seq, who, reason), QUEUE_SLOT)
+            await self._deliver(who, functools.partial(queue.process_exited, seq, who, reason), QUEUE_SLOT)
 
     async def _follow_versions(self) -> None:
         revision = 0

@@ -33,8 +33,7 @@ from relax_rt.roles.models.cache import say
 from relax_rt.roles.rewards.dry_run import dry_run, task_of
 from relax_rt.roles.rewards.settings import RewardTable
 from relax_rt.roles.rollout.engines.settings import SamplingTable
-from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
-from relax_rt.roles.training.sft.settings import ColdStartTable
+from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable, ColdStartTable
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:

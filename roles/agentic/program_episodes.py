@@ -27,8 +27,7 @@ from relax_rt.roles.agentic.interface import Task, checked
 from relax_rt.roles.agentic.program import Program, Result, exceeded_limit, parse_result
 from relax_rt.roles.agentic.program_host import ProgramExit, ProgramHost, ProgramNotStarted
 from relax_rt.roles.agentic.settings import EnvSettings
-from relax_rt.roles.gateway.api import Access, Closed, Said, SessionLimits
-from relax_rt.roles.gateway.remote import Lent, Lessee
+from relax_rt.roles.gateway.api import Access, Closed, OpenSession, Said, SessionClient, SessionLimits
 from relax_rt.roles.gateway.settings import GatewaySettings
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
@@ -59,7 +58,7 @@ class ProgramPlayer:
 
     program: Program
     host: ProgramHost
-    gateway: Lessee
+    gateway: SessionClient
     limits: EpisodeLimits
     max_tokens: int
     has_rewards: bool
@@ -130,7 +129,7 @@ class ProgramPlayer:
             closed = await lent.close()
         return self._played(ended, closed)
 
-    async def _run(self, task: Task, lent: Lent, base_url: str) -> ProgramExit:
+    async def _run(self, task: Task, lent: OpenSession, base_url: str) -> ProgramExit:
         """Run the program to its end, within the episode's time and the session's lifetime."""
         limit_s = self.limits.episode_timeout_s
         env = program_environment(self.program, base_url, lent.access.api_key)
@@ -228,7 +227,7 @@ async def open_programs(
         ctx.event("programs_bounded", places=host.capacity, why=why, hint=hint)
         ctx.log.warning("fewer programs at a time than asked for", places=host.capacity, why=why, hint=hint)
     links = Links.from_environment()
-    async with host, Lessee(ctx, slot) as gateway:
+    async with host, SessionClient(ctx, slot) as gateway:
         for watched in (gateway.fenced, host.failed):
             watched.add_done_callback(lambda done: _report_failure(done, on_failure))
         has_rewards = bool(settings.rewards)

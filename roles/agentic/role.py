@@ -35,7 +35,6 @@ from relax_rt.roles.agentic.tokens.chat_format import load_chat_template
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.user_tasks import AbandonedTasks, LoopWatch, cancel_all
 from relax_rt.roles.agentic.workers import EnvironmentPool, open_pool
-from relax_rt.roles.base.final import is_final
 from relax_rt.roles.base.locations import model_folder
 from relax_rt.roles.base.progress import without_retired
 from relax_rt.roles.base.role import RLRole
@@ -264,7 +263,7 @@ class EnvRole(RLRole[EnvSettings]):
         with suppress(RelaxError, TimeoutError):
             async with asyncio.timeout(LAST_WORD_S):
                 if held := [g.ticket.group for g in groups if g.ticket.group in self.queue.groups]:
-                    await self.queue.give_back(held, why, losses=losses)
+                    await self.queue.release_groups(held, why, losses=losses)
         return len(remaining)
 
     # --- admission
@@ -302,7 +301,7 @@ class EnvRole(RLRole[EnvSettings]):
             self._may_begin = True
             if not last:
                 await self._admit_until_due()
-            elif await is_final(self.ctx, record):
+            elif await self.is_final(record):
                 return
 
     async def _wait_for_first_evaluation(self, record: VersionRecord) -> None:
@@ -388,7 +387,7 @@ class EnvRole(RLRole[EnvSettings]):
             return
         if group.failed:
             task = self.tasks.train(group.ticket.prompt, group.ticket.item)
-            await self.queue.give_back(
+            await self.queue.release_groups(
                 [number],
                 group.failed[:400],
                 failed=True,
@@ -397,7 +396,7 @@ class EnvRole(RLRole[EnvSettings]):
                 about=task.question[:ABOUT],
             )
         elif group.lost:
-            await self.queue.give_back([number], group.lost[:400], losses=MAX_LOSSES)
+            await self.queue.release_groups([number], group.lost[:400], losses=MAX_LOSSES)
 
     async def _play_members(self, group: EpisodeGroup, members: list[int]) -> list[PlayedEpisode]:
         """Play one game, again if it is lost; return the episodes of its members, or nothing if it failed."""

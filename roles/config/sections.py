@@ -9,10 +9,9 @@ from relax_rt.roles.evaluation.settings import EvaluationTable
 from relax_rt.roles.models.settings import ModelTable
 from relax_rt.roles.rewards.settings import RewardTable
 from relax_rt.roles.rollout.engines.settings import ColocationTable, SamplingTable
-from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable, ColdStartTable
 from relax_rt.roles.training.checkpoints.settings import CheckpointTable
 from relax_rt.roles.training.publication.settings import PublicationTable
-from relax_rt.roles.training.sft.settings import ColdStartTable
 
 
 class RLConfig(RunConfig):

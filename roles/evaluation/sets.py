@@ -12,8 +12,7 @@ from relax_rt.config.schema import RunConfig
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.evaluation.settings import EvaluationSet, EvaluationTable
 from relax_rt.roles.rollout.engines.settings import SamplingTable
-from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.sft.settings import ColdStartTable
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable, ColdStartTable
 from relax_rt.transport.base.versions import ROOT
 from relax_rt.transport.rpc.errors import RelaxError
 

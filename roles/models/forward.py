@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from relax_rt.transport.rpc.errors import Refused
+
+if TYPE_CHECKING:
+    pass
+
 
 NEUTRAL = {
     "final_logit_softcapping": None,
@@ -27,6 +31,8 @@ OTHER_MODELS = (
 )
 CLOSE = 1e-3
 """Both ways are the same operations on the same numbers; a scale or a cap changes more."""
+UNLIKE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError, Refused)
+"""What a model of its own ways says to a word, or a form of attention, that it does not know."""
 
 
 def check_plain(model: Any, folder: Path) -> None:

@@ -131,7 +131,7 @@ class RewardRole(RLRole[RewardSettings]):
                 failures.append(_failure(sample, result))
             else:
                 columns[sample.key] = _columns(result)
-        await self.queue.complete(TASK, batch, columns, failures)
+        await self.queue.complete(batch, columns, failures)
         if not self._worked:
             self._worked = True
             self.ctx.event("first_work", what=f"{len(results)} samples scored")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from relax_rt.roles.rollout.samples import SampleMaker
     from relax_rt.roles.rollout.work import Due, Job, Work
     from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
-    from relax_rt.transport.queue.marking import Begun
+    from relax_rt.transport.queue.partials import PartialCompletion
 
 ADMIT_WAIT_S = 0.25
 """Short, because a wait is judged by the engine's version at its start, and a swap makes room at once."""
@@ -210,7 +210,7 @@ class RolloutRole(RLRole[RolloutSettings]):
                     lost = self.work.tokens_unmarked
                     self.ctx.event("groups_released", groups=len(self.queue.groups), tokens_lost=lost)
                     # What an engine fails on may be in one of them.
-                    await self.queue.give_back(list(self.queue.groups), LEFT, losses=int(self._doubtful))
+                    await self.queue.release_groups(list(self.queue.groups), LEFT, losses=int(self._doubtful))
 
     async def _follow(self) -> None:
         from relax_rt.roles.training.checkpoints.cold_start import wait_for_weights
@@ -288,7 +288,7 @@ class RolloutRole(RLRole[RolloutSettings]):
 
     async def _begin(self, tickets: list[Ticket]) -> None:
         begun = [ticket for ticket in tickets if ticket.partials]
-        found = await self.queue.marks.of(begun) if begun else {}
+        found = await self.queue.load_partials(begun) if begun else {}
         requests: list[GroupRequest] = []
         for ticket in tickets:
             if ticket.group not in self.queue.groups:
@@ -302,7 +302,7 @@ class RolloutRole(RLRole[RolloutSettings]):
                 self.ctx.event("group_resumed", group=ticket.group, members=ticket.wanted(), tokens=had)
         self.engine.submit(requests)
 
-    def _request(self, number: int, ticket: Ticket, origin: bytes, found: dict[Any, Begun]) -> GroupRequest:
+    def _request(self, number: int, ticket: Ticket, origin: bytes, found: dict[Any, PartialCompletion]) -> GroupRequest:
         from relax_rt.roles.rollout.engines.base import GroupRequest
         from relax_rt.roles.rollout.work import partials_of
 
@@ -367,7 +367,7 @@ class RolloutRole(RLRole[RolloutSettings]):
             if over := self.work.take_handed_over():
                 for ending in dict.fromkeys(job.ending for job in over):
                     groups = [job.ticket.group for job in over if job.ending == ending]
-                    await self.queue.give_back(groups, ending, losses=int(ending == STOPPED))
+                    await self.queue.release_groups(groups, ending, losses=int(ending == STOPPED))
                 self._room.set()
                 self._changed.set()
             if not self.ctx.stopping.is_set():
@@ -375,7 +375,7 @@ class RolloutRole(RLRole[RolloutSettings]):
 
     async def _keep(self, due: Sequence[Due]) -> None:
         if due:
-            self.work.marked(due, await self.queue.marks.keep([one.mark for one in due]))
+            self.work.marked(due, await self.queue.save_partials([one.mark for one in due]))
 
     # --- the end
 

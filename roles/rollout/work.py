@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from relax_rt.roles.rollout.engines.base import Assembly, Chunk, Completion, GroupRequest, Partial
-from relax_rt.transport.queue.ledger.messages import Mark, SampleKey, Ticket
-from relax_rt.transport.queue.marking import Begun, make_mark
+from relax_rt.transport.queue.ledger.messages import PartialChunk, SampleKey, Ticket
+from relax_rt.transport.queue.partials import PartialCompletion, partial_chunk
 
 INTERRUPTED = "abort"
 """Finish reason of a member that the engine stopped before its end."""
@@ -28,7 +28,7 @@ class Job:
     """A ticket and its request.
 
     Attributes:
-        origin: see Mark.
+        origin: see PartialChunk.
         marked: tokens that the queue holds, by place in the request.
         refused: of places of which it kept less than it was sent: how often in a row, and the tokens there were then.
         running: places that the engine works on. cut: completions of those that it was stopped at.
@@ -64,7 +64,7 @@ class Due:
 
     job: Job
     place: int
-    mark: Mark
+    mark: PartialChunk
 
 
 class Work:
@@ -186,7 +186,7 @@ class Work:
             end = min(start + step, len(had.tokens))
             tokens, logprobs = had.tokens[start:end], had.logprobs[start:end]
             rows = bytes(had.routing[start * row : end * row])
-            mark = make_mark(job.ticket, member, start, tokens, logprobs, had.versions, job.origin, rows)
+            mark = partial_chunk(job.ticket, member, start, tokens, logprobs, had.versions, job.origin, rows)
             yield Due(job, place, mark)
 
     def marked(self, due: Sequence[Due], held: Sequence[int]) -> None:
@@ -240,7 +240,7 @@ class Work:
 
 
 def usable(
-    begun: Begun | None, origin: bytes, max_new_tokens: int, stop_ids: frozenset[int], row_bytes: int = 0
+    begun: PartialCompletion | None, origin: bytes, max_new_tokens: int, stop_ids: frozenset[int], row_bytes: int = 0
 ) -> Partial | None:
     """What generation can go on behind: tokens of the same prompt and temperature, which have not ended, and where
     routing rows are wanted have them."""
@@ -254,7 +254,7 @@ def usable(
 
 def partials_of(
     ticket: Ticket,
-    found: dict[SampleKey, Begun],
+    found: dict[SampleKey, PartialCompletion],
     origin: bytes,
     max_new_tokens: int,
     stop_ids: frozenset[int],

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from relax_rt.roles.base.columns import read_sample
+from relax_rt.roles.base.sample import read_sample
 from relax_rt.roles.training.algorithms.registry import OwnPartFailed
 from relax_rt.roles.training.step import Batch, Spent
 from relax_rt.transport.rpc.errors import RelaxError
@@ -62,7 +62,7 @@ class Collector:
                 await self.sieve.begin()
         batch = self._batch
         lacking = self._groups - batch.groups
-        lease = await self._queue.take("train", groups=lacking, at_least=int(self._parts), wait_s=TAKE_WAIT_S)
+        lease = await self._queue.lease("train", groups=lacking, at_least=int(self._parts), wait_s=TAKE_WAIT_S)
         if not lease:
             there = f"{batch.groups} of {self._groups} groups are there; " if batch.groups else ""
             self.waiting_on = there + (lease.waiting_on or "whole groups with rewards")
@@ -76,7 +76,7 @@ class Collector:
             try:
                 await self.sieve.sift(lease, batch, step)
             except OwnPartFailed:
-                await self._queue.abandon(lease, "a filter failed")
+                await self._queue.release(lease, "a filter failed")
                 raise
         batch.full = batch.full or batch.groups >= self._groups
         if batch.full:
@@ -102,7 +102,7 @@ async def give_back(queue: QueueClient, leases: Sequence[LeasedBatch], reason: s
     failures = list[RelaxError]()
     for lease in leases:
         try:
-            await queue.abandon(lease, reason)
+            await queue.release(lease, reason)
         except RelaxError as error:
             failures.append(error)
     if failures:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_rt.roles.base.columns import read_sample
+from relax_rt.roles.base.sample import read_sample
 from relax_rt.roles.training.algorithms.filters import Refill, ScoredGroup
 from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
 from relax_rt.roles.training.algorithms.registry import Bound, bind
@@ -79,7 +79,7 @@ class Sieve:
         """Put the groups that are kept into the batch; it is full when the step is to be taken with what there is."""
         kept, left_out = self._judge(lease, batch, step)
         for why, keys in left_out.items():
-            lease = await self._queue.filtered(lease, keys, why)
+            lease = await self._queue.filter_groups(lease, keys, why)
         if lease:
             batch.add(lease, kept)
         self._conclude(batch, step)
@@ -121,7 +121,7 @@ class Sieve:
         """Have admission let more groups be under way, where the staleness bound lets too few."""
         more = int(min(max(0.0, self.refill.spare - self._ahead), MOST_ASKED))
         if more != self._asked:
-            await self._queue.ask(more)
+            await self._queue.request_surplus(more)
             self._asked = more
 
     def state(self) -> dict[str, Any]:

@@ -72,8 +72,8 @@ class PromptChoices:
 
     async def choose(self, step: int) -> None:
         """Say which prompts come next, by what is known after `step`."""
-        first = (await self._queue.choose({})).next_index
-        await self._queue.choose(self.ahead.after_step(step, first))
+        first = (await self._queue.assign_items({})).next_index
+        await self._queue.assign_items(self.ahead.after_step(step, first))
 
     async def after_step(self, samples: list[Sample], step: int) -> None:
         """The samples of a step were trained on."""

@@ -13,16 +13,17 @@ from relax_rt.config.problems import BadInput
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE, model_folder
-from relax_rt.roles.base.progress import NoProgress, ending, no_advantage, no_token
+from relax_rt.roles.base.progress import NoProgress, no_progress
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.base.settings import ProgressTable
 from relax_rt.roles.models.opening import refused_for_good
+from relax_rt.roles.rollout.engines.communicator import communicator_of
 from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable
-from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
+from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable, ColdStartTable
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.checkpoints.settings import CheckpointTable
+from relax_rt.roles.training.empty_steps import no_advantage, no_token
 from relax_rt.roles.training.publication.settings import PublicationTable
-from relax_rt.roles.training.sft.settings import ColdStartTable
 from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.queue.ledger.messages import failure_summary
 from relax_rt.transport.rpc.errors import DeadlineExceeded, GivenUp, RelaxError, Unreachable
@@ -314,6 +315,7 @@ class TrainerRole(RLRole[TrainerSettings]):
             engines=engines,
             committed=committed,
             files=files,
+            communicator=communicator_of(self.config),
         )
 
     async def _restore(self) -> CheckpointState | None:
@@ -416,7 +418,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         """
         report = await self.queue.progress()
         if report.ended:
-            raise ending(self.config, report)
+            raise no_progress(self.config, report)
         if lost := failure_summary(report):
             self.ctx.progress.waiting(f"{self.collector.waiting_on}; {lost}")
 
@@ -488,7 +490,7 @@ class TrainerRole(RLRole[TrainerSettings]):
             version = await self._patiently(self.ctx.registry.issue_version)
             self.weights = VersionRecord(version, self.weights.version, self.step, changed=result.changed)
         skipped = empty or not result.applied
-        advice = await self.queue.trained(batch.leases, self.step, self.weights, skipped=skipped)
+        advice = await self.queue.complete_step(batch.leases, self.step, self.weights, skipped=skipped)
         self._held = None
         batch.refused_tokens = advice.refused_tokens
         if self._choices is not None:
@@ -616,7 +618,7 @@ class TrainerRole(RLRole[TrainerSettings]):
                 critic.move(folder)
 
         folder: Path = await asyncio.to_thread(self.store.save, state, fill)
-        await self.queue.committed(state.step, folder.name)
+        await self.queue.commit(state.step, folder.name)
         self.ctx.event("checkpoint", step=state.step, folder=folder.name, seconds=round(time.monotonic() - began, 2))
         self._skipped_checkpoints = ""
 

@@ -19,7 +19,7 @@ from tiny_run import TinyRun
 from relax_rt.transport.base.journal import Journal
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.events import Entry
-from relax_rt.transport.queue.ledger.messages import Mark, SampleKey
+from relax_rt.transport.queue.ledger.messages import PartialChunk, SampleKey
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.integration
@@ -67,13 +67,13 @@ class Held:
         assert not recovered.snapshot, "the run is too long for this test: its first events are in a snapshot"
         for _, payload in recovered.records:
             event = msgspec.msgpack.decode(payload, type=Entry).event
-            if isinstance(event, ev.MarkTokens):
+            if isinstance(event, ev.SavePartials):
                 for mark in event.marks:
                     self._add(mark)
-            elif isinstance(event, ev.Gone | ev.GiveBack | ev.Lapse):
+            elif isinstance(event, ev.ProcessExited | ev.ReleaseGroups | ev.Lapse):
                 self.when_ended.append({key: len(tokens) // 4 for key, tokens in self.marks.items()})
 
-    def _add(self, mark: Mark) -> None:
+    def _add(self, mark: PartialChunk) -> None:
         for kept, new in ((self.marks, mark.tokens), (self.logprobs, mark.logprobs)):
             assert mark.start * 4 <= len(kept[str(mark.key)])
             kept[str(mark.key)][mark.start * 4 :] = new

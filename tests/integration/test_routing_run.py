@@ -16,7 +16,7 @@ from test_partial_rollout import JOB, LONG, REWARD, Held, kill_until
 from tiny_experts import build_sparse_model
 from tiny_run import TinyRun
 
-from relax_rt.transport.queue.ledger.messages import Mark
+from relax_rt.transport.queue.ledger.messages import PartialChunk
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -55,7 +55,7 @@ class RowsHeld(Held):
         self.groups: dict[str, int] = {}
         super().__init__(folder, copy)
 
-    def _add(self, mark: Mark) -> None:
+    def _add(self, mark: PartialChunk) -> None:
         super()._add(mark)
         assert len(mark.rows) == len(mark.tokens) // 4 * self.row_bytes
         key = str(mark.key)

@@ -68,7 +68,7 @@ def trained_items(run: TinyRun) -> tuple[list[tuple[int, int]], dict[int, set[in
     for _, payload in recovered.records:
         entry = msgspec.msgpack.decode(payload, type=Entry)
         ledger.apply(entry)
-        if isinstance(entry.event, ev.Choose):
+        if isinstance(entry.event, ev.AssignItems):
             for index, item in entry.event.items.items():
                 chosen.setdefault(index, set()).add(item)
     found = [record.prompt for _, records in sorted(ledger.state.path.items()) for record in records]

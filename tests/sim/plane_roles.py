@@ -10,12 +10,20 @@ from plane_parts import Host, Process
 from sim_checker import FOREIGN, UNEXPECTED, Trained
 from sim_kernel import Promise, Steps
 
-from relax_rt.supervision.executor import Rendezvous, StartOrder
-from relax_rt.supervision.protocol import Progress, SlotFinished, SlotReady
+from relax_rt.supervision.executor import GangRendezvous, StartOrder
+from relax_rt.supervision.protocol import SlotFinished, SlotProgress, SlotReady
 from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.memory.refs import BlockRef
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.messages import Batch, Put, RowPut, SampleKey, Ticket, VersionSpan, Want
+from relax_rt.transport.queue.ledger.messages import (
+    LeaseGrant,
+    LeaseRequest,
+    Put,
+    RowPut,
+    SampleKey,
+    Ticket,
+    VersionSpan,
+)
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -99,18 +107,18 @@ class Role(Process):
     def waiting(self, reason: str) -> None:
         if reason != self._waiting:
             self._waiting = reason
-            self.tell(Progress(self.slot, self._n, reason))
+            self.tell(SlotProgress(self.slot, self._n, reason))
 
     def advance(self) -> None:
         self._n += 1
         self._waiting = ""
-        self.tell(Progress(self.slot, self._n))
+        self.tell(SlotProgress(self.slot, self._n))
 
     def _beat(self) -> Steps:
         while True:
             yield BEAT_S
             if self._waiting:
-                self.tell(Progress(self.slot, self._n, self._waiting))
+                self.tell(SlotProgress(self.slot, self._n, self._waiting))
 
     # --- towards the registry
 
@@ -175,7 +183,7 @@ class Role(Process):
         """Slower than others now and then, as long as there are faults."""
         yield seconds
 
-    def read(self, batch: Batch) -> dict[SampleKey, str]:
+    def read(self, batch: LeaseGrant) -> dict[SampleKey, str]:
         """What each sample is, as its bytes say."""
         checker, seen = self.world.checker, dict[SampleKey, str]()
         for info in batch.infos():
@@ -267,7 +275,7 @@ class Rollout(Role):
             rows.append(RowPut(key, row, 1, [VersionSpan(n, n + 1, v, v) for n, v in enumerate(versions)]))
             world.checker.made(digest, key, versions)
         puts = [Put(BlockRef(None, len(rows), ("tokens",), "|".join(digests).encode()), rows)]
-        yield from self.call(ev.PutColumns(puts))
+        yield from self.call(ev.PutSamples(puts))
         for digest, one in zip(digests, rows, strict=True):
             world.checker.produced[digest].kept_as = one.key
         self.advance()
@@ -282,13 +290,13 @@ class Reward(Role):
         self.thread(self.renew_leases())
         self.report_ready()
         while True:
-            batch = yield from self.call(ev.Take("reward", Want(samples=rng.randint(2, 4))))
+            batch = yield from self.call(ev.RequestLease("reward", LeaseRequest(samples=rng.randint(2, 4))))
             if not batch.lease:
                 self.waiting(batch.waiting_on or "samples")
                 yield rng.uniform(0.2, 0.4)
                 continue
             if not len(batch):
-                yield from self.call(ev.Abandon(batch.lease, "it ended"))
+                yield from self.call(ev.ReleaseLease(batch.lease, "it ended"))
                 continue
             self.waiting("")
             self.held.add(batch.lease)
@@ -297,7 +305,7 @@ class Reward(Role):
             rows = [RowPut(key, row) for row, key in enumerate(seen)]
             text = "|".join(f"reward of {digest}" for digest in seen.values())
             puts = [Put(BlockRef(None, len(rows), ("reward",), text.encode()), rows)]
-            yield from self.call(ev.Complete("reward", batch.lease, puts, [], False))
+            yield from self.call(ev.CompleteLease(batch.lease, puts, [], False))
             self.held.discard(batch.lease)
             self.advance()
 
@@ -344,7 +352,7 @@ class Rank(Role):
         assert gang is not None
         deadline = world.kernel.now + (60.0 if patient else MEET_S)
         while True:
-            store = world.meetings.get(Rendezvous(gang.master_addr, gang.master_port))
+            store = world.meetings.get(GangRendezvous(gang.master_addr, gang.master_port))
             if store is not None and store.admits(self) and self._reaches(store):
                 break
             if world.kernel.now > deadline or store is None or not store.admits(self):
@@ -390,7 +398,7 @@ class Rank(Role):
         record = yield from self._publish(record)
         self.report_ready()
         while step < world.target:
-            batch = yield from self.call(ev.Take("train", Want(groups=world.policy.prompts_per_step)))
+            batch = yield from self.call(ev.RequestLease("train", LeaseRequest(groups=world.policy.prompts_per_step)))
             if not batch.samples:
                 self.waiting(batch.waiting_on or "whole groups")
                 yield rng.uniform(0.2, 0.4)
@@ -404,7 +412,7 @@ class Rank(Role):
             yield from self.work(rng.uniform(0.1, 0.4))
             record = yield from self._new_version(record.version, step + 1, changed=True)
             world.checker.stepped_on.update(seen.values())
-            yield from self.call(ev.Trained([batch.lease], step + 1, record), may_refuse=True)
+            yield from self.call(ev.CompleteStep([batch.lease], step + 1, record), may_refuse=True)
             self.held.discard(batch.lease)
             step += 1
             path[step] = [Trained(i.key, i.prompt, seen[i.key]) for i in batch.samples]
@@ -437,7 +445,7 @@ class Rank(Role):
         if not world.disk.save(self.who.epoch, step, version, path):
             raise StaleEpoch(f"checkpoint of {self.who}", why="a newer incarnation writes here")
         world.checker.effect("checkpoints", self.who)
-        yield from self.call(ev.Committed(step, f"step-{step}"))
+        yield from self.call(ev.Commit(step, f"step-{step}"))
 
 
 class Doomed(Role):

@@ -247,7 +247,7 @@ class Broker(SimBroker):
         assert self.ledger is not None
         state = self.ledger.state
         holders = [(id_, state.groups[id_].holder) for id_ in lapse.groups if id_ in state.groups]
-        holders += [(id_, who) for id_ in lapse.leases for who in state.leases[id_].holders]
+        holders += [(id_, state.leases[id_].holder) for id_ in lapse.leases]
         for id_, who in holders:
             role = self._world.living(who) if who is not None else None
             if role is not None and id_ in role.held and self._world.kernel.now > role.trouble + self._limits.lease_s:
@@ -309,7 +309,7 @@ class Queue(Role):
         if isinstance(value, RelaxError):
             raise value
         # Nothing came of a call that was told to wait, so it is no matter who hears so again.
-        if not isinstance(event, ev.Gone) and not getattr(value, "waiting_on", ""):
+        if not isinstance(event, ev.ProcessExited) and not getattr(value, "waiting_on", ""):
             self.world.checker.effect("queue", who, f": {event} -> {value}")
         return value
 

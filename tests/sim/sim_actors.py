@@ -14,8 +14,18 @@ from sim_memory import Arena, Full, Slab
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.messages import Batch, Failure, Put, RowPut, SampleKey, Ticket, VersionSpan, Want
-from relax_rt.transport.queue.marking import begun, make_mark
+from relax_rt.transport.queue.ledger.messages import (
+    Failure,
+    Freed,
+    LeaseGrant,
+    LeaseRequest,
+    Put,
+    RowPut,
+    SampleKey,
+    Ticket,
+    VersionSpan,
+)
+from relax_rt.transport.queue.partials import decode_partial, partial_chunk
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -74,11 +84,11 @@ class Process:
                 self.world.checker.found(UNEXPECTED, f"{self.who}: {answer}")
             return answer
         self.world.checker.answered(self.who, self.client.first_sent, self.world.kernel.now)
-        freed = answer if isinstance(answer, list) else getattr(answer, "freed", [])
+        freed = answer.extents if isinstance(answer, Freed) else getattr(answer, "freed", [])
         for extent in freed:
             if not self.arena.free(extent):
                 self.world.checker.found(UNEXPECTED, f"{self.who} is given {extent}, which it does not use")
-        return answer
+        return answer.extents if isinstance(answer, Freed) else answer
 
     # --- memory
 
@@ -88,7 +98,7 @@ class Process:
             try:
                 return self.arena.put(rows, cells)
             except Full:
-                yield from self.call(ev.PutColumns([]))
+                yield from self.call(ev.PutSamples([]))
                 yield 0.3
 
     def take_back(self, puts: Sequence[Put]) -> None:
@@ -105,7 +115,7 @@ class Process:
         self.maps[extent.slab] = slab
         return self.world.memory.read(slab, extent)
 
-    def read(self, batch: Batch, before: Seen | None = None) -> Seen:
+    def read(self, batch: LeaseGrant, before: Seen | None = None) -> Seen:
         """Look at everything that the batch shows; what each sample is, as its bytes say."""
         checker, seen = self.world.checker, {}
         for info in batch.infos():
@@ -159,7 +169,7 @@ def engine(p: Process) -> Steps:
         for ticket in answer.tickets:
             p.world.checker.is_of(ticket.prompt, ticket.item)
             if rng.random() < 0.03:
-                yield from p.call(ev.GiveBack([ticket.group], "no wish"))
+                yield from p.call(ev.ReleaseGroups([ticket.group], "no wish"))
             else:
                 yield from _generate(p, ticket, version)
             p.held.discard(ticket.group)
@@ -192,8 +202,8 @@ def _begun(p: Process, ticket: Ticket) -> Steps:
         raise Exit
     p.world.happened["gone on with"] += len(answer)
     for mark in answer:
-        p.world.checker.one_line(mark.key, begun(mark).tokens)
-    return {mark.key.member: begun(mark).tokens for mark in answer}
+        p.world.checker.one_line(mark.key, decode_partial(mark).tokens)
+    return {mark.key.member: decode_partial(mark).tokens for mark in answer}
 
 
 def _sample(p: Process, ticket: Ticket, member: int, version: int, begun: list[int]) -> Steps:
@@ -208,14 +218,14 @@ def _sample(p: Process, ticket: Ticket, member: int, version: int, begun: list[i
         tokens += world.checker.sampled(key, tokens, version, rng.randint(1, 2))
         if part < last and ticket.group in p.held and rng.random() < 0.7:
             new, spans = tokens[marked:], _spans(p, tokens)
-            mark = make_mark(ticket, member, marked, new, [-1.0] * len(new), spans)
-            answer = yield from p.call(ev.MarkTokens([mark]))
+            mark = partial_chunk(ticket, member, marked, new, [-1.0] * len(new), spans)
+            answer = yield from p.call(ev.SavePartials([mark]))
             if not isinstance(answer, Refused) and answer.held[0] >= 0:
                 marked = answer.held[0]
                 world.checker.acknowledged_mark(key, ticket.issue, marked)
                 world.happened["marked"] += 1
                 if rng.random() < 0.1:
-                    yield from p.call(ev.GiveBack([ticket.group], "handed over"))
+                    yield from p.call(ev.ReleaseGroups([ticket.group], "handed over"))
                     return []
     return tokens
 
@@ -238,7 +248,7 @@ def _put(p: Process, ticket: Ticket, lines: dict[int, list[int]]) -> Steps:
     name = f"image {ticket.prompt}".ljust(16)
     image = yield from p.place([name], BLOB_CELLS)
     puts = [Put(BlockRef(extent, len(rows), ("tokens",)), rows, [BlobRef(name.encode(), image)])]
-    answer = yield from p.call(ev.PutColumns(puts))
+    answer = yield from p.call(ev.PutSamples(puts))
     if isinstance(answer, Refused):
         p.take_back(puts)
     else:
@@ -260,7 +270,7 @@ def offerer(p: Process) -> Steps:
         rows = [RowPut(key, row) for row, key in enumerate(keys)] if rng.random() < 0.5 else []
         put = Put(BlockRef(extent, n, ("tokens",), "|".join(digests).encode() if inline else b""), rows)
         while True:
-            answer = yield from p.call(ev.Offer([put], sizes))
+            answer = yield from p.call(ev.PutGroups([put], sizes))
             if isinstance(answer, Refused) or not answer.waiting_on:
                 break
             yield rng.uniform(0.2, 0.6)
@@ -272,7 +282,7 @@ def offerer(p: Process) -> Steps:
         world.checker.acknowledged([put], digests, answer.freed, named)
         yield rng.uniform(0.1, 0.8)
     while True:
-        yield from p.call(ev.PutColumns([]))
+        yield from p.call(ev.PutSamples([]))
         yield 2.0
 
 
@@ -285,19 +295,19 @@ def consumer(task: str, puts: str) -> Callable[[Process], Steps]:
     def main(p: Process) -> Steps:
         rng = p.world.kernel.random
         while True:
-            want = Want(samples=rng.randint(1, 4)) if rng.random() < 0.9 else Want(groups=1)
-            batch = yield from p.call(ev.Take(task, want))
+            want = LeaseRequest(samples=rng.randint(1, 4)) if rng.random() < 0.9 else LeaseRequest(groups=1)
+            batch = yield from p.call(ev.RequestLease(task, want))
             if isinstance(batch, Refused) or not batch.lease:
                 yield rng.uniform(0.2, 0.5)
             elif not len(batch):
-                yield from p.call(ev.Abandon(batch.lease, "it ended"))
+                yield from p.call(ev.ReleaseLease(batch.lease, "it ended"))
             else:
                 yield from _work(p, task, puts, batch)
 
     return main
 
 
-def _work(p: Process, task: str, puts: str, batch: Batch) -> Steps:
+def _work(p: Process, task: str, puts: str, batch: LeaseGrant) -> Steps:
     rng, slow = p.world.kernel.random, p.world.kernel.random.random() < p.world.slow
     if not slow:
         p.held.add(batch.lease)
@@ -315,7 +325,7 @@ def _work(p: Process, task: str, puts: str, batch: Batch) -> Steps:
     pinned = rng.random() < 0.3
     failures = [Failure(key, "bad") for key in failed]
     p.world.completing(task, seen)
-    answer = yield from p.call(ev.Complete(task, batch.lease, new, failures, pinned))
+    answer = yield from p.call(ev.CompleteLease(batch.lease, new, failures, pinned))
     p.held.discard(batch.lease)
     if isinstance(answer, Refused):
         p.take_back(new)
@@ -324,36 +334,6 @@ def _work(p: Process, task: str, puts: str, batch: Batch) -> Steps:
             yield rng.uniform(0.2, 1.5)
             p.read(batch, seen)
         yield from p.call(ev.Unpin([batch.lease]))
-
-
-def rank(number: int, stream: str) -> Callable[[Process], Steps]:
-    """One of two that read the same batches of a stream; each puts columns for its half."""
-
-    def main(p: Process) -> Steps:
-        rng, index = p.world.kernel.random, 0
-        while True:
-            want = Want(samples=4, stream=stream, index=index, readers=2)
-            batch = yield from p.call(ev.Take("reference", want), may_refuse=True)
-            if isinstance(batch, Refused):
-                index += 1
-                continue
-            if not batch.lease:
-                yield rng.uniform(0.2, 0.4)
-                continue
-            p.held.add(batch.lease)
-            seen = p.read(batch)
-            yield rng.uniform(0.05, 0.3)
-            p.read(batch, seen)
-            half = {key: digest for n, (key, digest) in enumerate(seen.items()) if n % 2 == number}
-            new = yield from p.columns(half, "reference")
-            answer = yield from p.call(ev.Complete("reference", batch.lease, new, [], False), may_refuse=True)
-            if isinstance(answer, Refused):
-                # Its batch was offered again as one of another member list; what it put is not wanted.
-                p.take_back(new)
-            p.held.discard(batch.lease)
-            index += 1
-
-    return main
 
 
 # --- the trainer
@@ -403,12 +383,12 @@ def _sample_on(p: Process) -> Steps:
     """Now and then more groups are wanted, and the next prompts chosen."""
     rng = p.world.kernel.random
     if rng.random() < 0.1:
-        yield from p.call(ev.Ask(rng.randint(0, 2)))
+        yield from p.call(ev.RequestSurplus(rng.randint(0, 2)))
     if rng.random() < 0.2:
-        answer = yield from p.call(ev.Choose({}))
+        answer = yield from p.call(ev.AssignItems({}))
         if not isinstance(answer, Refused):
             places = range(max(0, answer.next_index - 1), answer.next_index + 3)
-            yield from p.call(ev.Choose({place: rng.randrange(1000) for place in places}))
+            yield from p.call(ev.AssignItems({place: rng.randrange(1000) for place in places}))
 
 
 def _collect(p: Process, weights: int, groups: int) -> Steps:
@@ -416,7 +396,7 @@ def _collect(p: Process, weights: int, groups: int) -> Steps:
     world, rng = p.world, p.world.kernel.random
     part, misses, parts = int(rng.random() < 0.5), 0, []
     while groups and misses < 8:
-        batch = yield from p.call(ev.Take("train", Want(groups=groups, at_least=part)))
+        batch = yield from p.call(ev.RequestLease("train", LeaseRequest(groups=groups, at_least=part)))
         if isinstance(batch, Refused) or not batch.samples:
             if not parts:
                 break
@@ -438,12 +418,12 @@ def _collect(p: Process, weights: int, groups: int) -> Steps:
     return parts
 
 
-def _leave_out(p: Process, batch: Batch) -> Steps:
+def _leave_out(p: Process, batch: LeaseGrant) -> Steps:
     """The first group of a batch is not trained on: what is left, or None if the lease is not there any more."""
     world, pinned = p.world, p.world.kernel.random.random() < 0.3
     first = batch.samples[0]
     world.checker.leaves_out(first.prompt)
-    event = ev.Filtered(batch.lease, [first.key.group], "rule: why", pinned)
+    event = ev.FilterGroups(batch.lease, [first.key.group], "rule: why", pinned)
     answer = yield from p.call(event, may_refuse=True)
     if isinstance(answer, Refused):
         return None
@@ -459,7 +439,7 @@ def _leave_out(p: Process, batch: Batch) -> Steps:
 
 
 def _step(
-    p: Process, parts: list[Batch], step: int, version: int, record: VersionRecord, path: dict[int, list[Trained]]
+    p: Process, parts: list[LeaseGrant], step: int, version: int, record: VersionRecord, path: dict[int, list[Trained]]
 ) -> Steps:
     """The record of the weights after the step; None if it does not count."""
     world, rng = p.world, p.world.kernel.random
@@ -474,14 +454,14 @@ def _step(
     world.checker.stepped_on.update(seen.values())
     leases = [batch.lease for batch in parts]
     pinned = [lease for lease in leases if rng.random() < 0.3]
-    answer = yield from p.call(ev.Trained(leases, step, record, skipped, pinned), may_refuse=True)
+    answer = yield from p.call(ev.CompleteStep(leases, step, record, skipped, pinned), may_refuse=True)
     p.held.difference_update(leases)
     refused = isinstance(answer, Refused)
     for batch in parts:
         if refused or batch.lease in pinned:
             yield rng.uniform(0.0, 0.3)
             p.read(batch, seen)
-            yield from p.call(ev.Abandon(batch.lease, "it does not count") if refused else ev.Unpin([batch.lease]))
+            yield from p.call(ev.ReleaseLease(batch.lease, "it does not count") if refused else ev.Unpin([batch.lease]))
     if refused:
         return None
     path[step] = [Trained(key, prompt[key], digest) for key, digest in seen.items()]
@@ -496,7 +476,7 @@ def _checkpoint(p: Process, step: int, version: int, path: dict[int, list[Traine
     if not p.world.disk.save(p.who.epoch, step, version, path):
         raise Exit
     yield rng.uniform(0.0, 0.2)
-    yield from p.call(ev.Committed(step, f"step-{step}"))
+    yield from p.call(ev.Commit(step, f"step-{step}"))
     p.world.committed = step
     return step
 
@@ -506,5 +486,5 @@ def agent(p: Process) -> Steps:
     while True:
         while p.world.dead:
             gone: Any = p.world.dead.pop(0)
-            yield from p.call(ev.Gone(gone, "seen dead"))
+            yield from p.call(ev.ProcessExited(gone, "seen dead"))
         yield 0.2

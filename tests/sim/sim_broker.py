@@ -15,7 +15,7 @@ from sim_memory import CELL, Memory
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.spill import dead_slabs
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.admission import partials
+from relax_rt.transport.queue.ledger.admission import load_partials
 from relax_rt.transport.queue.ledger.core import Notice
 from relax_rt.transport.queue.ledger.events import Entry
 from relax_rt.transport.queue.ledger.machine import Ledger
@@ -89,7 +89,7 @@ class SimBroker:
         self._empty.clear()
         rate, self.crash_rate = self.crash_rate, 0.0
         self.apply(ev.Configure(self._policy, self._limits))
-        self.apply(ev.Open(f"run-{self.run_id}"))
+        self.apply(ev.OpenRun(f"run-{self.run_id}"))
         self.crash_rate = rate
         ledger.restart_deadlines(self.now())
         life = self.life
@@ -133,7 +133,7 @@ class SimBroker:
             return
         try:
             self.ledger.knows(who)
-            reply(partials(self.ledger.core, who, keys))
+            reply(load_partials(self.ledger.core, who, keys))
         except Refused as error:
             reply(error)
 
@@ -211,7 +211,7 @@ class SimBroker:
         self._writing = ""
         if self.ledger is ledger:
             with suppress(Crashed):
-                self.apply(ev.Spilled(copies))
+                self.apply(ev.MoveBlocks(copies))
 
 
 def _is_whole(record: bytes) -> bool:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import count
 
-from sim_actors import Process, Seen, agent, consumer, engine, offerer, rank, trainer
+from sim_actors import Process, Seen, agent, consumer, engine, offerer, trainer
 from sim_broker import Net, SimBroker
 from sim_checker import STANDSTILL, UNEXPECTED, Checker, Trained
 from sim_kernel import Exit, Kernel, Steps, Thread
@@ -81,9 +81,8 @@ class World:
         self.to_offer = 0
         self.seen_by: dict[str, set[str]] = {}
         self._roles: dict[str, Callable[[], Callable[[Process], Steps]]] = {}
-        self._epochs, self._digests, self._versions, self._gangs = count(1), count(1), count(1), count(1)
+        self._epochs, self._digests, self._versions = count(1), count(1), count(1)
         self.happened: Counter[str] = Counter()
-        self._gang = ""
         self._hung = 0
         self._doomed: set[str] = set()
         self._node_died = False
@@ -167,9 +166,8 @@ class World:
         return True
 
     def kill_gang(self) -> None:
-        """The ranks of a gang die together, and come back with a stream of their own."""
+        """Processes that die together, as the ranks of a gang."""
         slots = [slot for slot in self.processes if slot.startswith("reference/")]
-        self._gang = f"gang-{next(self._gangs)}"
         for slot in slots:
             self.kill(slot)
 
@@ -182,7 +180,6 @@ class World:
         self.memory.wipe()
         self.broker.run_id += 1
         self.broker.crash()
-        self._gang = f"gang-{next(self._gangs)}"
         for slot in list(self.processes):
             self.spawn(slot)
 
@@ -252,7 +249,7 @@ class World:
 
 
 def training(seed: int, *, prompts: int = 60) -> World:
-    """Prompts to checkpoints: engines, reward workers, a gang that reads a stream, a trainer."""
+    """Prompts to checkpoints: engines, reward and reference workers, a trainer."""
     rng = Kernel(seed).random
     policy = LedgerPolicy(
         tasks={"reward": ("tokens",), "reference": ("tokens",), "train": ("tokens", "reward", "reference")},
@@ -267,14 +264,13 @@ def training(seed: int, *, prompts: int = 60) -> World:
         on_surplus=rng.choice(["drop", "recycle"]),
     )
     world = World(seed, policy)
-    world._gang = "gang-0"
     world.role("agent/0", lambda: agent)
     for n in range(3):
         world.role(f"rollout/{n}", lambda: engine)
     for n in range(2):
         world.role(f"reward/{n}", lambda: consumer("reward", "reward"))
     for n in range(2):
-        world.role(f"reference/{n}", lambda n=n: rank(n, world._gang))  # type: ignore[misc]
+        world.role(f"reference/{n}", lambda: consumer("reference", "reference"))
     world.role("trainer/0", lambda: trainer)
 
     def done() -> bool:

@@ -28,7 +28,7 @@ from relax_rt.transport.memory.refs import BlockRef
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.events import Entry
 from relax_rt.transport.queue.ledger.machine import Ledger
-from relax_rt.transport.queue.ledger.messages import Put, RowPut, SampleKey, Ticket, VersionSpan, Want
+from relax_rt.transport.queue.ledger.messages import LeaseRequest, Put, RowPut, SampleKey, Ticket, VersionSpan
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -94,7 +94,7 @@ class FrozenPolicyRun:
         self.training = False
         self.started = 0.0
         self.apply(ev.Configure(self.policy, QueueLimits(lease_s=1e7, capacity_bytes=1 << 40)), None)
-        self.apply(ev.Open("run-1"), None)
+        self.apply(ev.OpenRun("run-1"), None)
         for who in (ENGINE, JUDGE, TRAINER):
             self.apply(ev.Join(), who)
         self.publish(ev.Rollback(0, VersionRecord(1, 0, 0)))
@@ -102,7 +102,7 @@ class FrozenPolicyRun:
     def apply(self, event: ev.Event, who: Incarnation | None) -> Any:
         return self.ledger.apply(Entry(self.ledger.n + 1, self.kernel.now, event, who)).answer
 
-    def publish(self, event: ev.Rollback | ev.Trained) -> None:
+    def publish(self, event: ev.Rollback | ev.CompleteStep) -> None:
         """Engines serve the new weights at once, also in the middle of a sequence."""
         self.apply(event, TRAINER)
         self.version = event.weights.version
@@ -122,7 +122,7 @@ class FrozenPolicyRun:
     def take(self) -> None:
         """What is ready of a step, in parts or all of it; the last of it begins the training."""
         lacking = GROUPS - len({key.group for _, keys in self.taken for key in keys})
-        batch = self.apply(ev.Take("train", Want(groups=lacking, at_least=int(self.parts))), TRAINER)
+        batch = self.apply(ev.RequestLease("train", LeaseRequest(groups=lacking, at_least=int(self.parts))), TRAINER)
         if not batch.samples:
             return
         keys = [info.key for info in batch.samples]
@@ -146,11 +146,11 @@ class FrozenPolicyRun:
         spans = [VersionSpan(n, n + 1, version, version) for n, version in enumerate(range(first, self.version + 1))]
         self.length[key] = length
         block = BlockRef(None, 1, ("tokens",), b"x")
-        self.apply(ev.PutColumns([Put(block, [RowPut(key, 0, length, spans)])]), ENGINE)
-        while (batch := self.apply(ev.Take("reward", Want(samples=64)), JUDGE)).samples:
+        self.apply(ev.PutSamples([Put(block, [RowPut(key, 0, length, spans)])]), ENGINE)
+        while (batch := self.apply(ev.RequestLease("reward", LeaseRequest(samples=64)), JUDGE)).samples:
             rows = [RowPut(info.key, row) for row, info in enumerate(batch.samples)]
             put = Put(BlockRef(None, len(rows), ("reward",), b"x"), rows)
-            self.apply(ev.Complete("reward", batch.lease, [put], []), JUDGE)
+            self.apply(ev.CompleteLease(batch.lease, [put], []), JUDGE)
         self.go_on()
 
     def stepped(self) -> None:
@@ -158,8 +158,8 @@ class FrozenPolicyRun:
         taken, self.taken = self.taken, []
         self.trained += [self.length[key] for _, keys in taken for key in keys]
         leases = [lease for lease, _ in taken]
-        self.publish(ev.Trained(leases, self.step, VersionRecord(self.version + 1, self.version, self.step)))
-        self.apply(ev.Committed(self.step, "x"), TRAINER)
+        self.publish(ev.CompleteStep(leases, self.step, VersionRecord(self.version + 1, self.version, self.step)))
+        self.apply(ev.Commit(self.step, "x"), TRAINER)
         self.go_on()
 
 

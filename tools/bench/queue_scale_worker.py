@@ -57,11 +57,11 @@ async def consume(orders: Orders, task: str, place: int) -> None:
     try:
         async with TransferQueue.connect(orders.queue) as queue:
             while missing:
-                batch = await queue.take(task, samples=orders.given["batch"], wait_s=WAIT_S)
+                batch = await queue.lease(task, samples=orders.given["batch"], wait_s=WAIT_S)
                 if not batch:
                     continue
                 ids = check(batch)
-                await queue.done(batch)
+                await queue.complete(batch)
                 missing -= int((counts[ids] == 0).sum())
                 np.add.at(counts, ids, 1)
                 orders.counters[place] = orders.samples - missing

@@ -127,7 +127,7 @@ class Reader:
 
     async def get(self) -> float:
         async def get() -> None:
-            batch = await self._queue.take(TASK, samples=self._samples, wait_s=WAIT_S)
+            batch = await self._queue.lease(TASK, samples=self._samples, wait_s=WAIT_S)
             if self._fixed:
                 touch_all(batch.column(name) for name in self._names)
             else:
@@ -141,7 +141,7 @@ class Reader:
 
     async def done(self) -> float:
         """With the oldest batch."""
-        return await seconds(self._queue.done(self._batches.popleft()))
+        return await seconds(self._queue.complete(self._batches.popleft()))
 
     async def get_each(self, n: int) -> float:
         async def get() -> None:
@@ -162,11 +162,11 @@ class Reader:
         return await seconds(pipelined(n, lambda: self._get(1)))
 
     async def _get(self, samples: int) -> int:
-        batch = await self._queue.take(TASK, samples=samples, wait_s=WAIT_S)
+        batch = await self._queue.lease(TASK, samples=samples, wait_s=WAIT_S)
         if not batch:
             raise SystemExit(f"no samples within {WAIT_S} s: {batch.waiting_on}")
         touch_all(sample["x"] for sample in batch.samples)
-        await self._queue.done(batch)
+        await self._queue.complete(batch)
         return len(batch.samples)
 
 

@@ -108,7 +108,7 @@ def run_batches(seconds: Seconds, rounds: dict[str, int]) -> None:
             reader.ask("load", case)
             for i in range(count):
                 add(seconds, COPY, case, put=writer.ask("copy"))
-                put, get = writer.ask("put"), reader.ask("get")
+                put, get = writer.ask("put"), reader.request_surplus("get")
                 add(seconds, OURS, case, put=put, get=get)
                 for _ in range(KEPT if i == KEPT - 1 else 1 if i >= KEPT else 0):
                     add(seconds, OURS, case, free=reader.ask("done"))
@@ -140,7 +140,7 @@ def run_singles(seconds: Seconds, rounds: int, count: int) -> None:
                 get=limit.ask("get_each", count) / count,
             )
             for form, (put, get) in FORMS.items():
-                took = writer.ask(put, count) / count, reader.ask(get, count) / count
+                took = writer.ask(put, count) / count, reader.request_surplus(get, count) / count
                 add(kept, OURS, form, put=took[0], get=took[1])
         note(f"ours: 8 KiB samples done, journal {journal_bytes(folder) / 1024:.0f} KiB")
 

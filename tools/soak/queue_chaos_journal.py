@@ -11,7 +11,7 @@ from relax_rt.transport.base.journal import Recovered
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.events import Entry
 from relax_rt.transport.queue.ledger.machine import Ledger
-from relax_rt.transport.queue.ledger.messages import Batch, SampleKey
+from relax_rt.transport.queue.ledger.messages import LeaseGrant, SampleKey
 from relax_rt.transport.queue.ledger.state import Group
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
@@ -118,7 +118,7 @@ class Teller:
     def _one(self, entry: Entry) -> None:
         self._check_heard(entry)
         event, who = entry.event, entry.who
-        kept = self._rows_kept(who, event) if isinstance(event, ev.PutColumns) and who is not None else []
+        kept = self._rows_kept(who, event) if isinstance(event, ev.PutSamples) and who is not None else []
         versions = self._versions(event)
         outcome = self.ledger.apply(entry)
         if not outcome.changed:
@@ -127,7 +127,7 @@ class Teller:
             assert who is not None
             self._live.setdefault(key.group, {})[key.member] = len(self.story.contents)
             self.story.contents.append(Content(who, key))
-        if isinstance(event, ev.Take) and who is not None and isinstance(outcome.answer, Batch):
+        if isinstance(event, ev.RequestLease) and who is not None and isinstance(outcome.answer, LeaseGrant):
             contents = {one.key: self._live[one.key.group][one.key.member] for one in outcome.answer.samples}
             self.story.leases[outcome.answer.lease] = Granted(event.task, who, contents)
         for kind, fields in outcome.notices:
@@ -145,7 +145,7 @@ class Teller:
     def _check_heard(self, entry: Entry) -> None:
         who = entry.who
         if who is None:
-            if isinstance(entry.event, ev.Gone):
+            if isinstance(entry.event, ev.ProcessExited):
                 self._dead.add(entry.event.who)
             return
         newest = self._newest.get(who.slot, who.epoch)
@@ -154,7 +154,7 @@ class Teller:
             self.story.unheard.append(f"{type(entry.event).__name__} of {who}, which was {why} (record {entry.n})")
         self._newest[who.slot] = max(newest, who.epoch)
 
-    def _rows_kept(self, who: Incarnation, event: ev.PutColumns) -> list[SampleKey]:
+    def _rows_kept(self, who: Incarnation, event: ev.PutSamples) -> list[SampleKey]:
         """Samples that must be kept: those of groups that the caller was to make. The others come late."""
         kept: list[SampleKey] = []
         for put in event.puts:
@@ -171,12 +171,14 @@ class Teller:
     def _versions(self, event: ev.Event) -> dict[int, set[int]]:
         """Versions of the tokens of each group that the event may have refused."""
         state = self.ledger.state
-        if isinstance(event, ev.PutColumns):
+        if isinstance(event, ev.PutSamples):
             spans: dict[int, dict[int, set[int]]] = {}
             for row in (row for put in event.puts for row in put.rows):
                 spans.setdefault(row.key.group, {})[row.key.member] = {span.version for span in row.versions}
             return {id_: _versions_of(state.groups[id_], new) for id_, new in spans.items() if id_ in state.groups}
-        if isinstance(event, ev.Trained | ev.Rollback) or (isinstance(event, ev.Take) and event.want.groups):
+        if isinstance(event, ev.CompleteStep | ev.Rollback) or (
+            isinstance(event, ev.RequestLease) and event.want.groups
+        ):
             return {group.id: _versions_of(group, {}) for group in [*state.groups.values(), *state.trained.values()]}
         return {}
 

@@ -48,11 +48,11 @@ from relax_rt.transport import TransferQueue
 from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.memory.values import Shared
 from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample
-from relax_rt.transport.queue.blocking import BlockingQueue
 from relax_rt.transport.queue.client import NewSample
 from relax_rt.transport.queue.hosting import Host
 from relax_rt.transport.queue.ledger.messages import Failure, SampleKey, Ticket, VersionSpan
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.transfer_queue import BlockingQueue
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 
 FENCED = 3
@@ -249,7 +249,7 @@ async def reward(orders: Orders) -> None:
     async with work.connect() as queue:
         work.joined(queue)
         while not work.stopping:
-            batch = await queue.take("reward", samples=work.dice.randint(1, 8), wait_s=WAIT_S)
+            batch = await queue.lease("reward", samples=work.dice.randint(1, 8), wait_s=WAIT_S)
             kept.look()
             if batch:
                 await _score(work, kept, queue, batch)
@@ -265,7 +265,7 @@ async def _score(work: Work, kept: Kept, queue: TransferQueue, batch: LeasedBatc
         if again != first.digest:
             work.write(Again(now(), batch.lease, sample.key, first.digest, again))
     if work.dice.random() < 0.03:
-        await queue.give_up(batch, "now and then one does")
+        await queue.release(batch, "now and then one does")
         return
     if work.dice.random() < 0.3:
         kept.keep(batch, work.dice.choice(batch.samples))
@@ -273,7 +273,7 @@ async def _score(work: Work, kept: Kept, queue: TransferQueue, batch: LeasedBatc
     failed = {failure.key for failure in failures}
     columns = {sample.key: scored(sample["tokens"]) for sample in batch.samples if sample.key not in failed}
     begun = now()
-    await queue.done(batch, columns, failures)
+    await queue.complete(batch, columns, failures)
     work.write(Done(begun, now(), batch.lease))
 
 
@@ -300,7 +300,7 @@ class Trainer:
             work.joined(transfer)
             self._fall_back(queue, deliberate=dice.random() < 0.2)
             while not work.stopping:
-                batch = queue.take("train", groups=POLICY.prompts_per_step, wait_s=WAIT_S)
+                batch = queue.lease("train", groups=POLICY.prompts_per_step, wait_s=WAIT_S)
                 self.kept.look()
                 if batch:
                     self._train(queue, batch)
@@ -325,7 +325,7 @@ class Trainer:
         after = self.weights if skipped else self._new_weights(step, self.weights.version, changed=True)
         begun = now()
         try:
-            advice = queue.steps.trained(batch, step, after, skipped=skipped)
+            advice = queue.complete_step(batch, step, after, skipped=skipped)
         except StaleEpoch:
             raise
         except Refused:
@@ -355,7 +355,7 @@ class Trainer:
         temporary.rename(self._path(self.step))
         self.saved = self.step
         self.work.write(Checkpoint(now(), self.step, self.weights.version))
-        queue.steps.committed(self.step, self._path(self.step).name)
+        queue.commit(self.step, self._path(self.step).name)
         for step in self._checkpoints()[:-KEPT_CHECKPOINTS]:
             shutil.rmtree(self._path(step))
 
@@ -379,7 +379,7 @@ class Trainer:
         parent = int((self._path(step) / "version").read_text()) if there else ROOT
         after = self._new_weights(step, parent, changed=False)
         begun = now()
-        queue.steps.rollback(step, after)
+        queue.rollback(step, after)
         self.step, self.saved, self.weights = step, step, after
         self.work.write(Fallback(begun, now(), step, after.version, given_up > 0))
         self._tell_engines()

@@ -126,7 +126,7 @@ class Eater(Toy):
         weights = await self.ctx.registry.commit_version(weights)
         await self.ctx.ready(weights.version)
         while not self.ctx.stopping.is_set():
-            batch = await queue.take("train", groups=GROUPS_A_STEP, wait_s=WAIT_S)
+            batch = await queue.lease("train", groups=GROUPS_A_STEP, wait_s=WAIT_S)
             if not batch:
                 self.ctx.progress.waiting(batch.waiting_on or "whole groups")
                 continue
@@ -134,12 +134,12 @@ class Eater(Toy):
             keys, began = [str(s.key) for s in batch.samples], time.monotonic()
             step += 1
             weights = VersionRecord(await self.patiently_issue(), weights.version, step, "toy")
-            await queue.trained(batch, step, weights)
+            await queue.complete_step(batch, step, weights)
             await self.ctx.registry.commit_version(weights)
             self.record(step, weights, keys, began)
             if step % SAVE_EVERY == 0:
                 self.save(mark, step, weights.version)
-                await queue.committed(step, f"mark-{step}")
+                await queue.commit(step, f"mark-{step}")
             self.worked(f"step {step}")
             await self.wait()
         await queue.close()

@@ -8,19 +8,19 @@ from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import Count, Extent
 from relax_rt.transport.queue.ledger.messages import (
     Admission,
-    Advice,
-    Batch,
-    Chosen,
     Failure,
-    Mark,
-    Marked,
+    GroupsPut,
+    ItemsAssigned,
+    LeaseGrant,
+    LeaseRequest,
     Membership,
-    Offered,
+    PartialChunk,
     ProgressReport,
     Put,
     QueueStats,
     SampleKey,
-    Want,
+    SavedPartials,
+    StepReply,
     Why,
 )
 from relax_rt.transport.rpc.identity import Incarnation
@@ -43,14 +43,14 @@ class QueueApi(Protocol):
         """
 
     @idempotent
-    async def arrive(self, node: str, payloads: str) -> None:
+    async def register(self, node: str, payloads: str) -> None:
         """Say where the caller's memory is, before any other call: its epoch is a supervisor's, which tells of its end.
 
         node, payloads: as with join. Who does not say so is on the broker's node, in memory that is shared there.
         """
 
     @idempotent
-    async def offer(self, seq: Count, puts: list[Put], groups: list[Count], wait_s: float) -> Offered:
+    async def put_groups(self, seq: Count, puts: list[Put], groups: list[Count], wait_s: float) -> GroupsPut:
         """Put whole groups of samples that no ticket was drawn for (a queue without prompts).
 
         groups: size of each; a row's key names its group by the place in this list.
@@ -61,25 +61,25 @@ class QueueApi(Protocol):
         """Ask for up to `groups` new groups, waiting at most wait_s for the staleness bound to allow one."""
 
     @idempotent
-    async def put(self, seq: Count, puts: list[Put], short_bytes: Count = 0) -> list[Extent]:
+    async def put_samples(self, seq: Count, puts: list[Put], short_bytes: Count = 0) -> list[Extent]:
         """Put columns on samples of groups that the caller generates. Answers with its freed extents.
 
         short_bytes: what the caller cannot put, as its own memory is full: some of it may be spilled.
         """
 
     @idempotent
-    async def mark(self, seq: Count, marks: list[Mark]) -> Marked:
+    async def save_partials(self, seq: Count, chunks: list[PartialChunk]) -> SavedPartials:
         """Have tokens of unfinished members kept, until they are put or their group ends, for whoever makes them."""
 
     @idempotent
-    async def partials(self, keys: list[SampleKey]) -> list[Mark]:
+    async def load_partials(self, keys: list[SampleKey]) -> list[PartialChunk]:
         """What is kept of members that the caller makes, from their first token on; ask again for what is not there.
 
         An answer has about 4 MiB at most, and those without tokens are left out.
         """
 
     @idempotent
-    async def give_back(
+    async def release_groups(
         self,
         seq: Count,
         groups: list[Count],
@@ -98,7 +98,7 @@ class QueueApi(Protocol):
         """
 
     @idempotent
-    async def skip(self, seq: Count, groups: list[Count]) -> None:
+    async def skip_groups(self, seq: Count, groups: list[Count]) -> None:
         """The caller's groups are of retired items: they end, and their places in the prompt order are passed over."""
 
     @idempotent
@@ -114,12 +114,12 @@ class QueueApi(Protocol):
         """Renew the caller's group tickets and consumer leases; answers with the ids that are no longer its own."""
 
     @idempotent
-    async def take(self, seq: Count, task: str, want: Want, wait_s: float) -> Batch:
+    async def lease(self, seq: Count, task: str, request: LeaseRequest, wait_s: float) -> LeaseGrant:
         """Lease ready samples for a task, chosen by the task's sampler, waiting at most wait_s for enough of them."""
 
     @idempotent
     async def complete(
-        self, seq: Count, task: str, lease: Count, puts: list[Put], failures: list[Failure], pinned: bool
+        self, seq: Count, lease: Count, puts: list[Put], failures: list[Failure], pinned: bool
     ) -> list[Extent]:
         """Finish a lease: new columns for its samples, and those that failed.
 
@@ -131,13 +131,13 @@ class QueueApi(Protocol):
         """The caller reads the memory of these leases no more."""
 
     @idempotent
-    async def abandon(self, seq: Count, lease: Count, reason: str, pinned: bool = False) -> None:
+    async def release(self, seq: Count, lease: Count, reason: str, pinned: bool = False) -> None:
         """Give a lease back undone; its samples are offered again. pinned: see complete."""
 
     @idempotent
-    async def trained(
+    async def complete_step(
         self, seq: Count, leases: list[Count], step: Count, weights: VersionRecord, skipped: bool, pinned: list[Count]
-    ) -> Advice:
+    ) -> StepReply:
         """The optimizer step over the samples of these leases is done; the trainer's weights are now `weights`.
 
         Other leases of the step task end: their groups are offered again.
@@ -146,18 +146,18 @@ class QueueApi(Protocol):
         """
 
     @idempotent
-    async def filtered(self, seq: Count, lease: Count, groups: list[Count], reason: Why, pinned: bool) -> None:
+    async def filter_groups(self, seq: Count, lease: Count, groups: list[Count], reason: Why, pinned: bool) -> None:
         """These groups of a train lease are not trained on: they end as dropped(filter), and their prompts are retired.
 
         The lease keeps the others; without any it ends. pinned: the caller still reads the groups' memory.
         """
 
     @idempotent
-    async def ask(self, seq: Count, groups: Count) -> None:
+    async def request_surplus(self, seq: Count, groups: Count) -> None:
         """Until the next `trained` so many groups may be under way beyond the bound; over_provision, if it is more."""
 
     @idempotent
-    async def choose(self, seq: Count, items: dict[Count, Count]) -> Chosen:
+    async def assign_items(self, seq: Count, items: dict[Count, Count]) -> ItemsAssigned:
         """The data items of places in the prompt order; places that were given out keep what they had."""
 
     @idempotent
@@ -166,7 +166,7 @@ class QueueApi(Protocol):
         could forget, with its host, the steps that the checkpoint covers."""
 
     @idempotent
-    async def committed(self, seq: Count, step: Count, checkpoint: str) -> None:
+    async def commit(self, seq: Count, step: Count, checkpoint: str) -> None:
         """A checkpoint that covers all steps up to `step` was renamed into place; their samples are freed."""
 
     @idempotent
@@ -177,7 +177,7 @@ class QueueApi(Protocol):
         """
 
     @idempotent
-    async def gone(self, seq: Count, who: Incarnation, reason: str) -> None:
+    async def process_exited(self, seq: Count, who: Incarnation, reason: str) -> None:
         """Told by the agent: this process has ended; its leases lapse at once and its pins are released."""
 
     @idempotent

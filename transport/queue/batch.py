@@ -1,20 +1,21 @@
-"""Samples on lease, as a consumer sees them."""
+"""Samples on lease, as a consumer sees them, and the arrays that outlive their lease."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_rt.transport.memory.arena import Block
-from relax_rt.transport.memory.refs import BlockRef, Extent
-from relax_rt.transport.memory.slab_names import owner_of
+from relax_rt.transport.memory.blocks import Block
+from relax_rt.transport.memory.refs import BlockRef, Extent, owner_of
 from relax_rt.transport.memory.values import STORAGE
-from relax_rt.transport.queue.ledger.messages import Batch, SampleInfo, SampleKey
+from relax_rt.transport.queue.ledger.messages import LeaseGrant, SampleInfo, SampleKey
 from relax_rt.transport.rpc.errors import Refused
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class LeasedSample:
 
 
 class LeasedMemory:
-    """The blocks of a lease, mapped when they are first asked for. Batch and samples refer to it, it to neither.
+    """The blocks of a lease, mapped when they are first asked for. LeaseGrant and samples refer to it, it to neither.
 
     Args:
         batch: what the broker granted.
@@ -100,9 +101,9 @@ class LeasedMemory:
             collector, in any thread.
     """
 
-    def __init__(self, batch: Batch, open_block: OpenBlock, on_drop: OnDrop | None) -> None:
+    def __init__(self, batch: LeaseGrant, open_block: OpenBlock, on_drop: OnDrop | None) -> None:
         self._finished = False
-        self._let_go: set[int] = set()
+        self._dropped_blocks: set[int] = set()
         self._on_drop = on_drop if batch.lease else None
         self._lease, self._remote = batch.lease, batch.remote
         self.refs = batch.blocks
@@ -123,9 +124,9 @@ class LeasedMemory:
         """
         if self._finished:
             raise Refused(
-                f"columns of lease {self._lease}", why="it is finished", hint="take what you need before `done`"
+                f"columns of lease {self._lease}", why="it is finished", hint="take what you need before `complete`"
             )
-        if index in self._let_go:
+        if index in self._dropped_blocks:
             raise Refused(f"columns of lease {self._lease}", why="their group was left out of the step")
         found = self._blocks.get(index)
         if found is None:
@@ -133,15 +134,15 @@ class LeasedMemory:
         return found
 
     def finish(self) -> list[weakref.ref[Any]]:
-        """See LeasedBatch.finish."""
+        """Let go of the memory; answers with what views handed out still refer to."""
         self._finished = True
         self._forget(list(self._blocks))
         return self._roots
 
-    def let_go(self, indices: Iterable[int]) -> bool:
+    def drop_blocks(self, indices: Iterable[int]) -> bool:
         """Forget these blocks for good. True if views of them, or of earlier ones, are still referred to."""
         gone = set(indices)
-        self._let_go |= gone
+        self._dropped_blocks |= gone
         self._forget([index for index in self._blocks if index in gone])
         return bool(self._roots)
 
@@ -159,21 +160,21 @@ class LeasedMemory:
         return extent is not None and owner_of(extent.slab) not in self._remote
 
     def reopen(self) -> None:
-        """See LeasedBatch.reopen."""
+        """The lease goes on after all."""
         self._finished = bool(self._remote)
 
 
 class LeasedBatch:
     """Samples on lease. Empty (and false) when nothing was ready in time: `waiting_on` says why.
 
-    Finish it with `done`, or give it back: if it is forgotten, the garbage collector gives it back.
+    Finish it with `complete` or `release`: if it is forgotten, the garbage collector releases it.
 
     Args:
         task: what it was taken for.
         batch, open_block, on_drop: see LeasedMemory.
     """
 
-    def __init__(self, task: str, batch: Batch, open_block: OpenBlock, on_drop: OnDrop | None = None) -> None:
+    def __init__(self, task: str, batch: LeaseGrant, open_block: OpenBlock, on_drop: OnDrop | None = None) -> None:
         self.task, self.lease, self.waiting_on = task, batch.lease, batch.waiting_on
         self._memory = LeasedMemory(batch, open_block, on_drop)
         self.refs = batch.blocks
@@ -289,10 +290,10 @@ class LeasedBatch:
         rest._samples, rest._length = None, len(rest._infos)
         return rest
 
-    def let_go(self, rest: LeasedBatch) -> bool:
+    def drop_blocks_beside(self, rest: LeasedBatch) -> bool:
         """Let go of memory that only the others of its samples lie in. True if views of it are still referred to."""
         needed = {block for info in rest._infos for block, _ in info.parts}
-        return self._memory.let_go(set(range(len(self.refs))) - needed)
+        return self._memory.drop_blocks(set(range(len(self.refs))) - needed)
 
     def _check_some(self, name: str) -> None:
         if not self:
@@ -326,7 +327,56 @@ def _stacks(block: Block, name: str) -> bool:
     return not block.ragged(name) and block.dtype(name) in STORAGE
 
 
-def extents_of(batch: Batch) -> list[Extent]:
+def extents_of(batch: LeaseGrant) -> list[Extent]:
     """All extents that a batch's blocks and blobs lie in."""
     found = [block.extent for block in batch.blocks if block.extent is not None]
     return found + [blob.extent for blob in batch.blobs]
+
+
+class ViewTracker:
+    """Finished leases over whose memory arrays are still referred to: the memory must stay pinned for them.
+
+    Args:
+        on_gone: gets the leases of which the last array is gone.
+    """
+
+    def __init__(self, on_gone: Callable[[list[int]], None]) -> None:
+        self._on_gone = on_gone
+        self._views: dict[int, int] = {}
+        self._done: list[int] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def watch(self, lease: int, roots: Sequence[weakref.ref[Any]]) -> None:
+        """Watch what arrays over the lease's memory refer to (see LeasedBatch.finish)."""
+        if not roots:
+            return
+        self._loop = asyncio.get_running_loop()
+        alive = [root for ref in roots if (root := ref()) is not None]
+        self._views[lease] = max(len(alive), 1)
+        for root in alive:
+            weakref.finalize(root, self._gone, lease).atexit = False
+        if not alive:
+            self._count(lease)
+
+    def _gone(self, lease: int) -> None:
+        """Called by the garbage collector, in any thread."""
+        if self._loop is not None:
+            # A loop that is closed has nobody to tell.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._count, lease)
+
+    def _count(self, lease: int) -> None:
+        self._views[lease] -= 1
+        if self._views[lease]:
+            return
+        del self._views[lease]
+        if not self._done and self._loop is not None:
+            self._loop.call_soon(self._tell)
+        self._done.append(lease)
+
+    def _tell(self) -> None:
+        leases, self._done = self._done, []
+        self._on_gone(leases)

@@ -15,35 +15,35 @@ from relax_rt.transport.base.journal import SEGMENT_BYTES, Journal
 from relax_rt.transport.base.pauses import PauseDetector
 from relax_rt.transport.base.process_stat import start_time
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.base.waits import Waits
-from relax_rt.transport.base.watch import Watch
-from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.memory.slab_names import owner_key
-from relax_rt.transport.memory.spill import Disk, dead_slabs
+from relax_rt.transport.base.waits import WaitingCalls
+from relax_rt.transport.base.watch import ProcessWatch
+from relax_rt.transport.memory.refs import Extent, owner_key
+from relax_rt.transport.memory.spill import SpillFiles, dead_slabs
 from relax_rt.transport.queue.ledger import admission, failures
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.admission import partials as held_partials
+from relax_rt.transport.queue.ledger.admission import load_partials
 from relax_rt.transport.queue.ledger.core import ROOM
 from relax_rt.transport.queue.ledger.events import Entry
 from relax_rt.transport.queue.ledger.machine import Answer, Ledger, load_samplers
 from relax_rt.transport.queue.ledger.messages import (
     Admission,
-    Advice,
-    Batch,
-    Chosen,
     Failure,
-    Mark,
-    Marked,
+    Freed,
+    GroupsPut,
+    ItemsAssigned,
+    LeaseGrant,
+    LeaseRequest,
     Membership,
-    Offered,
+    PartialChunk,
     ProgressReport,
     Put,
     QueueStats,
     SampleKey,
-    Want,
+    SavedPartials,
+    StepReply,
 )
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
-from relax_rt.transport.queue.ledger.state import Home
+from relax_rt.transport.queue.ledger.state import ClientProcess
 from relax_rt.transport.queue.samplers.loading import load_sampler
 from relax_rt.transport.queue.statistics import States, broker_statistics
 from relax_rt.transport.rpc import rpc
@@ -57,8 +57,8 @@ FAR_SILENT_S = 600.0
 """A process on another node, whose death nobody sees, is taken for dead when it was not heard of for so long."""
 _OTHER_VERSION = "was it written by another version of relax-rt?"
 
-T = TypeVar("T", Admission, Offered, Batch)
-A = TypeVar("A")
+T = TypeVar("T", Admission, GroupsPut, LeaseGrant)
+R = TypeVar("R", bound=Answer)
 Notify = Callable[[str, dict[str, Any]], None]
 
 
@@ -68,15 +68,6 @@ def _ignore(_kind: str, _fields: dict[str, Any]) -> None:
 
 def _rpc_caller() -> Incarnation:
     return rpc.caller().who
-
-
-def _expected(kind: type[A], answer: object, who: Incarnation, seq: int) -> A:
-    """Raises:
-    Refused: the answer kept under this number is that of a call of another kind.
-    """
-    if not isinstance(answer, kind):
-        raise Refused(f"call {seq} of {who}", why="another call had this number", hint="number changing calls anew")
-    return answer
 
 
 class Broker:
@@ -122,13 +113,13 @@ class Broker:
         self._journal = Journal(folder, segment_bytes=segment_bytes)
         self._encoder = msgspec.msgpack.Encoder()
         self._ledger = Ledger()
-        self._disk = Disk(shm_dir, self.spill_dir, 0)
-        self._watch = Watch(self._process_ended)
-        self._waits = Waits(clock)
+        self._disk = SpillFiles(shm_dir, self.spill_dir, 0)
+        self._watch = ProcessWatch(self._process_ended)
+        self._waits = WaitingCalls(clock)
         self._states = States()
         self._rearm = asyncio.Event()
         self._tight = asyncio.Event()
-        self._empty: dict[tuple[Incarnation, int], Admission | Offered | Batch] = {}
+        self._empty: dict[tuple[Incarnation, int], Admission | GroupsPut | LeaseGrant] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] | None = None
         self._sweep_wanted = True
@@ -168,14 +159,14 @@ class Broker:
         # Fail on a sampler that cannot be loaded before anything changes.
         load_samplers(self._policy, load_sampler)
         self._apply(ev.Configure(self._policy, self._limits))
-        self._apply(ev.Open(self._run_id, self._node, self._payloads))
+        self._apply(ev.OpenRun(self._run_id, self._node, self._payloads))
         # Every broker journals something before it spills, so no two of them have the same number.
-        self._disk = Disk(self.shm_dir, self.spill_dir, self._ledger.n)
+        self._disk = SpillFiles(self.shm_dir, self.spill_dir, self._ledger.n)
         self._ledger.restart_deadlines(self._clock())
         self._notify("queue_recovered", {"n": self._ledger.n, "records": len(recovered.records)})
-        for home in list(self._ledger.state.callers.homes.values()):
-            if self._ledger.concerned(home.who):
-                self._know(home)
+        for process in list(self._ledger.state.callers.processes.values()):
+            if self._ledger.concerned(process.who):
+                self._notice_end_of(process)
         self._tasks = [asyncio.create_task(work()) for work in (self._keep_time, self._keep_disk, self._keep_room)]
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
@@ -270,7 +261,12 @@ class Broker:
             self._tight.set()
 
     async def _wait_for(
-        self, event: ev.Admit | ev.Offer | ev.Take, topic: str, seq: int, wait_s: float, kind: type[T]
+        self,
+        event: ev.Admit | ev.PutGroups | ev.RequestLease,
+        topic: str,
+        seq: int,
+        wait_s: float,
+        kind: type[T],
     ) -> T:
         """Try until there is something to answer with, at most wait_s; then answer with the reason."""
         who = self._identify()
@@ -281,7 +277,10 @@ class Broker:
         try:
             while True:
                 # A copy of this call, sent over a connection that was lost, may have been answered meanwhile.
-                answer = _expected(kind, self._empty.get(key) or self._apply(event, who, seq), who, seq)
+                answer = self._empty.get(key) or self._apply(event, who, seq)
+                if not isinstance(answer, kind):
+                    why, hint = "another call had this number", "number changing calls anew"
+                    raise Refused(f"call {seq} of {who}", why=why, hint=hint)
                 left = deadline - self._clock()
                 if not answer.waiting_on or left <= 0 or key in self._empty:
                     break
@@ -294,10 +293,15 @@ class Broker:
                 del self._empty[next(iter(self._empty))]
         return answer
 
-    # --- QueueApi
+    def _call(self, event: ev.Event, seq: int, kind: type[R]) -> R:
+        """Carry out a call whose answer is of this kind."""
+        answer = self._apply(event, self._identify(), seq)
+        assert isinstance(answer, kind)
+        return answer
+
+    # --- QueueApi says what each of these does
 
     async def join(self, name: str, node: str, pid: int, payloads: str) -> Membership:
-        """See QueueApi."""
         here = node == self._node
         started = start_time(pid) if here and pid else 0
         if here and pid and not started:
@@ -307,60 +311,53 @@ class Broker:
         who = Incarnation(name, max(self._ledger.state.next_epoch, callers.lowest.get(name, 0) + 1))
         # A caller on this node puts into this node's slabs, which its own payload server gives out.
         self._apply(ev.Join(node, "" if here else payloads, pid if here else 0, started, issued=True), who)
-        self._know(callers.homes[owner_key(who)])
+        self._notice_end_of(callers.processes[owner_key(who)])
         self._sweep_wanted = True
         shm_dir, spill_dir = str(self.shm_dir), str(self.spill_dir)
         fields, lease_s, max_bytes = self._policy.fields, self._limits.lease_s, self._limits.max_sample_bytes
         return Membership(who, self._run_id, shm_dir, spill_dir, self._node, lease_s, fields, max_bytes)
 
-    async def arrive(self, node: str, payloads: str) -> None:
-        """See QueueApi."""
+    async def register(self, node: str, payloads: str) -> None:
         if not self._node:
             self._apply(ev.Join(node, payloads, issued=True), self._identify())
 
-    def _know(self, home: Home) -> None:
+    def _notice_end_of(self, process: ClientProcess) -> None:
         """Notice the end of a process that joined. Where a supervisor tells of ends, silence is none."""
-        if home.node == self._node:
-            self._watch.add(home.who, home.pid, home.started)
+        if process.node == self._node:
+            self._watch.add(process.who, process.pid, process.started)
         elif self._node:
-            self._far[home.who] = self._clock()
+            self._far[process.who] = self._clock()
 
     def _process_ended(self, who: Incarnation, reason: str) -> None:
         """A watched process is dead. May come after the broker's own failure, when there is nothing left to say."""
         if self._failed is None or self._failed.done():
             return
         if self._ledger.concerned(who):
-            self._apply(ev.Gone(who, reason))
+            self._apply(ev.ProcessExited(who, reason))
         self._sweep_wanted = True
 
-    async def offer(self, seq: int, puts: list[Put], groups: list[int], wait_s: float) -> Offered:
-        """See QueueApi."""
-        return await self._wait_for(ev.Offer(puts, groups), ROOM, seq, wait_s, Offered)
+    async def put_groups(self, seq: int, puts: list[Put], groups: list[int], wait_s: float) -> GroupsPut:
+        return await self._wait_for(ev.PutGroups(puts, groups), ROOM, seq, wait_s, GroupsPut)
 
     async def admit(self, seq: int, engine_version: int, groups: int, wait_s: float) -> Admission:
-        """See QueueApi."""
         return await self._wait_for(ev.Admit(engine_version, groups), ROOM, seq, wait_s, Admission)
 
-    async def put(self, seq: int, puts: list[Put], short_bytes: int = 0) -> list[Extent]:
-        """See QueueApi."""
+    async def put_samples(self, seq: int, puts: list[Put], short_bytes: int = 0) -> list[Extent]:
         if short_bytes and self._limits.spill_bytes:
             self._short[owner_key(self._identify())] = short_bytes
             self._tight.set()
-        return self._extents(ev.PutColumns(puts), seq)
+        return self._call(ev.PutSamples(puts), seq, Freed).extents
 
-    async def mark(self, seq: int, marks: list[Mark]) -> Marked:
-        """See QueueApi."""
-        who = self._identify()
-        return _expected(Marked, self._apply(ev.MarkTokens(marks), who, seq), who, seq)
+    async def save_partials(self, seq: int, chunks: list[PartialChunk]) -> SavedPartials:
+        return self._call(ev.SavePartials(chunks), seq, SavedPartials)
 
-    async def partials(self, keys: list[SampleKey]) -> list[Mark]:
-        """See QueueApi."""
+    async def load_partials(self, keys: list[SampleKey]) -> list[PartialChunk]:
         self._check_alive()
         who = self._identify()
         self._ledger.knows(who)
-        return held_partials(self._ledger.core, who, keys)
+        return load_partials(self._ledger.core, who, keys)
 
-    async def give_back(
+    async def release_groups(
         self,
         seq: int,
         groups: list[int],
@@ -371,15 +368,12 @@ class Broker:
         item: str = "",
         about: str = "",
     ) -> None:
-        """See QueueApi."""
-        self._apply(ev.GiveBack(groups, reason, failed, losses, late, item, about), self._identify(), seq)
+        self._apply(ev.ReleaseGroups(groups, reason, failed, losses, late, item, about), self._identify(), seq)
 
-    async def skip(self, seq: int, groups: list[int]) -> None:
-        """See QueueApi."""
-        self._apply(ev.Skip(groups), self._identify(), seq)
+    async def skip_groups(self, seq: int, groups: list[int]) -> None:
+        self._apply(ev.SkipGroups(groups), self._identify(), seq)
 
     async def progress(self) -> ProgressReport:
-        """See QueueApi."""
         self._check_alive()
         return failures.report(self._ledger.core)
 
@@ -395,11 +389,10 @@ class Broker:
         self._apply(ev.ReportLosses(older_s))
 
     async def reinstate(self, items: list[str]) -> None:
-        """See QueueApi."""
-        self._apply(ev.Reinstate(items))
+        self._apply(ev.ReinstateItems(items))
 
     async def renew(self, groups: list[int], leases: list[int]) -> list[int]:
-        """See QueueApi. Not journaled: after a restart all leases run at full length."""
+        # Not journaled: after a restart all leases run at full length.
         self._check_alive()
         who = self._identify()
         self._ledger.knows(who)
@@ -407,50 +400,35 @@ class Broker:
             self._far[who] = self._clock()
         return self._ledger.renew(who, [*groups, *leases], self._clock())
 
-    async def take(self, seq: int, task: str, want: Want, wait_s: float) -> Batch:
-        """See QueueApi."""
-        return await self._wait_for(ev.Take(task, want), task, seq, wait_s, Batch)
+    async def lease(self, seq: int, task: str, request: LeaseRequest, wait_s: float) -> LeaseGrant:
+        return await self._wait_for(ev.RequestLease(task, request), task, seq, wait_s, LeaseGrant)
 
     async def complete(
-        self, seq: int, task: str, lease: int, puts: list[Put], failures: list[Failure], pinned: bool
+        self, seq: int, lease: int, puts: list[Put], failures: list[Failure], pinned: bool
     ) -> list[Extent]:
-        """See QueueApi."""
-        return self._extents(ev.Complete(task, lease, puts, failures, pinned), seq)
+        return self._call(ev.CompleteLease(lease, puts, failures, pinned), seq, Freed).extents
 
     async def unpin(self, seq: int, leases: list[int]) -> list[Extent]:
-        """See QueueApi."""
-        return self._extents(ev.Unpin(leases), seq)
+        return self._call(ev.Unpin(leases), seq, Freed).extents
 
-    def _extents(self, event: ev.Event, seq: int) -> list[Extent]:
-        who = self._identify()
-        return _expected(list, self._apply(event, who, seq), who, seq)
+    async def release(self, seq: int, lease: int, reason: str, pinned: bool = False) -> None:
+        self._apply(ev.ReleaseLease(lease, reason, pinned), self._identify(), seq)
 
-    async def abandon(self, seq: int, lease: int, reason: str, pinned: bool = False) -> None:
-        """See QueueApi."""
-        self._apply(ev.Abandon(lease, reason, pinned), self._identify(), seq)
-
-    async def trained(
+    async def complete_step(
         self, seq: int, leases: list[int], step: int, weights: VersionRecord, skipped: bool, pinned: list[int]
-    ) -> Advice:
-        """See QueueApi."""
-        who = self._identify()
-        return _expected(Advice, self._apply(ev.Trained(leases, step, weights, skipped, pinned), who, seq), who, seq)
+    ) -> StepReply:
+        return self._call(ev.CompleteStep(leases, step, weights, skipped, pinned), seq, StepReply)
 
-    async def filtered(self, seq: int, lease: int, groups: list[int], reason: str, pinned: bool) -> None:
-        """See QueueApi."""
-        self._apply(ev.Filtered(lease, groups, reason, pinned), self._identify(), seq)
+    async def filter_groups(self, seq: int, lease: int, groups: list[int], reason: str, pinned: bool) -> None:
+        self._apply(ev.FilterGroups(lease, groups, reason, pinned), self._identify(), seq)
 
-    async def ask(self, seq: int, groups: int) -> None:
-        """See QueueApi."""
-        self._apply(ev.Ask(groups), self._identify(), seq)
+    async def request_surplus(self, seq: int, groups: int) -> None:
+        self._apply(ev.RequestSurplus(groups), self._identify(), seq)
 
-    async def choose(self, seq: int, items: dict[int, int]) -> Chosen:
-        """See QueueApi."""
-        who = self._identify()
-        return _expected(Chosen, self._apply(ev.Choose(items), who, seq), who, seq)
+    async def assign_items(self, seq: int, items: dict[int, int]) -> ItemsAssigned:
+        return self._call(ev.AssignItems(items), seq, ItemsAssigned)
 
     async def flush(self) -> None:
-        """See QueueApi."""
         self._check_alive()
         try:
             async with self._forcing:
@@ -459,24 +437,20 @@ class Broker:
             self._fail(error)
             raise Unreachable("the queue's broker", why=str(error)) from error
 
-    async def committed(self, seq: int, step: int, checkpoint: str) -> None:
-        """See QueueApi."""
-        self._apply(ev.Committed(step, checkpoint), self._identify(), seq)
+    async def commit(self, seq: int, step: int, checkpoint: str) -> None:
+        self._apply(ev.Commit(step, checkpoint), self._identify(), seq)
         self._sweep_wanted = True
 
     async def rollback(self, seq: int, step: int, weights: VersionRecord) -> None:
-        """See QueueApi."""
         self._apply(ev.Rollback(step, weights), self._identify(), seq)
 
-    async def gone(self, seq: int, who: Incarnation, reason: str) -> None:
-        """See QueueApi."""
-        self._apply(ev.Gone(who, reason), self._identify(), seq)
+    async def process_exited(self, seq: int, who: Incarnation, reason: str) -> None:
+        self._apply(ev.ProcessExited(who, reason), self._identify(), seq)
         self._watch.remove(who)
         self._far.pop(who, None)
         self._sweep_wanted = True
 
     async def stats(self) -> QueueStats:
-        """See QueueApi."""
         core, state = self._ledger.core, self._ledger.state
         announced = state.trainer_version
         return QueueStats(
@@ -495,11 +469,9 @@ class Broker:
         )
 
     async def statistics(self) -> dict[str, Any]:
-        """See QueueApi."""
         return broker_statistics(self._ledger, self._journal, self._waits, self._states)
 
     async def account(self) -> dict[str, int]:
-        """See QueueApi."""
         return self._ledger.account()
 
     @property
@@ -584,7 +556,7 @@ class Broker:
                     self._notify("queue_spill_failed", {"error": str(error), "n": self._ledger.n})
                     await asyncio.sleep(_SPILL_RETRY_S)
                     continue
-                self._apply(ev.Spilled(copied))
+                self._apply(ev.MoveBlocks(copied))
                 self._disk.written()
                 self._sweep_wanted = True
                 for id_, why in unread.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-class Reasons:
+class WaitReasons:
     """Reasons of the waits under way.
 
     Args:
@@ -40,7 +40,7 @@ class Wait:
 
     __slots__ = ("_reasons",)
 
-    def __init__(self, reasons: Reasons) -> None:
+    def __init__(self, reasons: WaitReasons) -> None:
         self._reasons = reasons
 
     def __call__(self, reason: str) -> None:

@@ -6,32 +6,14 @@ import time
 from collections import Counter
 from typing import Any
 
-import msgspec
-
-from relax_rt.transport.base.calls import CallStatistics
 from relax_rt.transport.base.journal import Journal
-from relax_rt.transport.base.waits import Waits
-from relax_rt.transport.memory.arena import ReaderStatistics, WriterStatistics
+from relax_rt.transport.base.waits import WaitingCalls
 from relax_rt.transport.queue.ledger import accounting, admission
 from relax_rt.transport.queue.ledger.core import Core
 from relax_rt.transport.queue.ledger.machine import Ledger
 
 CHEAP_S = 0.001
 """A count that takes longer is not made anew before twenty times as long has passed."""
-
-
-class ClientStatistics(msgspec.Struct, frozen=True):
-    """Numbers of a client: its calls, the messages and samples of its offers, its own memory, what it maps."""
-
-    calls: CallStatistics
-    offer_messages: int
-    offered_samples: int
-    leases: int
-    pinned_leases: int
-    tickets: int
-    waiting_on: str
-    arena: WriterStatistics
-    reader: ReaderStatistics
 
 
 class States:
@@ -51,7 +33,7 @@ class States:
         return dict(self._counts)
 
 
-def broker_statistics(ledger: Ledger, journal: Journal, waits: Waits, states: States) -> dict[str, Any]:
+def broker_statistics(ledger: Ledger, journal: Journal, waits: WaitingCalls, states: States) -> dict[str, Any]:
     """Numbers by part: `samples`, `memory`, `leases`, `staleness`, `waits`, `journal`, `tallies`.
 
     Counts are samples unless named otherwise. `lengths` has ten counts for each way in which samples ended, shortest
@@ -104,9 +86,8 @@ def _leases(core: Core) -> dict[str, Any]:
     state = core.state
     return {
         "held": dict(Counter(lease.task for lease in state.leases.values())),
-        "ended_but_pinned": len(state.lapsed),
+        "ended_but_pinned": len(state.pinned),
         "tickets": sum(group.holder is not None for group in state.groups.values()),
         "groups_reopened": len(state.reopened),
         "ready": {**{task: len(keys) for task, keys in core.ready.items()}, "groups_for_step": len(core.step_ready)},
-        "streams": {name: stream.next_index for name, stream in state.streams.items()},
     }

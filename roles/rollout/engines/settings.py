@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import Filled, RoleSettings, Seconds, Table
 from relax_rt.roles.models.settings import ChosenDtype, Parallel
 
@@ -21,6 +23,14 @@ class SamplingTable(Table):
     """Only 1.0, all tokens, can be trained on."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """Only 0, all tokens, can be trained on."""
+
+    def problems(self, path: KeyPath) -> Iterator[Problem]:
+        """Refuse truncating samplers."""
+        reason = "truncating samplers are refused for training: behaviour log-probabilities are of the full softmax"
+        if self.top_p < 1:
+            yield Problem((*path, "top_p"), f"top_p = {self.top_p:g}: {reason}", "set top_p = 1.0")
+        if self.top_k > 0:
+            yield Problem((*path, "top_k"), f"top_k = {self.top_k}: {reason}", "set top_k = 0")
 
 
 class ColocationTable(Table):
@@ -67,7 +77,7 @@ class EngineSettings(RoleSettings):
     """embedded: in the role's own process; sglang: a server under the role's supervision."""
     dtype: ChosenDtype = "auto"
     """Dtype of weights and KV cache, and of published weights. auto: bfloat16 where the rollouts' device
-    computes it fast, else float32 (docs/dtype.md)."""
+    computes it fast, else float32 (docs/guides/dtype.md)."""
     max_sequences: Annotated[int, Field(ge=1, le=4096)] = 64
     """Sequences decoded at the same time."""
     tensor_parallel: Parallel = 1

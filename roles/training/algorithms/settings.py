@@ -1,4 +1,4 @@
-"""The table [algorithm], with its presets.
+"""The tables [algorithm], with its presets, and [cold_start].
 
 A preset is a set of defaults of the other keys of [algorithm], each of which can be overridden. `grpo` is the table's
 own defaults: group advantages by mean and standard deviation, decoupled clipping (samples may be older than the weights
@@ -9,12 +9,14 @@ one would be the preset's and one that loss's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from relax_rt.config.schema import Seconds, Table
+from relax_rt.config.problems import KeyPath, Problem
+from relax_rt.config.schema import Filled, Seconds, Table
 
 Name = Literal[
     "grpo",
@@ -95,7 +97,7 @@ Part = str | dict[str, Any]
 
 
 class AlgorithmTable(Table):
-    """What is optimised: a preset, each part of which can be replaced (docs/algorithms.md)."""
+    """What is optimised: a preset, each part of which can be replaced (docs/guides/algorithms.md)."""
 
     meant: ClassVar[Mapping[str, str]] = {
         "lr": "did you mean 'learning_rate'?",
@@ -149,7 +151,7 @@ class AlgorithmTable(Table):
     """How long an update waits for unfinished samples that it would make over-stale; then they are made again."""
     over_provision: Annotated[int, Field(ge=0, le=65_536)] = 0
     """Groups that may be under way beyond the bound, so that a step need not wait for its longest sequences. It costs a
-    bias: short answers are trained on more often than they are generated (docs/modes.md)."""
+    bias: short answers are trained on more often than they are generated (docs/guides/modes.md)."""
     on_surplus: Literal["drop", "recycle"] = "drop"
     """Those of them that an update makes over-stale: begin their prompts anew, or let unfinished sequences go on with
     their tokens, of which those over the bound are context only."""
@@ -191,3 +193,99 @@ class AlgorithmTable(Table):
                 # The table is frozen for everyone else.
                 object.__setattr__(self, key, value)
         return self
+
+    def problems(self, path: KeyPath) -> Iterator[Problem]:
+        """Refuse numbers that cannot be, and keys that have no effect beside the others."""
+        if math.isnan(self.max_staleness) or (
+            math.isfinite(self.max_staleness) and self.max_staleness != int(self.max_staleness)
+        ):
+            message = f"max_staleness = {self.max_staleness:g} counts publications: a whole number, or inf"
+            yield Problem((*path, "max_staleness"), message)
+        if not all(0 <= beta < 1 for beta in self.adam_betas):
+            yield Problem((*path, "adam_betas"), f"adam_betas = {list(self.adam_betas)} must lie in [0, 1)")
+        for name in ("learning_rate", "max_grad_norm", "clip_high", "soft_penalty"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                yield Problem((*path, name), f"{name} must be finite")
+        for key, message, remedy in self._without_effect():
+            yield Problem((*path, key), message, f"leave it out, or {remedy}", at="key")
+
+    def _without_effect(self) -> Iterator[tuple[str, str, str]]:
+        """Yield keys that were set and have no effect: the key, why, and the remedy."""
+        given = self.model_fields_set
+        if math.isinf(self.max_staleness):
+            asked = {
+                "over_provision": self.over_provision > 0,
+                "on_surplus": self.on_surplus == "recycle",
+                "on_straggler": self.on_straggler != "wait",
+                "straggler_wait_s": True,
+            }
+            for key in (key for key, wanted in asked.items() if wanted and key in given):
+                message = f"{key} has no effect with max_staleness = inf: nothing becomes over-stale"
+                yield key, message, "set a max_staleness"
+        else:
+            if "straggler_wait_s" in given and self.on_straggler != "wait":
+                message = f'straggler_wait_s has no effect with on_straggler = "{self.on_straggler}": no update waits'
+                yield "straggler_wait_s", message, 'set on_straggler = "wait"'
+            # Groups that refill a step for filters are begun beyond the bound too.
+            if self.on_surplus == "recycle" and not self.over_provision and not self.filters:
+                message = 'on_surplus = "recycle" has no effect without over_provision'
+                yield "on_surplus", f"{message}: no group is begun beyond the bound", "set over_provision"
+        if "min_group" in given and self.on_failed_member != "shrink":
+            message = f'min_group has no effect with on_failed_member = "{self.on_failed_member}"'
+            yield "min_group", message, 'set on_failed_member = "shrink"'
+        if "soft_penalty" in given and self.truncated != "soft_penalty":
+            message = f'soft_penalty has no effect with truncated = "{self.truncated}"'
+            yield "soft_penalty", message, 'set truncated = "soft_penalty"'
+
+
+class ColdStartTable(Table):
+    """Supervised or preference training of the policy before its first RL step; there is none without `path` or
+    `answers`. The optimizer's other settings are those of [algorithm]."""
+
+    kind: Literal["sft", "dpo"] = "sft"
+    """sft: the likelihood of given completions. dpo: preferences between two completions of a prompt."""
+    path: Filled | None = None
+    """A .jsonl or .parquet file, relative to the config file. sft: rows of `messages` that end with the assistant's, or
+    of `prompt` and `completion`; dpo: rows of `prompt` or `messages`, `chosen` and `rejected`."""
+    answers: bool = False
+    """In place of `path`: the run's own training prompts, completed with their answers (sft)."""
+    completion: str = "{answer}"
+    """With `answers`: the completion; {answer}, {question} and keys of the metadata are filled in."""
+    steps: Annotated[int, Field(ge=1, le=999_999)] | None = None
+    """Optimizer steps."""
+    epochs: Annotated[int, Field(ge=1, le=1000)] | None = None
+    """In place of `steps`: passes over the data; with neither it is one."""
+    batch: Annotated[int, Field(ge=1, le=65_536)] = 32
+    """Sequences of one step, of dpo pairs."""
+    batch_tokens: Annotated[int, Field(ge=1)] | None = None
+    """In place of `batch`: as many sequences as have at most so many tokens together, prompts included."""
+    learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the rate rises from 0."""
+    learning_rate_schedule: Schedule = "constant"
+    """As in [algorithm], over the steps of this phase: constant, linear, cosine."""
+    learning_rate_floor: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of linear and cosine: the rate that they go down to."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    max_tokens: Annotated[int, Field(ge=2)] = 2048
+    """Longest sequence, prompt included."""
+    overlong: Literal["drop", "error"] = "drop"
+    """What becomes of a longer one."""
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Share of the data, by hash of the question, that is not trained on but validated with; 0: none."""
+    validate_every: Annotated[int, Field(ge=0)] = 0
+    """Validate every so many steps, besides before the first and after the last one."""
+    validation_items: Annotated[int, Field(ge=1, le=100_000)] = 256
+    """Sequences (pairs) used for that, at most."""
+    checkpoint_every: Annotated[int, Field(ge=1)] = 50
+    """Steps after which its state is saved: what is lost when the trainer dies within it."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How strongly dpo holds the policy to the weights that it begins with."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Probability that a preference of dpo is the wrong way round."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the run has a cold start."""
+        return self.answers or self.path is not None

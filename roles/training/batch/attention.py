@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from relax_rt.roles.models.forward import UNLIKE
 from relax_rt.roles.training.batch.rows import Costs
 from relax_rt.transport.rpc.errors import Refused
 
@@ -30,8 +31,6 @@ NAME = "relax_rt_segments"
 """What transformers' models find it by (attn_implementation)."""
 PROBE = (2, 3, 4, 5)
 """Tokens of a prefix, of two sequences behind it, and of one that has none."""
-UNLIKE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError, Refused)
-"""What a model of its own ways says to a word, or a form of attention, that it does not know."""
 CLOSE = 1e-3
 """Of the largest value: both ways are the same operations on the same numbers."""
 

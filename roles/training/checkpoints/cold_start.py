@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from relax_rt.interfaces.role import RoleContext
+from relax_rt.roles.training.algorithms.settings import ColdStartTable
 from relax_rt.roles.training.checkpoints.store import PREFIX, passing
-from relax_rt.roles.training.sft.settings import ColdStartTable
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Unreachable
 
 FOLDER = "cold_start"

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import offers_folder, stage_folder
-from relax_rt.roles.training.publication.checks import communicator_of
-from relax_rt.roles.training.publication.settings import PublicationTable
+from relax_rt.roles.training.publication.settings import Communicator, PublicationTable
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.weights.broadcast.machine import Limits
-from relax_rt.transport.weights.broadcast.receivers import Receiver, Receivers, Reserved
+from relax_rt.transport.weights.broadcast.receivers import Receivers, Reserved
 from relax_rt.transport.weights.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -31,27 +30,13 @@ START_S = 120.0
 """For a rank's process, which imports the library, on a machine that is busy; no broadcast waits for it."""
 
 
-def receiver_of(ctx: RoleContext) -> Receiver:
-    """What an engine receives broadcasts with; its memory is made with the first receiver."""
-    from relax_rt.transport.weights.broadcast.source import DeviceReceiveBuffer, HostReceiveBuffer
-
-    nccl = communicator_of(ctx.config) == "nccl"
-    return Receiver(
-        offers_folder(ctx),
-        ctx.who.slot,
-        ctx.who.epoch,
-        DeviceReceiveBuffer if nccl else HostReceiveBuffer,
-        _own_device() if nccl else "",
-    )
-
-
 def limits_of(timeout_s: float) -> Limits:
     """Deadlines of a broadcast's steps, so that within its time the others can go on without one that is lost."""
     step = timeout_s / 4
     return Limits(hello_s=2 * step, start_s=START_S, join_s=step, stall_s=step, abort_s=min(5.0, step / 2))
 
 
-class Spreader:
+class WeightBroadcaster:
     """Broadcasts one version after the other. Call it on the event loop.
 
     A version that is committed while the one before is still under way is not broadcast: engines take it from the
@@ -59,9 +44,9 @@ class Spreader:
     A rank whose process never comes up is given up, the trainer's own with all broadcasts, and an event says why.
     """
 
-    def __init__(self, ctx: RoleContext, stage: Path, timeout_s: float) -> None:
+    def __init__(self, ctx: RoleContext, stage: Path, timeout_s: float, communicator: Communicator) -> None:
         self._ctx, self._stage, self._timeout_s = ctx, stage, timeout_s
-        self._kind = communicator_of(ctx.config)
+        self._kind = communicator
         self._receivers = Receivers(offers_folder(ctx))
         self._reserved: Reserved | None = None
         self._manifest: Manifest | None = None
@@ -72,11 +57,11 @@ class Spreader:
         self.current: asyncio.Task[None] | None = None
 
     @classmethod
-    def of(cls, ctx: RoleContext, table: PublicationTable) -> Spreader | None:
+    def of(cls, ctx: RoleContext, table: PublicationTable, communicator: Communicator) -> WeightBroadcaster | None:
         """As the config says; None: no broadcasts."""
         if table.carrier != "collective":
             return None
-        return cls(ctx, stage_folder(ctx), table.broadcast_timeout_s)
+        return cls(ctx, stage_folder(ctx), table.broadcast_timeout_s, communicator)
 
     async def before(self, manifest: Manifest) -> None:
         """Write down whom the version will be broadcast to; to be called before its commit."""

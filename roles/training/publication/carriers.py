@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from relax_rt.cluster.nodes.api import HEAD
 from relax_rt.cluster.nodes.links import Links
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.base.locations import config_dir, stage_folder
+from relax_rt.roles.base.locations import offers_folder, stage_folder
+from relax_rt.roles.rollout.engines.communicator import communicator_of
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError, Unreachable
+from relax_rt.transport.weights.broadcast.receivers import Receiver
 from relax_rt.transport.weights.directory import DirectorySource
 from relax_rt.transport.weights.manifest import Manifest, check_manifest
-from relax_rt.transport.weights.served import StageApi
 from relax_rt.transport.weights.source import WeightSource, stage_source
 from relax_rt.transport.weights.stage import read_manifest
+from relax_rt.transport.weights.stage_server import StageApi
+
+if TYPE_CHECKING:
+    pass
+
 
 QUEUE_SLOT = "queue/0"
 ASK_TIMEOUT_S = 5.0
@@ -35,7 +43,7 @@ _FELL = (Gone, Corrupt, Unreachable, DeadlineExceeded, OutOfSpace)
 def files_folder(ctx: RoleContext) -> Path | None:
     """Where the run's versions lie as files, if they do."""
     named = ctx.config.table(PublicationTable).directory
-    return None if named is None else config_dir(ctx) / Path(named).expanduser() / ctx.run_id
+    return None if named is None else Path(ctx.config.config_dir) / Path(named).expanduser() / ctx.run_id
 
 
 def source_for(ctx: RoleContext) -> MakeSource:
@@ -60,7 +68,6 @@ def _from_stage(stage: Path) -> MakeSource:
 
 def _from_broadcast(ctx: RoleContext, first: MakeSource) -> MakeSource:
     """A version as it was broadcast, or by `first`; memory to receive into is offered once the size is known."""
-    from relax_rt.roles.training.publication.broadcast import receiver_of
     from relax_rt.transport.weights.broadcast.source import BroadcastSource
 
     receiver, stage, offers = receiver_of(ctx), stage_folder(ctx), True
@@ -220,3 +227,22 @@ class FallbackSource:
         self._fallen = True
         self._told(second.record, error)
         self._use(second)
+
+
+def receiver_of(ctx: RoleContext) -> Receiver:
+    """What an engine receives broadcasts with; its memory is made with the first receiver."""
+    from relax_rt.transport.weights.broadcast.source import DeviceReceiveBuffer, HostReceiveBuffer
+
+    nccl = communicator_of(ctx.config) == "nccl"
+    return Receiver(
+        offers_folder(ctx),
+        ctx.who.slot,
+        ctx.who.epoch,
+        DeviceReceiveBuffer if nccl else HostReceiveBuffer,
+        _own_device() if nccl else "",
+    )
+
+
+def _own_device() -> str:
+    """The first device that this process sees."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"

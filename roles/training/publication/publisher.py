@@ -14,12 +14,11 @@ import msgspec
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.training.backend.interface import TrainerBackend
 from relax_rt.roles.training.publication.adapters import AdaptedVersions, Adapters
-from relax_rt.roles.training.publication.broadcast import Spreader
-from relax_rt.roles.training.publication.checks import wire_of
+from relax_rt.roles.training.publication.broadcast import WeightBroadcaster
 from relax_rt.roles.training.publication.device import DeviceWeights
 from relax_rt.roles.training.publication.files import WeightFiles
 from relax_rt.roles.training.publication.machine import Late, Lost, Publication, Report, Settled
-from relax_rt.roles.training.publication.settings import PublicationTable
+from relax_rt.roles.training.publication.settings import Communicator, PublicationTable, wire_of
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, OutOfSpace, RelaxError, Unreachable
 from relax_rt.transport.weights.manifest import Layout, Manifest
@@ -67,6 +66,7 @@ class Publisher:
         engines: roles whose engines follow every version.
         committed: the newest committed version, 0 if there is none.
         files: puts each version into a folder as well.
+        communicator: over which broadcasts go, where the carrier is "collective".
     """
 
     def __init__(
@@ -80,10 +80,11 @@ class Publisher:
         engines: Collection[str],
         committed: int,
         files: WeightFiles | None = None,
+        communicator: Communicator = "gloo",
     ) -> None:
         self._ctx, self._stage, self._backend, self._dtype, self._table = ctx, stage, backend, dtype, table
         self._committed, self._files = committed, files
-        self._spread, self._device = Spreader.of(ctx, table), DeviceWeights.of(ctx, table)
+        self._spread, self._device = WeightBroadcaster.of(ctx, table, communicator), DeviceWeights.of(ctx, table)
         self._adapted = AdaptedVersions.of(table, backend, stage, dtype)
         self._machine = Publication(engines, table.ack_timeout_s)
         self._copied = threading.Event()

@@ -6,6 +6,8 @@ from typing import Literal
 
 from relax_rt.config.schema import Filled, Seconds, Table
 
+Communicator = Literal["nccl", "gloo"]
+
 
 class PublicationTable(Table):
     """New weights on their way to the engines."""
@@ -39,3 +41,10 @@ class PublicationTable(Table):
     directory_timeout_s: Seconds = 300.0
     """For one version to be written there. A disk that is full or too slow costs the run nothing but this copy, unless
     carrier = "directory"."""
+
+
+def wire_of(named: str | None, published: str) -> Literal["bfloat16", "float8_e4m3fn"] | None:
+    """What versions of this dtype are rounded to for the wire; None: they go as they are."""
+    if named == "float8":
+        return "float8_e4m3fn"
+    return "bfloat16" if named == "bfloat16" and published == "float32" else None

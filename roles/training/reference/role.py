@@ -13,8 +13,8 @@ from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.models.settings import ModelTable
 from relax_rt.roles.rollout.engines.settings import SamplingTable
+from relax_rt.roles.training.algorithms.settings import ColdStartTable
 from relax_rt.roles.training.reference.settings import ReferenceSettings
-from relax_rt.roles.training.sft.settings import ColdStartTable
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class ReferenceRole(RLRole[ReferenceSettings]):
         "torch",
         "transformers",
         "relax_rt.roles.training.reference.model",
-        "relax_rt.roles.base.columns",
+        "relax_rt.roles.base.sample",
         "relax_rt.transport.queue.client",
         *MODEL_CODE,
     )
@@ -114,7 +114,7 @@ class ReferenceRole(RLRole[ReferenceSettings]):
 
         began = time.monotonic()
         columns, failed = await asyncio.to_thread(self._compute, batch)
-        await self.queue.complete(TASK, batch, columns, [Failure(key, why) for key, why in failed.items()])
+        await self.queue.complete(batch, columns, [Failure(key, why) for key, why in failed.items()])
         if not self._worked:
             self._worked = True
             self.ctx.event("first_work", what=f"{len(columns)} samples judged")
@@ -134,7 +134,7 @@ class ReferenceRole(RLRole[ReferenceSettings]):
         """Columns of the samples that can be judged, and why the others cannot."""
         import numpy as np
 
-        from relax_rt.roles.base.columns import read_sample
+        from relax_rt.roles.base.sample import read_sample
 
         samples = {leased.key: read_sample(leased) for leased in batch.samples}
         failed: dict[SampleKey, str] = {}

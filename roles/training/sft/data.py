@@ -23,7 +23,7 @@ from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.data.source import PromptSource, conversation, fill
 from relax_rt.roles.evaluation.settings import EvaluationTable
 from relax_rt.roles.models.tokenizer import ChatTokenizer
-from relax_rt.roles.training.sft.settings import ColdStartTable
+from relax_rt.roles.training.algorithms.settings import ColdStartTable
 from relax_rt.transport.rpc.errors import RelaxError
 
 Kind = Literal["sft", "dpo"]

@@ -18,7 +18,7 @@ from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.data.order import epoch_order
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.rollout.engines.settings import SamplingTable
-from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable, ColdStartTable
 from relax_rt.roles.training.checkpoints.cold_start import (
     KEEP,
     Mark,
@@ -30,7 +30,6 @@ from relax_rt.roles.training.checkpoints.cold_start import (
     write_reference,
 )
 from relax_rt.roles.training.sft.data import ColdData, ColdItem, Floats, load, samples_of
-from relax_rt.roles.training.sft.settings import ColdStartTable
 from relax_rt.transport.rpc.errors import Corrupt, GivenUp, Refused, RelaxError
 
 if TYPE_CHECKING:
@@ -150,13 +149,13 @@ class ColdStart:
 
     def _prepare(self) -> None:
         """Data and objective; the backend follows it, with log-probabilities of the model's own distribution."""
-        from relax_rt.roles.base.locations import config_dir, model_folder
+        from relax_rt.roles.base.locations import model_folder
         from relax_rt.roles.data.source import PromptSource
         from relax_rt.roles.models.tokenizer import load_tokenizer
         from relax_rt.roles.training.algorithms.objective import Objective
 
         ctx, config = self._ctx, self._config
-        tokenizer, base = load_tokenizer(model_folder(ctx)), config_dir(ctx)
+        tokenizer, base = load_tokenizer(model_folder(ctx)), Path(ctx.config.config_dir)
         source = PromptSource.load(
             config.table(DataTable), tokenizer, seed=config.run.seed, config_dir=base, run_dir=ctx.run_dir
         )

@@ -101,7 +101,7 @@ class Producer(AtQueue):
     made = 0
 
     async def work(self, client: QueueClient) -> int:
-        await client.offer([{"tokens": np.full(20_000, self.made, np.int32)}])
+        await client.put([{"tokens": np.full(20_000, self.made, np.int32)}])
         self.made += 1
         await asyncio.sleep(0.02)
         return 1
@@ -111,14 +111,14 @@ class Judge(AtQueue):
     """Puts a reward of 10,000 numbers to each sample, half its first token."""
 
     async def work(self, client: QueueClient) -> int:
-        batch = await client.take("judge", samples=4, wait_s=0.5)
+        batch = await client.lease("judge", samples=4, wait_s=0.5)
         if not batch:
             return 1
         for sample in batch.samples:
             tokens = sample["tokens"]
             assert len(tokens) == 20_000 and (tokens == tokens[0]).all()
         rewards = {s.key: {"reward": np.full(10_000, s["tokens"][0] * 0.5)} for s in batch.samples}
-        await client.complete("judge", batch, rewards)
+        await client.complete(batch, rewards)
         return len(batch)
 
 
@@ -128,7 +128,7 @@ class ReadBack(AtQueue):
     read = 0
 
     async def work(self, client: QueueClient) -> int:
-        batch = await client.take("read", samples=4, wait_s=0.5)
+        batch = await client.lease("read", samples=4, wait_s=0.5)
         for sample in batch.samples:
             assert (sample["reward"] == sample["tokens"][0] * 0.5).all() and len(sample["reward"]) == 10_000
             self.read += 1
@@ -136,5 +136,5 @@ class ReadBack(AtQueue):
                 assert self.ctx.fetcher is not None
                 self.ctx.event("read", samples=self.read, bytes_in=self.ctx.fetcher.statistics().bytes_in)
         if batch:
-            await client.complete("read", batch)
+            await client.complete(batch)
         return 1

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from relax_rt.transport import TransferQueue
-from relax_rt.transport.memory.arena import Bf16, Raw, Shared
+from relax_rt.transport.memory.values import Bf16, Raw, Shared
 from relax_rt.transport.queue.hosting import Host, Keys
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.errors import RelaxError
@@ -104,7 +104,7 @@ async def tensors(folder: str) -> None:
     import torch
 
     async with TransferQueue.connect(folder) as queue:
-        batch = await queue.take("judge", samples=8, wait_s=30)
+        batch = await queue.lease("judge", samples=8, wait_s=30)
         doubled = {}
         for one in batch.samples:
             tensor, half = one.tensor("tokens"), one.tensor("half")
@@ -114,7 +114,7 @@ async def tensors(folder: str) -> None:
                 "half_doubled": half * 2,
                 "scores": torch.rand(3).to(torch.float16),
             }
-        await queue.done(batch, doubled)
+        await queue.complete(batch, doubled)
         tell(len(batch))
 
 
@@ -132,9 +132,9 @@ async def flood(folder: str) -> None:
 async def hold(folder: str) -> None:
     """Finish a batch and keep an array of it."""
     async with TransferQueue.connect(folder) as queue:
-        batch = await queue.take("train", samples=1, wait_s=30)
+        batch = await queue.lease("train", samples=1, wait_s=30)
         kept = batch.samples[0]["tokens"]
-        await queue.done(batch)
+        await queue.complete(batch)
         tell(int(kept[0]))
         await asyncio.to_thread(sys.stdin.readline)
         assert (kept == kept[0]).all()
@@ -209,13 +209,13 @@ async def far_take(folder: str, address: str, keys: str, task: str, column: str)
     seen: list[int] = []
     async with TransferQueue.connect(address or folder, keys=keys or None) as queue:
         while len(seen) < FAR_SAMPLES:
-            batch = await queue.take(task, samples=5, wait_s=30)
+            batch = await queue.lease(task, samples=5, wait_s=30)
             kept = [(sample["n"], sample["tokens"]) for sample in batch.samples]
             for sample in batch.samples:
                 if "rewards" in sample:
                     assert (sample["rewards"] == sample["n"] / 2).all() and len(sample["rewards"]) == FAR_TOKENS
             new = {sample.key: {column: np.full(FAR_TOKENS, sample["n"] / 2)} for sample in batch.samples if column}
-            await queue.done(batch, new)
+            await queue.complete(batch, new)
             assert all((tokens == n).all() and len(tokens) == FAR_TOKENS for n, tokens in kept)
             seen += [n for n, _ in kept]
         fetcher = queue.client._fetcher

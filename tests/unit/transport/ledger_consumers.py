@@ -1,4 +1,4 @@
-"""Rules of the ledger's random test: consumers that reward samples, and ranks that compute values together."""
+"""Rules of the ledger's random test: consumers that reward samples, and critics that compute their values."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ledger_model import Model
 
 from relax_rt.transport.memory.refs import BlockRef, Extent
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.messages import Batch, Put, RowPut, SampleKey
-from relax_rt.transport.rpc.errors import Refused, StaleEpoch
+from relax_rt.transport.queue.ledger.messages import LeaseGrant, Put, RowPut, SampleKey
+from relax_rt.transport.rpc.errors import StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 
 OUTCOMES = ("done", "done", "done", "done", "pinned", "failed", "abandoned")
@@ -25,11 +25,10 @@ class Consumers(RuleBasedStateMachine):
     version: int
     dead: list[Incarnation]
     judges: list[Incarnation]
-    ranks: list[Incarnation]
-    work: list[tuple[Incarnation, Batch]]
+    critics: list[Incarnation]
+    work: list[tuple[Incarnation, LeaseGrant]]
     reads: list[tuple[Incarnation, int]]
-    index: list[int]
-    shared: list[Batch | None]
+    values: list[LeaseGrant | None]
 
     def fresh(self, slot: str) -> Incarnation:
         raise NotImplementedError
@@ -40,7 +39,7 @@ class Consumers(RuleBasedStateMachine):
     def gone(self, who: Incarnation) -> None:
         raise NotImplementedError
 
-    def sees_its_columns(self, batch: Batch) -> None:
+    def sees_its_columns(self, batch: LeaseGrant) -> None:
         pins = self.m.leases[batch.lease].pins
         assert {block.extent for block in batch.blocks if block.extent} <= set(pins)
         assert {blob.extent for blob in batch.blobs} <= set(pins)
@@ -77,15 +76,15 @@ class Consumers(RuleBasedStateMachine):
             return [Put(BlockRef(None, len(rows), (field,), INLINE), rows, version=version)]
         return [self.d.rows(who, rows, field, version=version)]
 
-    def complete(self, who: Incarnation, task: str, batch: Batch, outcome: str, puts: list[Put]) -> None:
+    def complete(self, who: Incarnation, batch: LeaseGrant, outcome: str, puts: list[Put]) -> None:
         failed = {batch.samples[0].key} if outcome == "failed" and batch.samples else set()
         try:
             if outcome == "abandoned":
-                self.d.call(who, ev.Abandon(batch.lease, "test"))
+                self.d.call(who, ev.ReleaseLease(batch.lease, "test"))
                 self.m.abandon(who, batch.lease)
                 return
             pinned = outcome == "pinned"
-            freed = self.d.complete(who, task, batch, *puts, failed=sorted(failed), pinned=pinned)
+            freed = self.d.complete(who, batch, *puts, failed=sorted(failed), pinned=pinned)
         except StaleEpoch:
             assert who in self.dead
             return
@@ -99,7 +98,7 @@ class Consumers(RuleBasedStateMachine):
     def finish_reward(self, pick: int, outcome: str) -> None:
         who, batch = self.work.pop(pick % len(self.work))
         keys = [info.key for info in batch.samples][outcome == "failed" :]
-        self.complete(who, "reward", batch, outcome, self.columns(who, "reward", keys))
+        self.complete(who, batch, outcome, self.columns(who, "reward", keys))
 
     @precondition(lambda self: self.reads)
     @rule(pick=PICK)
@@ -115,49 +114,34 @@ class Consumers(RuleBasedStateMachine):
         self.gone(self.judges[i])
         self.judges[i] = self.fresh(f"reward/{i}")
 
-    # --- the ranks that compute values together
+    # --- critics
 
     @rule(i=st.integers(0, 1), samples=st.integers(1, 4))
     def take_values(self, i: int, samples: int) -> None:
-        if self.shared[i] is not None:
+        if self.values[i] is not None:
             return
-        who, index, live = self.ranks[i], self.index[i], {lease.index: lease for lease in self.m.leases.values()}
-        try:
-            batch = self.d.take(who, "values", samples, stream="s", index=index, readers=2)
-        except Refused:
-            done = index in live and (who in live[index].finished or len(live[index].finished) > 0)
-            assert done or (index < self.m.next_index and index not in live)
-            self.index[i] = self.m.next_index if index not in live else index + 1
-            return
+        batch = self.d.take(self.critics[i], "values", samples)
         keys = [info.key for info in batch.samples]
-        if index in live:
-            assert (batch.lease, keys) == (live[index].id, live[index].keys)
-            live[index].holders.add(who)
-        elif index == self.m.next_index:
-            self.chosen(keys, samples, self.m.ready("values"))
-            if keys:
-                self.m.grant(who, batch.lease, "values", keys, index, readers=2)
-                self.sees_its_columns(batch)
-        else:
-            assert not batch.lease and batch.waiting_on
-        if batch.lease:
-            self.shared[i] = batch
-            self.index[i] = index + 1
+        self.chosen(keys, samples, self.m.ready("values"))
+        if keys:
+            self.m.grant(self.critics[i], batch.lease, "values", keys)
+            self.sees_its_columns(batch)
+            self.values[i] = batch
 
     @rule(i=st.integers(0, 1), outcome=st.sampled_from(OUTCOMES), late=st.booleans())
     def finish_values(self, i: int, outcome: str, late: bool) -> None:
-        """Each rank puts the values of its half of the samples; some are of the weights before the last."""
-        batch, self.shared[i] = self.shared[i], None
+        """Some values are of the weights before the last."""
+        batch, self.values[i] = self.values[i], None
         if batch is None:
             return
         version = max((v for v in self.m.parents if v < self.version), default=0) if late else self.version
-        keys = [info.key for info in batch.samples if info.key.member % 2 == i][outcome == "failed" :]
-        self.complete(self.ranks[i], "values", batch, outcome, self.columns(self.ranks[i], "values", keys, version))
+        keys = [info.key for info in batch.samples][outcome == "failed" :]
+        self.complete(self.critics[i], batch, outcome, self.columns(self.critics[i], "values", keys, version))
 
     @rule(i=st.integers(0, 1), told=st.booleans())
-    def kill_rank(self, i: int, told: bool) -> None:
+    def kill_critic(self, i: int, told: bool) -> None:
         if told:
-            self.gone(self.ranks[i])
-        self.dead.append(self.ranks[i])
-        self.ranks[i] = self.fresh(f"critic/{i}")
-        self.shared[i] = None
+            self.gone(self.critics[i])
+        self.dead.append(self.critics[i])
+        self.critics[i] = self.fresh(f"critic/{i}")
+        self.values[i] = None

@@ -11,8 +11,7 @@ from itertools import count
 import msgspec
 
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
-from relax_rt.transport.memory.slab_names import owner_key
+from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent, owner_key
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.admission import crowded, obstacle
 from relax_rt.transport.queue.ledger.core import ROOM
@@ -20,23 +19,24 @@ from relax_rt.transport.queue.ledger.events import Entry
 from relax_rt.transport.queue.ledger.machine import Ledger, Outcome
 from relax_rt.transport.queue.ledger.messages import (
     Admission,
-    Advice,
-    Batch,
     Failure,
-    Mark,
-    Marked,
-    Offered,
+    Freed,
+    GroupsPut,
+    LeaseGrant,
+    LeaseRequest,
+    PartialChunk,
     Put,
     RowPut,
     SampleInfo,
     SampleKey,
+    SavedPartials,
+    StepReply,
     Ticket,
     VersionSpan,
-    Want,
 )
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.queue.ledger.selection import stragglers
-from relax_rt.transport.queue.marking import make_mark
+from relax_rt.transport.queue.partials import partial_chunk
 from relax_rt.transport.queue.samplers.loading import load_sampler
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -71,7 +71,7 @@ def spans(*versions: int) -> list[VersionSpan]:
     return [VersionSpan(i, i + 1, version, version) for i, version in enumerate(versions)]
 
 
-def a_mark(ticket: Ticket, member: int, start: int, tokens: Sequence[tuple[int, int]]) -> Mark:
+def a_mark(ticket: Ticket, member: int, start: int, tokens: Sequence[tuple[int, int]]) -> PartialChunk:
     """Tokens with their versions, from `start` on; token n has the log-probability -n."""
     versions = [VersionSpan(start + n, start + n + 1, version, version) for n, (_, version) in enumerate(tokens)]
     runs = versions[:1]
@@ -82,10 +82,10 @@ def a_mark(ticket: Ticket, member: int, start: int, tokens: Sequence[tuple[int, 
         else:
             runs.append(span)
     values = [token for token, _ in tokens]
-    return make_mark(ticket, member, start, values, [-float(token) for token in values], runs)
+    return partial_chunk(ticket, member, start, values, [-float(token) for token in values], runs)
 
 
-def fields_of(batch: Batch, info: SampleInfo) -> set[str]:
+def fields_of(batch: LeaseGrant, info: SampleInfo) -> set[str]:
     """Names of the columns that a batch shows of a sample."""
     return {name for block, _ in info.parts for name in batch.blocks[block].fields}
 
@@ -102,7 +102,7 @@ class Driver:
         self.versions = count(1)
         self.last: tuple[Incarnation, int, ev.Event, object] | None = None
         self.own(ev.Configure(policy, limits))
-        self.own(ev.Open("run-1"))
+        self.own(ev.OpenRun("run-1"))
 
     def outcome(self, event: ev.Event, who: Incarnation | None, seq: int = 0) -> Outcome:
         before, possible = self.ledger.snapshot(), self.possible()
@@ -205,54 +205,57 @@ class Driver:
         return self.put_all(who, [self.rows(who, [RowPut(key, 0, length, spans(*versions))])])
 
     def put_all(self, who: Incarnation, puts: list[Put]) -> list[Extent]:
-        answer = self.call(who, ev.PutColumns(puts))
-        assert isinstance(answer, list)
-        return answer
+        answer = self.call(who, ev.PutSamples(puts))
+        assert isinstance(answer, Freed)
+        return answer.extents
 
     def mark(self, who: Incarnation, ticket: Ticket, member: int, start: int, tokens: Sequence[tuple[int, int]]) -> int:
         """Tokens with their versions, from `start` on; token n has the log-probability -n."""
-        answer = self.call(who, ev.MarkTokens([a_mark(ticket, member, start, tokens)]))
-        assert isinstance(answer, Marked)
+        answer = self.call(who, ev.SavePartials([a_mark(ticket, member, start, tokens)]))
+        assert isinstance(answer, SavedPartials)
         return answer.held[0]
 
     def give_back(self, who: Incarnation, *groups: int, losses: int = 0) -> None:
-        self.call(who, ev.GiveBack(list(groups), "test", losses=losses))
+        self.call(who, ev.ReleaseGroups(list(groups), "test", losses=losses))
 
     def generate(self, who: Incarnation, ticket: Ticket, version: int) -> None:
         """All members that the ticket asks for, in one block."""
         keys = [SampleKey(ticket.group, member) for member in ticket.wanted()]
         self.put_all(who, [self.rows(who, [RowPut(key, row, 1, spans(version)) for row, key in enumerate(keys)])])
 
-    def offer(self, who: Incarnation, *groups: int, fields: Sequence[str] = ("tokens",), lengths: int = -1) -> Offered:
+    def offer(
+        self, who: Incarnation, *groups: int, fields: Sequence[str] = ("tokens",), lengths: int = -1
+    ) -> GroupsPut:
         """Groups of these sizes in one block."""
         keys = [SampleKey(group, member) for group, size in enumerate(groups) for member in range(size)]
         put = self.rows(who, [RowPut(key, row, lengths) for row, key in enumerate(keys)], *fields)
-        answer = self.call(who, ev.Offer([put], list(groups)))
-        assert isinstance(answer, Offered)
+        answer = self.call(who, ev.PutGroups([put], list(groups)))
+        assert isinstance(answer, GroupsPut)
         return answer
 
     # --- what consumers do
 
-    def take(self, who: Incarnation, task: str, samples: int = 0, groups: int = 0, **want: object) -> Batch:
-        answer = self.call(who, ev.Take(task, Want(samples, groups, **want)))  # type: ignore[arg-type]
-        assert isinstance(answer, Batch)
+    def take(self, who: Incarnation, task: str, samples: int = 0, groups: int = 0, **want: object) -> LeaseGrant:
+        answer = self.call(who, ev.RequestLease(task, LeaseRequest(samples, groups, **want)))  # type: ignore[arg-type]
+        assert isinstance(answer, LeaseGrant)
         return msgspec.structs.replace(answer, samples=answer.infos(), runs=[])
 
     def complete(
         self,
         who: Incarnation,
-        task: str,
-        batch: Batch,
+        batch: LeaseGrant,
         *puts: Put,
         failed: Sequence[SampleKey] = (),
         pinned: bool = False,
     ) -> list[Extent]:
         failures = [Failure(key, "bad") for key in failed]
-        answer = self.call(who, ev.Complete(task, batch.lease, list(puts), failures, pinned))
-        assert isinstance(answer, list)
-        return answer
+        answer = self.call(who, ev.CompleteLease(batch.lease, list(puts), failures, pinned))
+        assert isinstance(answer, Freed)
+        return answer.extents
 
-    def columns(self, batch: Batch, *fields: str, version: int = -1, without: Sequence[SampleKey] = ()) -> list[Put]:
+    def columns(
+        self, batch: LeaseGrant, *fields: str, version: int = -1, without: Sequence[SampleKey] = ()
+    ) -> list[Put]:
         """A tiny block with a row for each sample of the batch."""
         keys = [info.key for info in batch.samples if info.key not in without]
         if not keys:
@@ -260,9 +263,9 @@ class Driver:
         block = BlockRef(None, len(keys), fields, INLINE)
         return [Put(block, [RowPut(key, row) for row, key in enumerate(keys)], version=version)]
 
-    def reward(self, who: Incarnation, batch: Batch, *failed: SampleKey, pinned: bool = False) -> list[Extent]:
+    def reward(self, who: Incarnation, batch: LeaseGrant, *failed: SampleKey, pinned: bool = False) -> list[Extent]:
         puts = self.columns(batch, "reward", without=failed)
-        return self.complete(who, "reward", batch, *puts, failed=failed, pinned=pinned)
+        return self.complete(who, batch, *puts, failed=failed, pinned=pinned)
 
     def reward_all(self, who: Incarnation) -> None:
         while (batch := self.take(who, "reward", samples=16)).samples:
@@ -270,8 +273,8 @@ class Driver:
 
     def unpin(self, who: Incarnation, *leases: int) -> list[Extent]:
         answer = self.call(who, ev.Unpin(list(leases)))
-        assert isinstance(answer, list)
-        return answer
+        assert isinstance(answer, Freed)
+        return answer.extents
 
     # --- what the trainer does
 
@@ -280,15 +283,15 @@ class Driver:
         self.call(trainer, ev.Rollback(step, VersionRecord(version, parent, step, changed=changed)))
         return version
 
-    def trained(self, who: Incarnation, batch: Batch, step: int, parent: int) -> int:
+    def trained(self, who: Incarnation, batch: LeaseGrant, step: int, parent: int) -> int:
         version = next(self.versions)
-        answer = self.call(who, ev.Trained([batch.lease], step, VersionRecord(version, parent, step)))
-        assert isinstance(answer, Advice)
+        answer = self.call(who, ev.CompleteStep([batch.lease], step, VersionRecord(version, parent, step)))
+        assert isinstance(answer, StepReply)
         return version
 
-    def skip(self, who: Incarnation, batch: Batch, step: int, weights: VersionRecord) -> None:
+    def skip(self, who: Incarnation, batch: LeaseGrant, step: int, weights: VersionRecord) -> None:
         """The step came to nothing; the weights are the ones of before."""
-        self.call(who, ev.Trained([batch.lease], step, weights, skipped=True))
+        self.call(who, ev.CompleteStep([batch.lease], step, weights, skipped=True))
 
     def weights(self) -> VersionRecord:
         """The trainer's weights."""
@@ -296,16 +299,16 @@ class Driver:
         return next(record for record in state.versions if record.version == state.trainer_version)
 
     def committed(self, who: Incarnation, step: int) -> None:
-        self.call(who, ev.Committed(step, f"step-{step}"))
+        self.call(who, ev.Commit(step, f"step-{step}"))
 
     # --- what the node does
 
     def gone(self, who: Incarnation) -> None:
-        self.call(AGENT, ev.Gone(who, "killed"))
+        self.call(AGENT, ev.ProcessExited(who, "killed"))
 
     def reopen(self, run_id: str = "run-1") -> None:
         """A broker begins to serve; another run id means that shared memory is another one."""
-        self.own(ev.Open(run_id))
+        self.own(ev.OpenRun(run_id))
 
     def spill(self) -> list[Extent]:
         """Copy what should go to disk; answers with the copies that are of no use."""
@@ -316,9 +319,9 @@ class Driver:
         return self.moved(moves)
 
     def moved(self, moves: list[tuple[int, Extent]]) -> list[Extent]:
-        answer = self.own(ev.Spilled(moves))
-        assert isinstance(answer, list)
-        return answer
+        answer = self.own(ev.MoveBlocks(moves))
+        assert isinstance(answer, Freed)
+        return answer.extents
 
 
 def started(limits: QueueLimits = DEFAULT, **changes: object) -> tuple[Driver, int]:

@@ -209,18 +209,14 @@ class Model(Holdings):
     def sample(self, key: SampleKey) -> Sample:
         return self.groups[key.group].samples[key.member]
 
-    def grant(
-        self, who: Incarnation, id_: int, task: str, keys: list[SampleKey], index: int = -1, readers: int = 1
-    ) -> None:
+    def grant(self, who: Incarnation, id_: int, task: str, keys: list[SampleKey]) -> None:
         pins = self.extents_of(keys)
         for key in keys:
             if task == TRAIN:
                 self.groups[key.group].lease = id_
             else:
                 self.sample(key).leases[task] = id_
-        self.leases[id_] = Lease(id_, task, keys, list(pins), {who}, index, readers)
-        if index >= 0:
-            self.next_index = index + 1
+        self.leases[id_] = Lease(id_, task, keys, list(pins), who)
 
     def extents_of(self, keys: list[SampleKey]) -> dict[Extent, None]:
         """Where the columns of these samples lie."""
@@ -237,45 +233,33 @@ class Model(Holdings):
             if key.group in self.groups and self.sample(key).leases.get(lease.task) == lease.id
         }
 
-    def close(self, lease: Lease) -> None:
+    def close(self, lease: Lease, *, pinned: bool) -> None:
         del self.leases[lease.id]
         for sample in self.held(lease).values():
             del sample.leases[lease.task]
         for group in self.groups.values():
             if group.lease == lease.id:
                 group.lease = 0
-        lease.holders = lease.holders | lease.reading
-        lease.pending = []
-        if lease.holders:
-            self.lapsed[lease.id] = lease
+        if pinned:
+            self.pinned[lease.id] = lease
 
     def complete(self, who: Incarnation, id_: int, puts: list[Put], failed: set[SampleKey], pinned: bool) -> None:
         lease = self.leases.get(id_)
-        if lease is None or who not in lease.holders:
+        if lease is None or lease.holder != who:
             if not pinned:
                 self.unpin(who, id_)
             return
-        held = self.held(lease)
+        held, pending = self.held(lease), list[tuple[SampleKey, Part]]()
         for put in puts:
             rows = [row for row in put.rows if row.key in held]
             block = self.new_block(put) if rows else None
             versioned = bool(set(put.block.fields) & set(self.policy.versioned))
             for row in rows:
                 assert block is not None
-                lease.pending.append((row.key, Part(block, row.row, lease.task, put.version if versioned else -1)))
-        lease.failed |= failed
-        lease.holders.remove(who)
-        if pinned:
-            lease.reading.add(who)
-        lease.finished.add(who)
-        if len(lease.finished) >= lease.readers or (lease.task == TRAIN and lease.failed):
-            self._finish(lease)
-
-    def _finish(self, lease: Lease) -> None:
-        held, pending = self.held(lease), lease.pending
+                pending.append((row.key, Part(block, row.row, lease.task, put.version if versioned else -1)))
         here = {key for key in lease.keys if key.group in self.groups and not self.sample(key).left_out}
-        failed = lease.failed & (here if lease.task == TRAIN else held.keys())
-        self.close(lease)
+        failed &= here if lease.task == TRAIN else held.keys()
+        self.close(lease, pinned=pinned)
         undone = failed | {key for key, part in pending if part.version >= 0 and self.lag(part.version) > 0}
         self.fail(failed)
         if lease.task == self.policy.frozen_by:
@@ -297,29 +281,22 @@ class Model(Holdings):
         )
 
     def unpin(self, who: Incarnation, id_: int) -> None:
-        if id_ in self.leases:
-            self.leases[id_].reading.discard(who)
-        elif id_ in self.lapsed:
-            self.lapsed[id_].holders.discard(who)
-            if not self.lapsed[id_].holders:
-                del self.lapsed[id_]
+        if id_ in self.pinned and self.pinned[id_].holder == who:
+            del self.pinned[id_]
 
     def abandon(self, who: Incarnation, id_: int) -> None:
         lease = self.leases.get(id_)
-        if lease is None or who not in lease.holders:
+        if lease is None or lease.holder != who:
             self.unpin(who, id_)
             return
-        lease.holders.remove(who)
-        self.close(lease)
+        self.close(lease, pinned=False)
 
-    def lapse(self, lease: Lease, ended: set[Incarnation], *, blame: bool = True) -> None:
+    def lapse(self, lease: Lease, *, pinned: bool, blame: bool = True) -> None:
         groups = [self.groups[id_] for id_ in {key.group: None for key in lease.keys} if id_ in self.groups]
         samples = list(self.held(lease).values())
         if lease.task == TRAIN:
             samples = [sample for group in groups for _, sample in group.alive()]
-        lease.holders -= ended
-        lease.reading -= ended
-        self.close(lease)
+        self.close(lease, pinned=pinned)
         for sample in samples:
             sample.deaths += blame
         for group in groups:
@@ -330,13 +307,12 @@ class Model(Holdings):
     def end_work(self, of: Callable[[Incarnation], bool], *, dead: bool) -> None:
         self.give_up(lambda group: group.holder is not None and of(group.holder), "dropped(producer gone)")
         for lease in list(self.leases.values()):
-            at_work = {who for who in lease.holders if of(who)}
-            if at_work:
-                self.lapse(lease, at_work if dead else set())
+            if of(lease.holder):
+                self.lapse(lease, pinned=not dead)
 
     def gone(self, who: Incarnation) -> None:
         self.end_work(lambda other: other == who, dead=True)
-        for id_ in [*self.leases, *self.lapsed]:
+        for id_ in list(self.pinned):
             self.unpin(who, id_)
 
     # --- steps
@@ -350,7 +326,7 @@ class Model(Holdings):
             return []
         self.refuse_stale(0)
         at_work = [lease for lease in self.leases.values() if lease.task == TRAIN]
-        if any(not part or lease.holders != {who} for lease in at_work):
+        if any(not part or lease.holder != who for lease in at_work):
             return []
         ready = self.step_ready()
         room = self._places(ready, groups) if part else groups
@@ -470,13 +446,13 @@ class Model(Holdings):
     def step_done(self, who: Incarnation, ids: list[int], step: int, version: int, *, skipped: bool) -> None:
         before = self.trainer
         for lease in [lease for lease in self.leases.values() if lease.task == TRAIN and lease.id not in ids]:
-            self.lapse(lease, set(), blame=False)
+            self.lapse(lease, pinned=True, blame=False)
         self.move_weights(version)
         for id_ in ids:
             self._train(who, self.leases[id_], step, skipped=skipped)
             if version == before and not skipped:
                 self.since_update += len(self.leases[id_].keys)
-            self.close(self.leases[id_])
+            self.close(self.leases[id_], pinned=False)
         if version != before:
             self.since_update = 0
         self.step = step
@@ -496,7 +472,6 @@ class Model(Holdings):
             else:
                 self.trained[group.id] = group
                 group.lease = 0
-        lease.holders.discard(who)
 
     def filter(self, who: Incarnation, id_: int, groups: list[int], *, pinned: bool) -> None:
         """These groups of a train lease are left out of the step."""
@@ -505,9 +480,7 @@ class Model(Holdings):
             self.end(self.groups[group], "dropped(filter)", fate="filter")
         lease.keys = [key for key in lease.keys if key.group not in groups]
         if not lease.keys:
-            lease.holders.discard(who)
-            lease.reading |= {who} if pinned else set()
-            self.close(lease)
+            self.close(lease, pinned=pinned)
         elif not pinned:
             needed = self.extents_of(lease.keys)
             lease.pins = [extent for extent in lease.pins if extent in needed]
@@ -527,7 +500,7 @@ class Model(Holdings):
 
     def rollback(self, who: Incarnation, step: int, version: int) -> None:
         for lease in [lease for lease in self.leases.values() if lease.task == TRAIN]:
-            self.lapse(lease, set(), blame=False)
+            self.lapse(lease, pinned=True, blame=False)
         self.move_weights(version)
         self.commit(min(step, self.step))
         undone = [record for done in sorted(self.path) if done > step for record in self.path.pop(done)]
@@ -571,7 +544,7 @@ class Model(Holdings):
 
     def new_memory(self) -> None:
         """Shared memory is gone, and with it all processes."""
-        self.leases, self.lapsed, self.homes = {}, {}, {}
+        self.leases, self.pinned, self.homes = {}, {}, {}
         for sample in self.all_samples():
             sample.parts, sample.leases = [], {}
         for group in list(self.groups.values()):
@@ -581,7 +554,7 @@ class Model(Holdings):
             else:
                 self.end(group, "lost")
         self.lost_payloads = set(self.trained)
-        self.trainer, self.blocked, self.since_update, self.next_index = None, None, 0, 0
+        self.trainer, self.blocked, self.since_update = None, None, 0
 
     def _only_marks_left(self, group: Group) -> None:
         if group.holder is not None:

@@ -22,8 +22,7 @@ class Holdings:
         self.trained: dict[int, Group] = {}
         self.reopened: list[int] = []
         self.leases: dict[int, Lease] = {}
-        self.lapsed: dict[int, Lease] = {}
-        self.next_index = 0
+        self.pinned: dict[int, Lease] = {}
         self.homes: dict[bytes, Extent] = {}
         self.waiting: dict[int, tuple[int, int, int, int]] = {}
         """Attempt, failures, item and losses, by place in the prompt order."""
@@ -79,15 +78,14 @@ class Holdings:
 
     def blocks(self) -> set[Block]:
         """Blocks that somebody needs."""
-        found = {part.block for sample in self.all_samples() for part in sample.parts}
-        return found | {part.block for lease in self.leases.values() for _, part in lease.pending}
+        return {part.block for sample in self.all_samples() for part in sample.parts}
 
     def references(self) -> Counter[Extent]:
         blocks = self.blocks()
         named = {digest for block in blocks for digest in block.digests}
         found = Counter(block.extent for block in blocks if block.extent is not None)
         found.update(self.homes[digest] for digest in named)
-        for lease in [*self.leases.values(), *self.lapsed.values()]:
+        for lease in [*self.leases.values(), *self.pinned.values()]:
             found.update(lease.pins)
         return found
 

@@ -77,10 +77,4 @@ class Lease:
     task: str
     keys: list[SampleKey]
     pins: list[Extent]
-    holders: set[Incarnation]
-    index: int = -1
-    readers: int = 1
-    finished: set[Incarnation] = field(default_factory=set)
-    reading: set[Incarnation] = field(default_factory=set)
-    pending: list[tuple[SampleKey, Part]] = field(default_factory=list)
-    failed: set[SampleKey] = field(default_factory=set)
+    holder: Incarnation

@@ -12,7 +12,7 @@ from ledger_model_parts import Group as ModelGroup
 from ledger_model_parts import Lease as ModelLease
 
 from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.queue.ledger.state import Group, Held, Lease, State
+from relax_rt.transport.queue.ledger.state import Group, Lease, PartialTokens, State
 
 
 def of_ledger(state: State) -> dict[str, Any]:
@@ -22,9 +22,8 @@ def of_ledger(state: State) -> dict[str, Any]:
         "groups": {id_: _group(state, group) for id_, group in state.groups.items()},
         "trained": {id_: _group(state, group) for id_, group in state.trained.items()},
         "reopened": list(state.reopened),
-        "leases": {id_: _lease(state, lease) for id_, lease in state.leases.items()},
-        "lapsed": {id_: set(lease.holders) for id_, lease in state.lapsed.items()},
-        "streams": max((stream.next_index for stream in state.streams.values()), default=0),
+        "leases": {id_: _lease(lease) for id_, lease in state.leases.items()},
+        "pinned": {id_: lease.holder for id_, lease in state.pinned.items()},
         "live": live,
         "payload_bytes": table.payload_bytes,
         "marks_bytes": state.marks_bytes,
@@ -50,9 +49,8 @@ def of_model(model: Model) -> dict[str, Any]:
         "groups": {id_: _model_group(group) for id_, group in model.groups.items()},
         "trained": {id_: _model_group(group) for id_, group in model.trained.items()},
         "reopened": model.reopened,
-        "leases": {id_: _model_lease(lease) for id_, lease in model.leases.items()},
-        "lapsed": {id_: lease.holders for id_, lease in model.lapsed.items()},
-        "streams": model.next_index,
+        "leases": {id_: _lease(lease) for id_, lease in model.leases.items()},
+        "pinned": {id_: lease.holder for id_, lease in model.pinned.items()},
         "live": {_at(extent): n for extent, n in references.items()},
         "payload_bytes": model.payload_bytes(),
         "marks_bytes": model.marks_bytes(),
@@ -121,7 +119,7 @@ def _model_group(group: ModelGroup) -> tuple[Any, ...]:
     return (*place, group.issue, group.idle, group.recycled, group.holder, sorted(group.making), group.lease, samples)
 
 
-def _held(mark: Held | None) -> list[tuple[int, int]]:
+def _held(mark: PartialTokens | None) -> list[tuple[int, int]]:
     """Tokens, each with its version."""
     if mark is None:
         return []
@@ -132,14 +130,5 @@ def _held(mark: Held | None) -> list[tuple[int, int]]:
     return list(zip(tokens, versions, strict=True))
 
 
-def _lease(state: State, lease: Lease) -> tuple[Any, ...]:
-    blocks = state.blocks.blocks
-    pending = sorted((key, _place(blocks[part.block].ref.extent), part.row) for key, part, _ in lease.pending)
-    who = (set(lease.holders), set(lease.finished), set(lease.reading))
-    return (lease.task, lease.keys, *who, {_at(extent) for extent in lease.pins}, pending)
-
-
-def _model_lease(lease: ModelLease) -> tuple[Any, ...]:
-    pending = sorted((key, _place(part.block.extent), part.row) for key, part in lease.pending)
-    who = (lease.holders, lease.finished, lease.reading)
-    return (lease.task, lease.keys, *who, {_at(extent) for extent in lease.pins}, pending)
+def _lease(lease: Lease | ModelLease) -> tuple[Any, ...]:
+    return (lease.task, lease.keys, lease.holder, {_at(extent) for extent in lease.pins})

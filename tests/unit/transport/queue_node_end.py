@@ -28,14 +28,14 @@ async def host(folder: str, listen: str) -> None:
         await queue.put(samples)
         total, seen = 0.0, 0
         while seen < SAMPLES:
-            batch = await queue.take("train", samples=8, wait_s=30.0)
+            batch = await queue.lease("train", samples=8, wait_s=30.0)
             assert batch, batch.waiting_on
             seen += len(batch)
             for sample in batch.samples:
                 # The reward lies on the other node, the tokens on this one.
                 assert sample["reward"].shape == (REWARDS,) and (sample["reward"] == sample["tokens"][0] * 0.5).all()
                 total += float(sample["reward"][-1])
-            await queue.done(batch)
+            await queue.complete(batch)
         tell(f"{total} {await fetched(queue)}")
 
 
@@ -43,12 +43,12 @@ async def worker(address: str, keys: str) -> None:
     async with TransferQueue.connect(address, keys=keys) as queue:
         seen = 0
         while seen < SAMPLES:
-            batch = await queue.take("judge", samples=5, wait_s=30.0)
+            batch = await queue.lease("judge", samples=5, wait_s=30.0)
             assert batch, batch.waiting_on
             kept = [sample["tokens"] for sample in batch.samples]
             assert all(sample["image"] == IMAGE for sample in batch.samples)
             rewards = {sample.key: {"reward": np.full(REWARDS, sample["tokens"][0] * 0.5)} for sample in batch.samples}
-            await queue.done(batch, rewards)
+            await queue.complete(batch, rewards)
             # What was fetched stays good, whatever became of the lease.
             assert all((tokens == tokens[0]).all() and len(tokens) == TOKENS + tokens[0] for tokens in kept)
             seen += len(batch)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import threading
 import time
 from pathlib import Path
 
@@ -16,8 +15,7 @@ from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.client import NewSample, QueueClient
 from relax_rt.transport.queue.ledger.messages import Failure, SampleKey, Ticket, VersionSpan
 from relax_rt.transport.queue.ledger.policy import QueueLimits
-from relax_rt.transport.queue.sync import SyncQueue
-from relax_rt.transport.rpc.errors import DeadlineExceeded, OutOfSpace, Refused, StaleEpoch, Unreachable
+from relax_rt.transport.rpc.errors import OutOfSpace, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 
 ENGINE, JUDGE = Incarnation("rollout/0", 1), Incarnation("reward/0", 2)
@@ -38,10 +36,8 @@ async def generate(engine: QueueClient, version: int = 1, groups: int = 1) -> li
 
 
 async def judge_all(judge: QueueClient) -> None:
-    while batch := await judge.take("reward", samples=16, wait_s=0):
-        await judge.complete(
-            "reward", batch, {one.key: {"reward": float(one["tokens"].sum())} for one in batch.samples}
-        )
+    while batch := await judge.lease("reward", samples=16, wait_s=0):
+        await judge.complete(batch, {one.key: {"reward": float(one["tokens"].sum())} for one in batch.samples})
 
 
 async def test_prompt_to_freed_memory(tmp_path: Path) -> None:
@@ -57,7 +53,7 @@ async def test_prompt_to_freed_memory(tmp_path: Path) -> None:
         assert engine.groups == {}
         two_groups = engine.arena.used_bytes
         await judge_all(judge)
-        batch = await trainer.take("train", groups=2, wait_s=1)
+        batch = await trainer.lease("train", groups=2, wait_s=1)
         assert [one.key.group for one in batch.samples] == [ticket.group for ticket in tickets for _ in range(2)]
         for one in batch.samples:
             assert (one["tokens"] == one.key.group * 10 + one.key.member).all()
@@ -66,9 +62,9 @@ async def test_prompt_to_freed_memory(tmp_path: Path) -> None:
             assert one.decode("reward", float) == one["reward"]
             assert "tokens" in one and one.names == ["tokens", "reward"]
         assert list(batch.groups()) == [ticket.group for ticket in tickets]
-        await trainer.trained(batch, 1, VersionRecord(2, 1, 1))
+        await trainer.complete_step(batch, 1, VersionRecord(2, 1, 1))
         assert engine.arena.used_bytes == two_groups > 0
-        await trainer.committed(1, "step-1")
+        await trainer.commit(1, "step-1")
         await generate(engine, version=2)
         assert engine.arena.used_bytes == two_groups // 2
         assert w.broker is not None
@@ -81,7 +77,7 @@ async def test_prompt_to_freed_memory(tmp_path: Path) -> None:
 async def test_waiting_calls_are_woken_and_say_what_they_wait_for(tmp_path: Path) -> None:
     async with world(tmp_path) as w, w.client(ENGINE) as engine, w.client(TRAINER) as trainer:
         admission = asyncio.create_task(engine.admit(1, 1, wait_s=120))
-        taking = asyncio.create_task(trainer.take("reward", samples=1, wait_s=120))
+        taking = asyncio.create_task(trainer.lease("reward", samples=1, wait_s=120))
         assert w.broker is not None
         async with asyncio.timeout(120):
             while len(waiting := (await w.broker.stats()).waiting) < 2:  # noqa: ASYNC110 the broker has no event for it
@@ -105,14 +101,14 @@ async def test_lost_requests_and_answers_change_nothing(tmp_path: Path) -> None:
         w.client(TRAINER) as trainer,
     ):
         for client in (engine, judge, trainer):
-            for name in ("admit", "put", "take", "complete", "trained", "rollback"):
+            for name in ("admit", "put_samples", "lease", "complete", "complete_step", "rollback"):
                 client.api.lose_answer.append(name)  # type: ignore[attr-defined]
                 client.api.lose_request.append(name)  # type: ignore[attr-defined]
         await trainer.rollback(0, V1)
         assert len(await generate(engine, groups=2)) == 2
         await judge_all(judge)
-        batch = await trainer.take("train", groups=2, wait_s=1)
-        await trainer.trained(batch, 1, VersionRecord(2, 1, 1))
+        batch = await trainer.lease("train", groups=2, wait_s=1)
+        await trainer.complete_step(batch, 1, VersionRecord(2, 1, 1))
         assert w.broker is not None
         account = await w.broker.account()
         assert account["trained"] == account["samples_issued"] == 4
@@ -127,17 +123,15 @@ async def test_nothing_acknowledged_is_lost_when_the_broker_is_killed(tmp_path: 
     ):
         await trainer.rollback(0, V1)
         tickets = await generate(engine, groups=2)
-        work = await judge.take("reward", samples=3, wait_s=1)
+        work = await judge.lease("reward", samples=3, wait_s=1)
         await w.kill()
-        finishing = asyncio.create_task(
-            judge.complete("reward", work, {one.key: {"reward": 1.0} for one in work.samples})
-        )
+        finishing = asyncio.create_task(judge.complete(work, {one.key: {"reward": 1.0} for one in work.samples}))
         await asyncio.sleep(0.05)
         assert not finishing.done()
         await w.start()
         await finishing
         await judge_all(judge)
-        batch = await trainer.take("train", groups=2, wait_s=1)
+        batch = await trainer.lease("train", groups=2, wait_s=1)
         assert [one.key.group for one in batch.samples] == [ticket.group for ticket in tickets for _ in range(2)]
         assert ("queue_recovered" in [kind for kind, _ in w.notices]) and w.broker is not None
         assert await w.broker.account() == {**await w.broker.account(), "samples_issued": 4, "leased": 4}
@@ -151,9 +145,9 @@ async def test_recovery_from_snapshots(tmp_path: Path) -> None:
         for round_ in range(6):
             await generate(engine, groups=3)
             await judge_all(judge)
-            batch = await trainer.take("train", groups=2, wait_s=1)
-            await trainer.trained(batch, round_ + 1, VersionRecord(round_ + 2, round_ + 1, round_ + 1))
-            await trainer.committed(round_ + 1, "x")
+            batch = await trainer.lease("train", groups=2, wait_s=1)
+            await trainer.complete_step(batch, round_ + 1, VersionRecord(round_ + 2, round_ + 1, round_ + 1))
+            await trainer.commit(round_ + 1, "x")
         await until(lambda: bool(list((tmp_path / "queue").glob("snapshot-*.bin"))))
         await generate(engine, version=7)
         assert made.broker is not None
@@ -194,9 +188,9 @@ async def test_leases_lapse_unless_renewed(tmp_path: Path) -> None:
             await other.put_samples([sample(lapsed, 0, 1)])  # late: no error, and its memory is free again
             assert other.arena.used_bytes == 0
             await other.close()
-            await w.broker.give_back(10_000, [], "")
+            await w.broker.release_groups(10_000, [], "")
             w.caller = ENGINE
-            await w.broker.give_back(10_001, [kept.group], "behind the client's back")
+            await w.broker.release_groups(10_001, [kept.group], "behind the client's back")
             await until(lambda: bool(lost))
             assert lost == [kept.group] and engine.groups == {}
 
@@ -212,9 +206,9 @@ async def test_a_straggler_is_waited_for_until_its_deadline(tmp_path: Path) -> N
         await generate(engine, groups=2)
         (slow,) = (await engine.admit(1, 1, wait_s=0)).tickets
         await judge_all(judge)
-        assert "over-stale" in (await trainer.take("train", groups=2, wait_s=0)).waiting_on
+        assert "over-stale" in (await trainer.lease("train", groups=2, wait_s=0)).waiting_on
         async with asyncio.timeout(120):
-            batch = await trainer.take("train", groups=2, wait_s=120)
+            batch = await trainer.lease("train", groups=2, wait_s=120)
         assert slow.group not in {one.key.group for one in batch.samples}
         assert w.broker is not None and (await w.broker.account())["stragglers"] == 1
 
@@ -246,13 +240,13 @@ async def test_a_full_arena_waits_for_freed_extents(tmp_path: Path) -> None:
         await until(lambda: bool(reasons) and "8320 of 12288 bytes" in reasons[-1])
         assert not blocked.done()
         await judge_all(judge)
-        batch = await trainer.take("train", groups=2, wait_s=1)
-        await trainer.trained(batch, 1, VersionRecord(2, 1, 1))
-        await trainer.committed(1, "x")
+        batch = await trainer.lease("train", groups=2, wait_s=1)
+        await trainer.complete_step(batch, 1, VersionRecord(2, 1, 1))
+        await trainer.commit(1, "x")
         async with asyncio.timeout(120):
             assert len(await blocked) == 2
         assert reasons[-1] == ""
-        engine._space._wait_s = 0.1
+        engine._payload._wait_s = 0.1
         with pytest.raises(OutOfSpace):
             await generate(engine, version=2, groups=1)
 
@@ -269,14 +263,14 @@ async def test_slabs_of_the_dead_are_unlinked_once_no_one_needs_them(tmp_path: P
         assert w.broker is not None
         for seq, who in enumerate([ENGINE, idle.who]):
             w.caller = AGENT
-            await w.broker.gone(seq + 1, who, "killed")
+            await w.broker.process_exited(seq + 1, who, "killed")
         await until(lambda: not (w.shm / "rollout-1-5-1.slab").exists())
         assert (w.shm / "rollout-0-1-1.slab").exists()
         await judge_all(judge)
-        batch = await trainer.take("train", groups=1, wait_s=1)
+        batch = await trainer.lease("train", groups=1, wait_s=1)
         assert (batch.samples[0]["tokens"] == batch.samples[0].key.group * 10).all()
-        await trainer.trained(batch, 1, VersionRecord(2, 1, 1))
-        await trainer.committed(1, "x")
+        await trainer.complete_step(batch, 1, VersionRecord(2, 1, 1))
+        await trainer.commit(1, "x")
         await until(lambda: not (w.shm / "rollout-0-1-1.slab").exists())
         assert (w.shm / "weights-not-a-number.slab").exists()
         with pytest.raises(StaleEpoch):
@@ -292,15 +286,15 @@ async def test_failures_and_abandoned_work(tmp_path: Path) -> None:
     ):
         await trainer.rollback(0, V1)
         (ticket,) = await generate(engine)
-        batch = await judge.take("reward", samples=8, wait_s=1)
-        await judge.abandon(batch, "stopping")
-        batch = await judge.take("reward", samples=8, wait_s=1)
+        batch = await judge.lease("reward", samples=8, wait_s=1)
+        await judge.release(batch, "stopping")
+        batch = await judge.lease("reward", samples=8, wait_s=1)
         bad, good = (one.key for one in batch.samples)
-        await judge.complete("reward", batch, {good: {"reward": 1.0}}, [Failure(bad, "timeout")])
+        await judge.complete(batch, {good: {"reward": 1.0}}, [Failure(bad, "timeout")])
         again = await generate(engine)
         assert (again[0].prompt, again[0].attempt) == (ticket.prompt, 1)
         with pytest.raises(Refused):
-            await trainer.take("nonsense", samples=1, wait_s=0)
+            await trainer.lease("nonsense", samples=1, wait_s=0)
 
 
 async def test_the_last_losses_of_a_cause_are_reported_on_request(tmp_path: Path) -> None:
@@ -313,8 +307,8 @@ async def test_the_last_losses_of_a_cause_are_reported_on_request(tmp_path: Path
         await trainer.rollback(0, V1)
         for _ in range(3):
             await generate(engine)
-            batch = await judge.take("reward", samples=8, wait_s=1)
-            await judge.complete("reward", batch, {}, [Failure(one.key, "no server") for one in batch.samples])
+            batch = await judge.lease("reward", samples=8, wait_s=1)
+            await judge.complete(batch, {}, [Failure(one.key, "no server") for one in batch.samples])
         assert w.broker is not None
 
         def counts() -> list[int]:
@@ -422,46 +416,13 @@ async def test_a_dead_broker_is_reported_after_the_clients_patience(tmp_path: Pa
 async def test_the_window_keeps_old_calls_recognisable(tmp_path: Path) -> None:
     async with world(tmp_path, max_staleness=1000) as w, w.client(ENGINE) as engine, w.client(TRAINER) as trainer:
         await trainer.rollback(0, V1)
-        slow = asyncio.create_task(engine.take("reward", samples=1, wait_s=0.5))
+        slow = asyncio.create_task(engine.lease("reward", samples=1, wait_s=0.5))
         await asyncio.sleep(0.01)
         async with asyncio.timeout(120):
             for _ in range(200):
                 await engine.admit(1, 1, wait_s=0)
             await slow
         assert len(engine.groups) == 200
-
-
-async def test_the_blocking_form(tmp_path: Path) -> None:
-    async with (
-        world(tmp_path) as w,
-        w.client(ENGINE) as engine,
-        w.client(JUDGE) as judge,
-        w.client(TRAINER) as trainer,
-    ):
-        loop = asyncio.get_running_loop()
-
-        def work() -> None:
-            queue, producer, grader = (SyncQueue(client, loop, timeout_s=20) for client in (trainer, engine, judge))
-            queue.rollback(0, V1)
-            (ticket,) = producer.admit(1, 1, wait_s=1).tickets
-            producer.put_samples([sample(ticket, member, 1) for member in range(2)])
-            graded = grader.take("reward", samples=4, wait_s=1)
-            grader.complete("reward", graded, {one.key: {"reward": 1.0} for one in graded.samples})
-            batch = queue.take("train", groups=1, wait_s=1)
-            queue.abandon(batch, "once more")
-            batch = queue.take("train", groups=1, wait_s=1)
-            queue.trained(batch, 1, VersionRecord(2, 1, 1))
-            queue.flush()
-            queue.committed(1, "x")
-            producer.give_back([ticket.group], "none")
-            with pytest.raises(DeadlineExceeded):
-                SyncQueue(trainer, loop, timeout_s=0.05)._run(asyncio.sleep(30))
-
-        await asyncio.to_thread(work)
-        assert w.broker is not None and (await w.broker.account())["freed"] == 2
-        with pytest.raises(Refused, match="event loop"):
-            SyncQueue(trainer, loop).committed(1, "x")
-        assert threading.current_thread() is threading.main_thread()
 
 
 async def test_a_producer_learns_which_items_are_retired_and_passes_over_them(tmp_path: Path) -> None:
@@ -475,17 +436,17 @@ async def test_a_producer_learns_which_items_are_retired_and_passes_over_them(tm
         bad, _ = await generate(engine, groups=2)
         assert engine.retired == set()
         for _ in range(2):
-            batch = await judge.take("reward", samples=16, wait_s=0)
+            batch = await judge.lease("reward", samples=16, wait_s=0)
             keys = [one.key for one in batch.samples]
             late = [Failure(key, "too late", True, "q7", "12 + 1") for key in keys if key.group == bad.group]
             scored = {key: {"reward": 1.0} for key in keys if key.group != bad.group}
-            await judge.complete("reward", batch, scored, late)
+            await judge.complete(batch, scored, late)
             if len(keys) > len(late):
                 for ticket in (await engine.admit(1, 1, wait_s=0)).tickets:
                     await engine.put_samples([sample(ticket, member, 1) for member in ticket.wanted()])
         (ticket,) = (await engine.admit(1, 1, wait_s=0)).tickets
         assert engine.retired == {"q7"}
-        await engine.skip([ticket.group])
+        await engine.skip_groups([ticket.group])
         assert not engine.groups and w.broker is not None
         report = await trainer.progress()
         assert [(one.item, one.about, one.timeouts) for one in report.retired] == [("q7", "12 + 1", 2)]

@@ -20,7 +20,7 @@ from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.queue import broker as queue_broker
 from relax_rt.transport.queue.api import QueueApi
-from relax_rt.transport.queue.ledger.messages import Failure, Put, RowPut, SampleKey, VersionSpan, Want
+from relax_rt.transport.queue.ledger.messages import Failure, LeaseRequest, Put, RowPut, SampleKey, VersionSpan
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.errors import RelaxError, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
@@ -74,31 +74,31 @@ columns = st.builds(
     st.integers(1, 4),
     st.integers(0, 1),
 )
-wants = st.builds(Want, numbers, numbers, numbers, st.sampled_from(["", "s"]), numbers, numbers)
+wants = st.builds(LeaseRequest, numbers, numbers, numbers, numbers)
 versions = st.builds(VersionRecord, numbers, numbers, numbers, changed=st.booleans())
 ids = st.lists(numbers, max_size=3)
 incarnations = st.sampled_from(CALLERS) | st.builds(Incarnation, names, numbers)
 
 METHODS: dict[str, Any] = {
     "join": st.tuples(names, st.sampled_from(["", "here", "there"]), numbers, st.sampled_from(["", "tcp://x:1"])),
-    "offer": st.tuples(puts, ids, durations) | offers,
+    "put_groups": st.tuples(puts, ids, durations) | offers,
     "admit": st.tuples(numbers, numbers, durations) | st.just((1, 2, 0.0)),
-    "put": st.tuples(puts) | made,
-    "give_back": st.tuples(ids, names),
+    "put_samples": st.tuples(puts) | made,
+    "release_groups": st.tuples(ids, names),
     "renew": st.tuples(ids, ids),
-    "take": st.tuples(tasks, wants, durations) | st.tuples(tasks, st.just(Want(1)), durations),
+    "lease": st.tuples(tasks, wants, durations) | st.tuples(tasks, st.just(LeaseRequest(1)), durations),
     "complete": st.tuples(
-        tasks, numbers, puts | columns | st.just([]), st.lists(st.builds(Failure, keys, names)), st.booleans()
+        numbers, puts | columns | st.just([]), st.lists(st.builds(Failure, keys, names)), st.booleans()
     ),
     "unpin": st.tuples(ids),
-    "abandon": st.tuples(numbers, names),
-    "trained": st.tuples(ids, numbers, versions, st.booleans(), ids),
-    "filtered": st.tuples(numbers, ids, names, st.booleans()),
-    "ask": st.tuples(numbers),
-    "choose": st.tuples(st.dictionaries(numbers, numbers, max_size=3)),
-    "committed": st.tuples(numbers, names),
+    "release": st.tuples(numbers, names),
+    "complete_step": st.tuples(ids, numbers, versions, st.booleans(), ids),
+    "filter_groups": st.tuples(numbers, ids, names, st.booleans()),
+    "request_surplus": st.tuples(numbers),
+    "assign_items": st.tuples(st.dictionaries(numbers, numbers, max_size=3)),
+    "commit": st.tuples(numbers, names),
     "rollback": st.tuples(numbers, versions),
-    "gone": st.tuples(incarnations, names),
+    "process_exited": st.tuples(incarnations, names),
 }
 UNNUMBERED = {"join", "renew"}
 Call = tuple[str, Incarnation, int, tuple[Any, ...]]
@@ -108,14 +108,14 @@ hostile: st.SearchStrategy[Call] = st.sampled_from(sorted(METHODS)).flatmap(
 )
 leases = st.integers(1, 8)
 proper: st.SearchStrategy[Call] = st.one_of(
-    offers.map(lambda args: ("offer", CALLERS[0], 0, args)),
+    offers.map(lambda args: ("put_groups", CALLERS[0], 0, args)),
     st.just(("admit", CALLERS[0], 0, (1, 2, 0.0))),
-    made.map(lambda args: ("put", CALLERS[0], 0, args)),
-    st.builds(lambda task, want: ("take", CALLERS[1], 0, (task, want, 0.0)), tasks, st.builds(Want, small, small)),
-    st.builds(lambda task, lease: ("complete", CALLERS[1], 0, (task, lease, [], [], True)), tasks, leases),
+    made.map(lambda args: ("put_samples", CALLERS[0], 0, args)),
     st.builds(
-        lambda task, lease, put: ("complete", CALLERS[1], 0, (task, lease, put, [], False)), tasks, leases, columns
+        lambda task, want: ("lease", CALLERS[1], 0, (task, want, 0.0)), tasks, st.builds(LeaseRequest, small, small)
     ),
+    st.builds(lambda lease: ("complete", CALLERS[1], 0, (lease, [], [], True)), leases),
+    st.builds(lambda lease, put: ("complete", CALLERS[1], 0, (lease, put, [], False)), leases, columns),
     leases.map(lambda lease: ("unpin", CALLERS[1], 0, ([lease],))),
 )
 scripts = st.lists(proper | hostile, max_size=40)

@@ -20,8 +20,8 @@ import pytest
 
 from relax_rt.transport import TransferQueue
 from relax_rt.transport.base.folder import RUN_ID, SHM_PREFIX, SHM_ROOT
-from relax_rt.transport.memory.arena import Bf16, slab_name
-from relax_rt.transport.memory.refs import BlockRef, Extent
+from relax_rt.transport.memory.refs import BlockRef, Extent, slab_name
+from relax_rt.transport.memory.values import Bf16
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.hosting import Keys
 from relax_rt.transport.queue.ledger.messages import Failure, Put, RowPut, SampleKey
@@ -41,9 +41,9 @@ async def serving(folder: Path, **settings: Any) -> AsyncIterator[TransferQueue]
     async with TransferQueue.serve(folder / "queue", TASKS, **settings) as queue:
         yield queue
         keys = await queue.put([{"tokens": np.arange(3, dtype=np.int32)}])
-        while (batch := await queue.take("judge", samples=100, wait_s=5)).keys[-1:] != keys:
+        while (batch := await queue.lease("judge", samples=100, wait_s=5)).keys[-1:] != keys:
             assert batch, batch.waiting_on
-            await queue.done(batch)
+            await queue.complete(batch)
         assert batch.samples[-1]["tokens"].tolist() == [0, 1, 2]
         assert queue.host is not None and queue.host.broker is not None
         assert queue.host.broker._ledger.audit() == []
@@ -75,18 +75,18 @@ async def test_values_that_are_not_as_declared(tmp_path: Path, sample: dict[str,
             assert caught.value.what.startswith(what) and why in caught.value.why
         if name != "tokens":
             await queue.put([row()])
-            batch = await queue.take("train", samples=1, wait_s=5)
+            batch = await queue.lease("train", samples=1, wait_s=5)
             with pytest.raises(Refused) as caught:
-                await queue.done(batch, {batch.keys[0]: {name: sample[name]}})
+                await queue.complete(batch, {batch.keys[0]: {name: sample[name]}})
             assert caught.value.what.startswith(what) and why in caught.value.why
-            await queue.done(batch)
+            await queue.complete(batch)
 
 
 async def test_the_broker_checks_names_of_fields_itself(tmp_path: Path) -> None:
     async with serving(tmp_path, fields=FIELDS) as queue:
         put = Put(BlockRef(None, 1, ("tokens", "rewards"), b"\1"), [RowPut(SampleKey(0, 0), 0)])
         with pytest.raises(Refused, match=r"field 'rewards' put by .*: the declared fields are half, image"):
-            await queue.client.api.offer(100, [put], [1], 0.0)
+            await queue.client.api.put_groups(100, [put], [1], 0.0)
 
 
 async def test_a_sample_over_the_limit(tmp_path: Path) -> None:
@@ -99,35 +99,32 @@ async def test_a_sample_over_the_limit(tmp_path: Path) -> None:
                 await queue.put(put)
         # Together they have more, and may.
         keys = await queue.put([{"tokens": np.zeros(20_000, np.int32)} for _ in range(4)])
-        batch = await queue.take("train", samples=4, wait_s=5)
+        batch = await queue.lease("train", samples=4, wait_s=5)
         with pytest.raises(Refused, match="field 'image'"):
-            await queue.done(batch, {keys[0]: {"image": large["image"]}})
-        await queue.done(batch)
+            await queue.complete(batch, {keys[0]: {"image": large["image"]}})
+        await queue.complete(batch)
         # A client that does not look is told by the broker.
         owner = queue.client.who
         block = BlockRef(Extent(slab_name(owner, 1), 1 << 20, 1 << 18), 1, ("tokens",))
         with pytest.raises(Refused, match=r"a sample has 262144 bytes, max_sample_bytes is 100000"):
-            await queue.client.api.offer(100, [Put(block, [RowPut(SampleKey(0, 0), 0)])], [1], 0.0)
+            await queue.client.api.put_groups(100, [Put(block, [RowPut(SampleKey(0, 0), 0)])], [1], 0.0)
 
 
 async def test_tasks_and_batches_that_are_not_there(tmp_path: Path) -> None:
     async with serving(tmp_path) as queue:
         with pytest.raises(Refused, match=r"task 'jugde' .*: tasks are judge, train \(did you mean 'judge'\?\)"):
-            await queue.take("jugde", samples=1)
+            await queue.lease("jugde", samples=1)
         with pytest.raises(Refused, match="neither samples nor groups"):
-            await queue.take("train")
+            await queue.lease("train")
         for samples in (-1, 2**63, 2**64 - 1):
-            with pytest.raises(Refused, match=r"QueueApi\.take: Expected `int` [<>]= "):
-                await queue.take("train", samples=samples)
+            with pytest.raises(Refused, match=r"QueueApi\.lease: Expected `int` [<>]= "):
+                await queue.lease("train", samples=samples)
         await queue.put([row()])
-        batch = await queue.take("train", samples=1, wait_s=5)
+        batch = await queue.lease("train", samples=1, wait_s=5)
         with pytest.raises(Refused, match=r"column 'reward' of sample 1\.0: it has tokens"):
             batch.samples[0]["reward"]
         with pytest.raises(Refused, match=r"sample 7\.0 is not part of it"):
-            await queue.done(batch, failures=[Failure(SampleKey(7, 0), "broken")])
-        batch.task = "judge"
-        with pytest.raises(Refused, match="it was taken for task 'train', not 'judge'"):
-            await queue.done(batch)
+            await queue.complete(batch, failures=[Failure(SampleKey(7, 0), "broken")])
 
 
 async def test_memory_that_does_not_hold_what_was_said(tmp_path: Path) -> None:
@@ -144,8 +141,8 @@ async def test_memory_that_does_not_hold_what_was_said(tmp_path: Path) -> None:
             (BlockRef(Extent(slab.name, 1 << 20, 64), 1, ("tokens",)), "not a block of ours"),
         ]
         for seq, (block, _) in enumerate(lies, 1000):
-            await liar.client.api.offer(seq, [Put(block, [RowPut(SampleKey(0, 0), 0)])], [1], 0.0)
-        batch = await queue.take("train", samples=10, wait_s=5)
+            await liar.client.api.put_groups(seq, [Put(block, [RowPut(SampleKey(0, 0), 0)])], [1], 0.0)
+        batch = await queue.lease("train", samples=10, wait_s=5)
         assert len(batch) == 6
         failures = []
         for (_, why), sample in zip(lies, batch.samples[1:], strict=True):
@@ -166,10 +163,10 @@ async def test_memory_that_does_not_hold_what_was_said(tmp_path: Path) -> None:
                 slab.memory[:512] = np.frombuffer(before, np.uint8)
         assert wrong > 50
         assert batch.samples[0]["tokens"].sum() == 4999 * 2500
-        await queue.done(batch, failures=failures)
-        batch = await queue.take("judge", samples=10, wait_s=5)
+        await queue.complete(batch, failures=failures)
+        batch = await queue.lease("judge", samples=10, wait_s=5)
         assert len(batch) == 1
-        await queue.done(batch)
+        await queue.complete(batch)
 
 
 async def talk(path: str, *messages: bytes) -> bytes:
@@ -227,17 +224,17 @@ async def test_hostile_bytes_on_the_brokers_socket(tmp_path: Path) -> None:
             struct.pack("<I", 1 << 20),
             encode_frame(b"\xc1"),
             encode_frame(msgspec.msgpack.encode([99, 1, 2, 3])),
-            encode_frame(msgspec.msgpack.encode([1, -1, "QueueApi", "take", float("nan"), []])),
+            encode_frame(msgspec.msgpack.encode([1, -1, "QueueApi", "lease", float("nan"), []])),
             *(encode_frame(dice.randbytes(dice.randint(0, 100))) for _ in range(30)),
         ]:
             await talk(path, hello(), data)
         # Arguments that are not what they should be are answered.
         for data in [
-            request("take", 2**63, "train", [1], 0.0),
-            request("take", 1, "train", [2**63], 0.0),
-            request("take", 1, "train", [1], "soon"),
-            request("take", 1),
-            request("offer", 1, [[[["a-1-1.slab", -1, 5], 1, ["x"]], []]], [1], 0.0),
+            request("lease", 2**63, "train", [1], 0.0),
+            request("lease", 1, "train", [2**63], 0.0),
+            request("lease", 1, "train", [1], "soon"),
+            request("lease", 1),
+            request("put_groups", 1, [[[["a-1-1.slab", -1, 5], 1, ["x"]], []]], [1], 0.0),
             request("join", "x" * 300, "node", 1, ""),
             request("join", "../../etc", "node", 1, ""),
             request("nonsense", 1),
@@ -246,7 +243,7 @@ async def test_hostile_bytes_on_the_brokers_socket(tmp_path: Path) -> None:
             fault = msgspec.msgpack.decode(heard[len(greeting) + 4 :])
             assert fault[0] == 5 and fault[2][0].startswith("relax_rt.transport.rpc.errors:Refused"), fault
         # One whose duration is no number is as one that is too late.
-        await talk(path, hello(), request("take", 1, "train", [1], float("nan"), timeout_s=float("nan")))
+        await talk(path, hello(), request("lease", 1, "train", [1], float("nan"), timeout_s=float("nan")))
         assert queue.host is not None and queue.host._server is not None
         numbers = queue.host._server.statistics()
         assert numbers.protocol_errors > 40 and numbers.connections <= 2
@@ -257,18 +254,18 @@ async def test_a_name_that_was_taken_by_a_newer_process(tmp_path: Path) -> None:
         folder = queue.host.folder  # type: ignore[union-attr]
         async with TransferQueue.connect(folder, name="reader/0") as older:
             await older.put([row()])
-            batch = await older.take("train", samples=1, wait_s=5)
+            batch = await older.lease("train", samples=1, wait_s=5)
             async with TransferQueue.connect(folder, name="reader/0") as newer:
                 assert newer.client.who.epoch > older.client.who.epoch
                 with pytest.raises(StaleEpoch, match=r"call of reader/0#\d+: the slot's epoch is \d+ or higher"):
                     await older.put([row()])
                 with pytest.raises(StaleEpoch):
-                    await older.take("train", samples=1)
+                    await older.lease("train", samples=1)
                 with pytest.raises(StaleEpoch):
-                    await older.done(batch)
-                again = await newer.take("train", samples=1, wait_s=5)
+                    await older.complete(batch)
+                again = await newer.lease("train", samples=1, wait_s=5)
                 assert again.keys == batch.keys
-                await newer.done(again)
+                await newer.complete(again)
         for name in ("spill/0", "no slash", "a/b/c d", "x" * 250 + "/0", "../x/0"):
             with pytest.raises(Refused, match="joining as"):
                 async with TransferQueue.connect(folder, name=name):

@@ -11,11 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ledger_driver import policy
+from test_broker import V1, sample
 
 from relax_rt.transport import TransferQueue
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.base.watch import NODE_ENV
-from relax_rt.transport.queue import blocking
-from relax_rt.transport.queue.blocking import CLOSE_TIMEOUT_S, BlockingQueue
+from relax_rt.transport.queue import transfer_queue
+from relax_rt.transport.queue.transfer_queue import CLOSE_TIMEOUT_S, BlockingQueue
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused
 
 
@@ -34,10 +37,10 @@ def test_leaving_another_node_waits_for_readers_for_as_long_as_it_was_told(
         def read() -> None:
             assert lingers.wait(30)
             # Only the wait for readers was to do without it.
-            monkeypatch.setattr(blocking, "CLOSE_TIMEOUT_S", CLOSE_TIMEOUT_S)
-            batch = near.take("t", samples=1, wait_s=30)
+            monkeypatch.setattr(transfer_queue, "CLOSE_TIMEOUT_S", CLOSE_TIMEOUT_S)
+            batch = near.lease("t", samples=1, wait_s=30)
             found.extend(int(sample["x"][0]) for sample in batch.samples)
-            near.done(batch)
+            near.complete(batch)
 
         reader = threading.Thread(target=read)
         reader.start()
@@ -46,7 +49,7 @@ def test_leaving_another_node_waits_for_readers_for_as_long_as_it_was_told(
             monkeypatch.delenv(NODE_ENV)
             memory = far._queue.client.arena._dir
             far.put([{"x": np.full(5000, 7, np.int32)}])
-            monkeypatch.setattr(blocking, "CLOSE_TIMEOUT_S", 0.0)
+            monkeypatch.setattr(transfer_queue, "CLOSE_TIMEOUT_S", 0.0)
         reader.join(120)
     assert found == [7]
     assert not memory.exists()
@@ -70,6 +73,30 @@ class Slow:
     async def _clean_up(self) -> None:
         await asyncio.sleep(0.1)
         self.told.append("out")
+
+
+def test_steps_of_a_queue_of_prompts_block(tmp_path: Path) -> None:
+    with TransferQueue.serve(tmp_path / "queue", policy=policy()).blocking() as queue:
+        queue.rollback(0, V1)
+        (ticket,) = queue.admit(1, 1, wait_s=1).tickets
+        queue.put_samples([sample(ticket, member, 1) for member in range(2)])
+        graded = queue.lease("reward", samples=4, wait_s=1)
+        queue.complete(graded, {one.key: {"reward": 1.0} for one in graded.samples})
+        queue.release(queue.lease("train", groups=1, wait_s=1), "once more")
+        batch = queue.lease("train", groups=1, wait_s=1)
+        queue.request_surplus(0)
+        assert queue.assign_items({}).next_index == 1
+        queue.complete_step(batch, 1, VersionRecord(2, 1, 1))
+        queue.flush()
+        queue.commit(1, "x")
+        queue.release_groups([ticket.group], "none")
+        assert queue.statistics()["broker"]["samples"]["freed"] == 2
+
+
+def test_a_blocking_call_that_takes_too_long_ends(tmp_path: Path) -> None:
+    queue = TransferQueue.serve(tmp_path / "queue", {"t": ["x"]}).blocking()
+    with queue, pytest.raises(DeadlineExceeded):
+        queue._running().run(asyncio.sleep(30), 0.05)
 
 
 def test_leaving_that_takes_too_long_cleans_up() -> None:
@@ -104,7 +131,7 @@ def test_entering_a_second_time_leaves_the_first_alone(tmp_path: Path) -> None:
 
 def test_leaving_on_its_own_loop_is_refused_and_it_goes_on(tmp_path: Path) -> None:
     with TransferQueue.serve(tmp_path / "queue", {"train": ("x",)}).blocking() as queue:
-        loop, ends = queue._running(), queue.__exit__
+        loop, ends = queue._running().loop, queue.__exit__
 
         async def leave() -> None:
             with pytest.raises(Refused, match="on its own event loop"):

@@ -44,10 +44,10 @@ async def test_what_cannot_be_mended_is_told_to_all(
     ):
         assert queue.host is not None and queue.host.location is not None
         address, keys = queue.host.location.addresses[1], folder / "keys.json"
-        waiting = asyncio.create_task(other.take("t", samples=1, wait_s=60))
+        waiting = asyncio.create_task(other.lease("t", samples=1, wait_s=60))
         fails(monkeypatch, queue.host, error)
         told = f"its broker failed for good: {error}"
-        for call in (waiting, queue.put(SAMPLE), other.put(SAMPLE), queue.take("t", samples=1, wait_s=60)):
+        for call in (waiting, queue.put(SAMPLE), other.put(SAMPLE), queue.lease("t", samples=1, wait_s=60)):
             with pytest.raises(Refused, match=told):
                 await call
         for where in (folder, address):
@@ -61,6 +61,6 @@ async def test_what_passes_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
     async with asyncio.timeout(120), TransferQueue.serve(tmp_path / "queue", {"t": ["x"]}) as queue:
         fails(monkeypatch, queue.host, OutOfSpace("journal"), AddressError("listening"), OSError("a file"))
         keys = await queue.put(SAMPLE)
-        batch = await queue.take("t", samples=1, wait_s=20)
+        batch = await queue.lease("t", samples=1, wait_s=20)
         assert batch.keys == keys
-        await queue.done(batch)
+        await queue.complete(batch)

@@ -28,22 +28,22 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 async def judge(queue: TransferQueue, stop: asyncio.Event) -> None:
     while not stop.is_set():
-        batch = await queue.take("judge", samples=16, wait_s=0.2)
+        batch = await queue.lease("judge", samples=16, wait_s=0.2)
         rewards = {sample.key: {"reward": sample["n"] * 0.5} for sample in batch.samples}
-        await queue.done(batch, rewards)
+        await queue.complete(batch, rewards)
 
 
 async def train(queue: TransferQueue, stop: asyncio.Event, seen: Counter[int]) -> list[SampleKey]:
     keys: list[SampleKey] = []
     while not stop.is_set():
-        batch = await queue.take("train", samples=16, wait_s=0.2)
+        batch = await queue.lease("train", samples=16, wait_s=0.2)
         for sample in batch.samples:
             n = sample["n"]
             np.testing.assert_array_equal(sample["tokens"], chained(n))
             assert sample["reward"] == n * 0.5
             seen[n] += 1
         keys += batch.keys
-        await queue.done(batch)
+        await queue.complete(batch)
     return keys
 
 
@@ -110,9 +110,9 @@ async def test_the_journal_stays_small_over_many_segments(world: World) -> None:
         async def turn(first: int) -> None:
             await queue.put([{"tokens": chained(n), "n": n} for n in range(first, first + 20)])
             for task in CHAIN:
-                batch = await queue.take(task, samples=20, wait_s=30)
+                batch = await queue.lease(task, samples=20, wait_s=30)
                 reward = {"reward": 1.0} if task == "judge" else {}
-                await queue.done(batch, dict.fromkeys(batch.keys, reward) if reward else None)
+                await queue.complete(batch, dict.fromkeys(batch.keys, reward) if reward else None)
 
         snapshots = 0
         while snapshots < 12:

@@ -59,18 +59,18 @@ async def test_who_leaves_another_node_with_unread_payload_says_so(
             assert far.membership is not None and far.client.arena._dir != Path(far.membership.shm_dir)
             await far.put([{"x": np.full(5000, n, np.int32)} for n in range(2)])
             await queue.put([{"x": np.full(5000, 9, np.int32)}])
-            batch = await queue.take("t", samples=1, wait_s=5)
+            batch = await queue.lease("t", samples=1, wait_s=5)
             first = batch.samples[0]["x"]
-            await queue.done(batch)
+            await queue.complete(batch)
             # Read bytes stay, whatever becomes of their owner.
             assert (first == 0).all()
         assert "leaves with 40" in caplog.text and "they are lost" in caplog.text
         assert (first == 0).all()
         account = await settled(queue.client.api.account, lambda now: now["ready"] == 1)
         assert account["failed"] == 1 and account["finished"] == 1
-        batch = await queue.take("t", samples=5, wait_s=5)
+        batch = await queue.lease("t", samples=5, wait_s=5)
         assert [int(sample["x"][0]) for sample in batch.samples] == [9]
-        await queue.done(batch)
+        await queue.complete(batch)
         assert (await queue.statistics())["broker"]["tallies"]["lost_with_owner"] == 1
 
 
@@ -80,8 +80,8 @@ async def test_a_folder_that_several_nodes_see(tmp_path: Path, monkeypatch: pyte
         await queue.put([{"x": np.full(5000, 7, np.int32)}])
         monkeypatch.setenv(NODE_ENV, "far")
         async with TransferQueue.connect(folder) as far:
-            batch = await far.take("t", samples=1, wait_s=5)
+            batch = await far.lease("t", samples=1, wait_s=5)
             assert (batch.samples[0]["x"] == 7).all()
             assert far.client._fetcher is not None and far.client._fetcher.statistics().bytes_in >= 20_000
-            await far.done(batch)
+            await far.complete(batch)
             await asyncio.sleep(0)

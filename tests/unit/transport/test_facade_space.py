@@ -37,12 +37,12 @@ async def drain(queue: TransferQueue, samples: int, task: str = "train") -> list
     """Take and finish so many, and look at what is in them."""
     seen: list[int] = []
     while len(seen) < samples:
-        batch = await queue.take(task, samples=min(3, samples - len(seen)), wait_s=30)
+        batch = await queue.lease(task, samples=min(3, samples - len(seen)), wait_s=30)
         assert batch, batch.waiting_on
         for one in batch.samples:
             assert len(one["tokens"]) == TOKENS and (one["tokens"] == one["n"]).all()
         seen += batch.values("n")
-        await queue.done(batch)
+        await queue.complete(batch)
     return seen
 
 
@@ -66,9 +66,9 @@ async def test_what_does_not_fit_goes_to_disk_and_comes_back(tmp_path: Path) -> 
         assert sum(path.stat().st_size for path in files) >= full["spilled_bytes"]
         assert (await queue.statistics())["broker"]["tallies"]["blocks_spilled"] > 50
         # What was read keeps its file; the rest of them vanish.
-        kept = await queue.take("train", samples=1, wait_s=5)
+        kept = await queue.lease("train", samples=1, wait_s=5)
         view = kept.samples[0]["tokens"]
-        await queue.done(kept)
+        await queue.complete(kept)
         assert [0, *await drain(producer, 59)] == list(range(60))
         left = await settled(lambda: asyncio.to_thread(os.listdir, folder / "spill"), lambda names: len(names) == 1)
         assert left and (view == 0).all()

@@ -15,7 +15,7 @@ import pytest
 from facade_world import World, settled
 
 from relax_rt.transport import TransferQueue
-from relax_rt.transport.memory.arena import Shared
+from relax_rt.transport.memory.values import Shared
 from relax_rt.transport.queue.ledger.messages import Failure
 
 
@@ -57,23 +57,23 @@ async def test_numbers_of_every_part(tmp_path: Path) -> None:
         assert full["leases"]["ready"] == {"judge": 4, "train": 0, "groups_for_step": 0}
         assert arena["deduplicated"] == 2 and arena["deduplicated_bytes"] == 2 * 12_288
         assert 0 <= arena["fragmentation"] < 1 and arena["slabs"] == memory["slabs"] == 1
-        assert full["client"]["offered_samples"] == 4 and full["client"]["offer_messages"] == 2
+        assert full["client"]["put_samples"] == 4 and full["client"]["put_messages"] == 2
 
-        batch = await queue.take("judge", samples=10, wait_s=5)
+        batch = await queue.lease("judge", samples=10, wait_s=5)
         assert sum(len(sample["tokens"]) for sample in batch.samples) == 6005
         held = await counts(leased=4)
         assert held["leases"]["held"] == {"judge": 1} and held["memory"]["pinned_extents"] == 2
         assert held["client"]["leases"] == 1 and held["client"]["reader"]["blocks"] == 2
-        await queue.done(batch, {key: {"reward": 1.0} for key in batch.keys[1:]}, [Failure(keys[0], "bad")])
+        await queue.complete(batch, {key: {"reward": 1.0} for key in batch.keys[1:]}, [Failure(keys[0], "bad")])
         del batch
         judged = await counts(ready=3, failed=1)
         assert judged["leases"]["held"] == {} and judged["leases"]["ready"]["train"] == 3
-        nothing = await host.take("judge", samples=1, wait_s=0.15)
+        nothing = await host.lease("judge", samples=1, wait_s=0.15)
         assert not nothing
         waits = (await statistics())["waits"]
         assert waits["now"] == [] and waits["over"]["judge"]["waits"] >= 1 and waits["over"]["judge"]["total_s"] > 0
 
-        await queue.done(await queue.take("train", samples=3, wait_s=5))
+        await queue.complete(await queue.lease("train", samples=3, wait_s=5))
         await settled(statistics, lambda now: now["memory"]["extents"] == 0)
         end = await counts(finished=3, failed=1, ready=0)
         assert end["memory"]["payload_bytes"] == end["memory"]["inline_bytes"] == end["memory"]["blocks"] == 0
@@ -93,9 +93,9 @@ def test_the_command_ends_in_order_and_leaves_nothing(world: World) -> None:
         assert (world.folder / "queue.sock").stat().st_mode & 0o777 == 0o600
         with TransferQueue.connect(world.folder, patience_s=30).blocking() as queue:
             queue.put([{"tokens": np.zeros(n, np.int32)} for n in (3000, 4000)], priorities=[0.0, 1.0])
-            batch = queue.take("train", samples=1, wait_s=10)
+            batch = queue.lease("train", samples=1, wait_s=10)
             assert len(batch.samples[0]["tokens"]) == 4000
-            queue.done(batch)
+            queue.complete(batch)
         assert broker.end(number) == 0
         assert not shm.exists() and not (world.folder / "queue.json").exists()
         assert not (world.folder / "queue.sock").exists()

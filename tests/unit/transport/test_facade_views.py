@@ -52,7 +52,7 @@ async def test_arrays_outlive_their_lease_while_producers_write_at_full_rate(wor
         producer = world.far("flood")
         seen: set[int] = set()
         while len(seen) < ROUNDS:
-            batch = await queue.take("train", samples=dice.randint(1, 3), wait_s=30)
+            batch = await queue.lease("train", samples=dice.randint(1, 3), wait_s=30)
             assert batch, batch.waiting_on
             for sample in batch.samples:
                 n = sample["n"]
@@ -60,10 +60,10 @@ async def test_arrays_outlive_their_lease_while_producers_write_at_full_rate(wor
                     array = sample["tokens"]
                     kept.append((n, dice.choice([array, array[10:], array.reshape(2, -1)[1], array.view(np.uint8)])))
             if dice.random() < 0.2:
-                await queue.give_up(batch, "for the next")
+                await queue.release(batch, "for the next")
             else:
                 seen.update(batch.values("n"))
-                await queue.done(batch)
+                await queue.complete(batch)
             while len(kept) > 5:
                 kept.pop(dice.randrange(len(kept)))
             for n, array in kept:
@@ -75,8 +75,8 @@ async def test_arrays_outlive_their_lease_while_producers_write_at_full_rate(wor
         stats = (await queue.statistics())["broker"]
         assert stats["memory"]["slabs"] <= 4
         producer.kill()
-        while batch := await queue.take("train", samples=100, wait_s=0.2):
-            await queue.done(batch)
+        while batch := await queue.lease("train", samples=100, wait_s=0.2):
+            await queue.complete(batch)
         del batch
         await settled(lambda: memory(queue), lambda now: now["ended_but_pinned"] == held)
         kept.clear()
@@ -109,11 +109,11 @@ async def test_arrays_of_a_batch_that_was_forgotten_stay_good(world: World) -> N
     world.broker("--task", "train=tokens")
     async with TransferQueue.connect(world.folder, capacity_bytes=1 << 16, slab_bytes=1 << 16) as queue:
         await queue.put([{"tokens": np.full(5000, 3, np.int32)}])
-        kept = (await queue.take("train", samples=1, wait_s=30)).samples[0]["tokens"]
+        kept = (await queue.lease("train", samples=1, wait_s=30)).samples[0]["tokens"]
         for n in range(20):
             await queue.put([{"tokens": np.full(5000, n, np.int32)}])
-            batch = await queue.take("train", samples=2, wait_s=30)
-            await queue.done(batch)
+            batch = await queue.lease("train", samples=2, wait_s=30)
+            await queue.complete(batch)
             assert (kept == 3).all()
         del kept
         await until_free(queue)

@@ -17,7 +17,7 @@ def join(d: Driver, who: Incarnation, node: str, payloads: str) -> None:
 
 def far_driver() -> Driver:
     d = Driver(free_policy())
-    d.own(ev.Open("run-1", "here", "tcp://here:1"))
+    d.own(ev.OpenRun("run-1", "here", "tcp://here:1"))
     join(d, FAR, "far", "tcp://far:1")
     join(d, OTHER, "far", "tcp://far:2")
     join(d, THERE, "here", "")
@@ -40,7 +40,7 @@ def test_payload_is_fetched_from_where_it_is() -> None:
     for who, remote in wanted.items():
         batch = d.take(who, "a", samples=3)
         assert len(batch) == 3 and batch.remote == remote
-        d.call(who, ev.Abandon(batch.lease, "next"))
+        d.call(who, ev.ReleaseLease(batch.lease, "next"))
     d.check_replay()
 
 
@@ -51,11 +51,11 @@ def test_samples_end_with_the_memory_that_they_need() -> None:
     # Columns in memory of another process count as well, and so do blobs.
     batch = d.take(OTHER, "a", samples=1)
     assert [info.key for info in batch.infos()] == [SampleKey(1, 0)]
-    d.complete(OTHER, "a", batch, d.rows(OTHER, [RowPut(SampleKey(1, 0), 0)], "label"))
+    d.complete(OTHER, batch, d.rows(OTHER, [RowPut(SampleKey(1, 0), 0)], "label"))
     put = d.rows(FAR, [RowPut(SampleKey(0, 0), 0)], blobs=[d.blob(FAR, "image")])
-    d.call(FAR, ev.Offer([put], [1]))
+    d.call(FAR, ev.PutGroups([put], [1]))
     put = d.rows(THERE, [RowPut(SampleKey(0, 0), 0)], blobs=[d.blob(THERE, "image")])
-    d.call(THERE, ev.Offer([put], [1]))
+    d.call(THERE, ev.PutGroups([put], [1]))
     assert d.ledger.account()["samples_issued"] == 5
     d.gone(OTHER)
     account = d.ledger.account()
@@ -73,13 +73,13 @@ def test_samples_end_with_the_memory_that_they_need() -> None:
 
 def test_members_whose_payload_is_gone_are_made_again() -> None:
     d = Driver(policy())
-    d.own(ev.Open("run-1", "here", "tcp://here:1"))
+    d.own(ev.OpenRun("run-1", "here", "tcp://here:1"))
     join(d, FAR, "far", "tcp://far:1")
     version = d.rollback(TRAINER, 0, 0, changed=True)
     (ticket,) = d.admit(FAR, version).tickets
     d.put(FAR, SampleKey(ticket.group, 0), version)
     join(d, OTHER, "far", "tcp://far:2")
-    d.call(AGENT, ev.Gone(FAR, "silent"))
+    d.call(AGENT, ev.ProcessExited(FAR, "silent"))
     (again,) = d.admit(OTHER, version).tickets
     assert (again.prompt, again.wanted()) == (ticket.prompt, [0, 1])
     assert d.ledger.audit() == []

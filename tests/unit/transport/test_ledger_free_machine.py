@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from ledger_driver import ROW_BYTES, Driver, free_policy
 
-from relax_rt.transport.memory.refs import BlockRef, Extent, extents_in
-from relax_rt.transport.memory.slab_names import owner_key
+from relax_rt.transport.memory.refs import BlockRef, Extent, extents_in, owner_key
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.messages import Batch, Offered, Put, RowPut, SampleKey
+from relax_rt.transport.queue.ledger.messages import GroupsPut, LeaseGrant, Put, RowPut, SampleKey
 from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -26,7 +25,7 @@ LIMITS = QueueLimits(quarantine_after=3, capacity_bytes=30_000, capacity_samples
 class Work:
     """A lease of the model: what was taken, by whom, and which memory it sees."""
 
-    def __init__(self, who: Incarnation, task: str, batch: Batch, pins: set[Extent]) -> None:
+    def __init__(self, who: Incarnation, task: str, batch: LeaseGrant, pins: set[Extent]) -> None:
         self.who, self.task, self.batch, self.pins = who, task, batch, pins
         self.keys = [info.key for info in batch.samples]
 
@@ -95,8 +94,8 @@ class FreeQueueMachine(RuleBasedStateMachine):
             parts = [keys] if form == "one block" or n == 1 else [keys[::2], keys[1::2]]
             puts = [self.d.rows(who, [RowPut(k, row, length) for row, k in enumerate(part)]) for part in parts]
         full = self.used_bytes() >= LIMITS.capacity_bytes or len(self.places) + n > LIMITS.capacity_samples
-        answer = self.d.call(who, ev.Offer(puts, sizes))
-        assert isinstance(answer, Offered) and bool(answer.waiting_on) == full == (not answer.groups)
+        answer = self.d.call(who, ev.PutGroups(puts, sizes))
+        assert isinstance(answer, GroupsPut) and bool(answer.waiting_on) == full == (not answer.groups)
         if full:
             return
         named = {one.digest for put in self.puts_in_use() for one in put.blobs}
@@ -151,7 +150,7 @@ class FreeQueueMachine(RuleBasedStateMachine):
         expected = [key for keys in whole[:groups] for key in keys] if len(whole) >= groups else []
         self.granted(i, "pair", self.d.take(self.readers[i], "pair", groups=groups), expected)
 
-    def granted(self, i: int, task: str, batch: Batch, expected: list[SampleKey]) -> None:
+    def granted(self, i: int, task: str, batch: LeaseGrant, expected: list[SampleKey]) -> None:
         assert [info.key for info in batch.samples] == expected
         assert bool(batch.lease) == bool(expected) != bool(batch.waiting_on)
         if not expected:
@@ -169,7 +168,7 @@ class FreeQueueMachine(RuleBasedStateMachine):
     def finish(self, pick: int, outcome: str) -> None:
         work = self.working.pop(pick % len(self.working))
         if outcome == "abandoned":
-            self.d.call(work.who, ev.Abandon(work.batch.lease, "test"))
+            self.d.call(work.who, ev.ReleaseLease(work.batch.lease, "test"))
             self.back(work)
             return
         failed = [work.keys[0]] if outcome == "failed" else []
@@ -179,7 +178,7 @@ class FreeQueueMachine(RuleBasedStateMachine):
             rows = [RowPut(key, row) for row, key in enumerate(key for key in work.keys if key not in failed)]
             if rows:
                 puts = [self.d.rows(work.who, rows, "label")]
-        freed = self.d.complete(work.who, work.task, work.batch, *puts, failed=failed, pinned=outcome == "pinned")
+        freed = self.d.complete(work.who, work.batch, *puts, failed=failed, pinned=outcome == "pinned")
         self.got(work.who, freed, puts)
         for key in failed:
             if key in held:
@@ -292,7 +291,7 @@ class FreeQueueMachine(RuleBasedStateMachine):
         if who in (self.producer, *self.readers) and not getattr(answer, "waiting_on", ""):
             again = self.d.outcome(event, who, seq)
             assert not again.changed
-            assert isinstance(event, ev.Take) or again.answer == answer
+            assert isinstance(event, ev.RequestLease) or again.answer == answer
 
     # --- what must hold
 
@@ -312,7 +311,7 @@ class FreeQueueMachine(RuleBasedStateMachine):
     def memory_is_what_is_needed(self) -> None:
         live, table = self.live(), self.d.ledger.state.blocks
         assert {(slab, at) for slab, at_ in table.live.items() for at in at_} == {(e.slab, e.offset) for e in live}
-        for owner in self.d.ledger.state.callers.answers:
+        for owner in self.d.ledger.state.callers.replies:
             back = [*self.returned.get(owner, []), *table.freed.get(owner, [])]
             assert Counter(back) == Counter(self.brought.get(owner, set()) - live)
 

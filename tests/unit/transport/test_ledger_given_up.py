@@ -19,7 +19,7 @@ def begun(d: Driver, version: int) -> Ticket:
 
 
 def give_up(d: Driver, ticket: Ticket) -> None:
-    d.call(ENGINE, ev.GiveBack([ticket.group], "it raised ValueError", failed=True))
+    d.call(ENGINE, ev.ReleaseGroups([ticket.group], "it raised ValueError", failed=True))
 
 
 def test_it_is_made_again_by_whoever_asks_and_its_siblings_stay() -> None:
@@ -106,7 +106,7 @@ def test_why_it_has_failed_is_told() -> None:
     told = dict(d.ledger.core.notices)["group_reopened"]
     assert told["losses"] == LOSSES - 1 and d.ledger.account()["prompts_returned"] == 0
     (again,) = d.admit(ENGINE, version).tickets
-    d.call(ENGINE, ev.GiveBack([again.group], "the gateway was started again", losses=1))
+    d.call(ENGINE, ev.ReleaseGroups([again.group], "the gateway was started again", losses=1))
     (reason,) = dict(d.ledger.core.notices)["samples_failed"]["reasons"]
     assert reason == "begun and lost 6 times, the last time: the gateway was started again"
     assert d.ledger.account()["failed"] == 1 and d.ledger.core.state.groups[ticket.group].size == 2

@@ -15,23 +15,22 @@ from ledger_model import TRAIN, Model
 from msgspec import structs
 
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.memory.refs import Extent, extents_in
-from relax_rt.transport.memory.slab_names import owner_key
+from relax_rt.transport.memory.refs import Extent, extents_in, owner_key
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.admission import partials
+from relax_rt.transport.queue.ledger.admission import load_partials
 from relax_rt.transport.queue.ledger.messages import (
     Admission,
-    Batch,
-    Chosen,
-    Marked,
-    Offered,
+    GroupsPut,
+    ItemsAssigned,
+    LeaseGrant,
     Put,
     RowPut,
     SampleKey,
+    SavedPartials,
     Ticket,
 )
 from relax_rt.transport.queue.ledger.policy import QueueLimits
-from relax_rt.transport.queue.marking import begun
+from relax_rt.transport.queue.partials import decode_partial
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -78,12 +77,11 @@ class LedgerMachine(Consumers):
     def new_node(self) -> None:
         self.engines = [self.fresh(f"rollout/{i}") for i in range(2)]
         self.judges = [self.fresh(f"reward/{i}") for i in range(2)]
-        self.ranks = [self.fresh(f"critic/{i}") for i in range(2)]
+        self.critics = [self.fresh(f"critic/{i}") for i in range(2)]
         self.engine_version = [0, 0]
         self.tickets: dict[int, tuple[Incarnation, Ticket, list[int]]] = {}
-        self.work: list[tuple[Incarnation, Batch]] = []
-        self.index = [0, 0]
-        self.shared: list[Batch | None] = [None, None]
+        self.work: list[tuple[Incarnation, LeaseGrant]] = []
+        self.values: list[LeaseGrant | None] = [None, None]
         self.reads: list[tuple[Incarnation, int]] = []
         self.new_trainer()
 
@@ -111,7 +109,7 @@ class LedgerMachine(Consumers):
         self.resume_from(max(self.checkpoints))
 
     def resume_from(self, step: int) -> None:
-        self.batches: list[Batch] = []
+        self.batches: list[LeaseGrant] = []
         parent = self.checkpoints[step]
         self.version = next(self.d.versions)
         self.m.parents[self.version] = (parent, parent == 0)
@@ -149,7 +147,7 @@ class LedgerMachine(Consumers):
         version = self.version if skipped else next(self.d.versions)
         record = self.d.weights() if skipped else VersionRecord(version, self.version, self.step + 1)
         try:
-            self.d.call(self.trainer, ev.Trained(ids, self.step + 1, record, skipped))
+            self.d.call(self.trainer, ev.CompleteStep(ids, self.step + 1, record, skipped))
         except Refused:
             assert not self.m.leases.keys() >= set(ids)
             self.resume_from(max(self.checkpoints))
@@ -166,7 +164,7 @@ class LedgerMachine(Consumers):
         batch = self.batches[pick % len(self.batches)]
         groups = sorted({info.key.group for info in batch.samples})[: None if whole else 1]
         try:
-            self.d.call(self.trainer, ev.Filtered(batch.lease, groups, "rule: why", pinned))
+            self.d.call(self.trainer, ev.FilterGroups(batch.lease, groups, "rule: why", pinned))
         except Refused:
             assert batch.lease not in self.m.leases
             return
@@ -178,16 +176,16 @@ class LedgerMachine(Consumers):
 
     @rule(groups=st.integers(0, 2))
     def ask(self, groups: int) -> None:
-        self.d.call(self.trainer, ev.Ask(groups))
+        self.d.call(self.trainer, ev.RequestSurplus(groups))
         self.m.ask(groups)
 
     @rule(items=st.dictionaries(st.integers(0, 8), st.integers(0, 50), max_size=3))
     def choose(self, items: dict[int, int]) -> None:
         """The items of places around the first that was not given out."""
         places = {max(0, self.m.cursor - 2 + place): item for place, item in items.items()}
-        answer = self.d.call(self.trainer, ev.Choose(places))
+        answer = self.d.call(self.trainer, ev.AssignItems(places))
         self.m.choose(places)
-        assert answer == Chosen(self.m.cursor)
+        assert answer == ItemsAssigned(self.m.cursor)
 
     @rule(i=st.integers(0, 1), groups=st.integers(1, 2), update=st.booleans(), rounds=st.integers(1, 2))
     def whole_step(self, i: int, groups: int, update: bool, rounds: int) -> None:
@@ -221,11 +219,11 @@ class LedgerMachine(Consumers):
     def give_batch_up(self, fail: bool) -> None:
         batch = self.batches.pop(0)
         if not fail:
-            self.d.call(self.trainer, ev.Abandon(batch.lease, "test"))
+            self.d.call(self.trainer, ev.ReleaseLease(batch.lease, "test"))
             self.m.abandon(self.trainer, batch.lease)
             return
         bad = batch.samples[0].key
-        self.d.complete(self.trainer, TRAIN, batch, failed=[bad])
+        self.d.complete(self.trainer, batch, failed=[bad])
         self.m.complete(self.trainer, batch.lease, [], {bad}, pinned=False)
 
     @rule(tell=st.booleans())
@@ -318,13 +316,13 @@ class LedgerMachine(Consumers):
             new = [(next(self.tokens), self.version if interrupted and n % 2 else base) for n in range(tokens)]
             marks.append((member, max(0, have - back), new))
         try:
-            held = self.d.call(engine, ev.MarkTokens([a_mark(ticket, *one) for one in marks]))
+            held = self.d.call(engine, ev.SavePartials([a_mark(ticket, *one) for one in marks]))
         except StaleEpoch:
             assert engine in self.dead
             return
         for member, start, new in marks:
             expected.append(self.m.mark(engine, ticket.issue, SampleKey(id_, member), start, new))
-        assert held == Marked(expected)
+        assert held == SavedPartials(expected)
 
     @precondition(lambda self: self.tickets)
     @rule(pick=PICK)
@@ -332,13 +330,13 @@ class LedgerMachine(Consumers):
         """Whoever holds the group gets what is kept, and nobody else."""
         id_ = sorted(self.tickets)[pick % len(self.tickets)]
         engine, _, todo = self.tickets[id_]
-        found = partials(self.d.ledger.core, engine, [SampleKey(id_, member) for member in todo])
+        found = load_partials(self.d.ledger.core, engine, [SampleKey(id_, member) for member in todo])
         group = self.m.groups.get(id_)
         mine = group is not None and group.holder == engine
         kept = {n: group.samples[n].mark for n in todo if n in group.making} if group is not None and mine else {}
         assert {mark.key.member for mark in found} == {n for n, mark in kept.items() if mark}
         for mark in found:
-            assert begun(mark).tokens == [token for token, _ in kept[mark.key.member]]
+            assert decode_partial(mark).tokens == [token for token, _ in kept[mark.key.member]]
 
     @precondition(lambda self: self.tickets)
     @rule(pick=PICK, losses=st.sampled_from([0, 1, 3]))
@@ -385,7 +383,7 @@ class LedgerMachine(Consumers):
         for id_ in due.groups:
             self.m.give_up(lambda group, id_=id_: group.id == id_, "dropped(lapsed)")  # type: ignore[misc]
         for id_ in due.leases:
-            self.m.lapse(self.m.leases[id_], set())
+            self.m.lapse(self.m.leases[id_], pinned=True)
 
     @rule()
     def take_snapshot(self) -> None:
@@ -400,14 +398,14 @@ class LedgerMachine(Consumers):
     def repeat_the_last_call(self) -> None:
         assert self.d.last is not None
         who, seq, event, answer = self.d.last
-        if who in self.dead or (isinstance(answer, Batch | Admission | Offered) and answer.waiting_on):
+        if who in self.dead or (isinstance(answer, LeaseGrant | Admission | GroupsPut) and answer.waiting_on):
             return  # nothing was done, and may be done now
         again = self.d.outcome(event, who, seq)
         assert not again.changed
-        if isinstance(event, ev.Take):
+        if isinstance(event, ev.RequestLease):
             lease = self.m.leases.get(answer.lease)  # type: ignore[attr-defined]
             pins = set(lease.pins) if lease is not None else set()
-            assert isinstance(again.answer, Batch)
+            assert isinstance(again.answer, LeaseGrant)
             assert {block.extent for block in again.answer.blocks if block.extent} <= pins
         else:
             assert again.answer == answer
@@ -416,7 +414,7 @@ class LedgerMachine(Consumers):
     def node_agent_dies(self) -> None:
         self.d.reopen(f"run-{next(self.worlds)}")
         self.m.new_memory()
-        self.dead += [*self.engines, *self.judges, *self.ranks, self.trainer]
+        self.dead += [*self.engines, *self.judges, *self.critics, self.trainer]
         self.brought, self.returned, self.copied, self.d.last = {}, {}, [], None
         self.new_node()
 
@@ -442,7 +440,7 @@ class LedgerMachine(Consumers):
     @invariant()
     def memory_comes_back_once(self) -> None:
         live = self.m.references()
-        for owner in self.d.ledger.state.callers.answers:
+        for owner in self.d.ledger.state.callers.replies:
             back = [*self.returned.get(owner, []), *self.d.ledger.state.blocks.freed.get(owner, [])]
             assert Counter(back) == Counter(self.brought.get(owner, set()) - live.keys())
 
@@ -461,11 +459,11 @@ class LedgerMachine(Consumers):
         if not hasattr(self, "d"):
             return
         self.d.check_replay()
-        self.copied, self.shared, self.work = [], [None, None], []
+        self.copied, self.values, self.work = [], [None, None], []
         for who in list(self.dead):
             self.gone(who)  # those whose end nobody noticed may be reading still
         for i in (0, 1):
-            self.kill_rank(i, told=True)
+            self.kill_critic(i, told=True)
             self.kill_judge(i)
             self.kill_engine(i, told=True)
         self.tickets.clear()

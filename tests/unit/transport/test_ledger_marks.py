@@ -11,10 +11,10 @@ from ledger_driver import AGENT, ENGINE, OTHER, TRAINER, Driver, a_mark, make, s
 
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.admission import crowded, partials
-from relax_rt.transport.queue.ledger.messages import Mark, SampleKey, Ticket, VersionSpan
+from relax_rt.transport.queue.ledger.admission import crowded, load_partials
+from relax_rt.transport.queue.ledger.messages import PartialChunk, SampleKey, Ticket, VersionSpan
 from relax_rt.transport.queue.ledger.policy import QueueLimits
-from relax_rt.transport.queue.marking import begun, make_mark
+from relax_rt.transport.queue.partials import decode_partial, partial_chunk
 from relax_rt.transport.rpc.errors import Refused
 
 
@@ -24,7 +24,7 @@ def tokens(first: int, count: int, version: int) -> list[tuple[int, int]]:
 
 def kept(d: Driver, who: object, ticket: Ticket) -> dict[int, list[int]]:
     keys = [SampleKey(ticket.group, member) for member in ticket.wanted()]
-    return {mark.key.member: begun(mark).tokens for mark in partials(d.ledger.core, who, keys)}  # type: ignore[arg-type]
+    return {mark.key.member: decode_partial(mark).tokens for mark in load_partials(d.ledger.core, who, keys)}  # type: ignore[arg-type]
 
 
 def test_whoever_gets_the_group_next_goes_on_behind_the_marks() -> None:
@@ -36,7 +36,7 @@ def test_whoever_gets_the_group_next_goes_on_behind_the_marks() -> None:
     before = d.ledger.account()
     d.gone(ENGINE)
     ((kind, told),) = [notice for notice in d.ledger.core.notices if notice[0] == "group_reopened"]
-    assert (told["holder"], told["missing"], told["begun"], told["tokens"]) == (str(ENGINE), 2, 1, 6), kind
+    assert (told["holder"], told["missing"], told["partial"], told["tokens"]) == (str(ENGINE), 2, 1, 6), kind
     after = d.ledger.account()
     # The member that was begun goes on; the one without a mark is another sample.
     assert after["dropped(producer gone)"] == 1 and after["samples_issued"] == before["samples_issued"] + 1
@@ -127,9 +127,9 @@ def test_marks_are_bounded_for_each_member_and_in_all_and_count_in_the_capacity(
     assert d.ledger.audit() == []
 
 
-def with_rows(mark: Mark, size: int) -> Mark:
+def with_rows(mark: PartialChunk, size: int) -> PartialChunk:
     """A mark whose tokens have rows of so many bytes, of what they are."""
-    return msgspec.structs.replace(mark, rows=b"".join(bytes([token]) * size for token in begun(mark).tokens))
+    return msgspec.structs.replace(mark, rows=b"".join(bytes([token]) * size for token in decode_partial(mark).tokens))
 
 
 def test_what_is_kept_of_tokens_besides_goes_where_they_go() -> None:
@@ -138,12 +138,12 @@ def test_what_is_kept_of_tokens_besides_goes_where_they_go() -> None:
 
     def mark(start: int, first: int, count: int, size: int = 3) -> int:
         one = with_rows(a_mark(ticket, 0, start, tokens(first, count, version)), size)
-        (held,) = d.call(ENGINE, ev.MarkTokens([one])).held
+        (held,) = d.call(ENGINE, ev.SavePartials([one])).held
         return int(held)
 
     def found() -> tuple[list[int], bytes]:
-        (one,) = partials(d.ledger.core, ENGINE, [SampleKey(ticket.group, 0)])
-        return begun(one).tokens, begun(one).rows
+        (one,) = load_partials(d.ledger.core, ENGINE, [SampleKey(ticket.group, 0)])
+        return decode_partial(one).tokens, decode_partial(one).rows
 
     assert (mark(0, 1, 5), mark(3, 50, 2)) == (5, 5)
     assert found() == ([1, 2, 3, 50, 51], b"\1\1\1\2\2\2\3\3\3" + b"222333")
@@ -190,7 +190,7 @@ def test_a_malformed_mark_is_refused_whole(change: dict[str, object], says: str)
     bad = {"key": SampleKey(ticket.group, 0), "issue": 1, "start": 0, "tokens": good.tokens}
     bad |= {"logprobs": good.logprobs, "versions": good.versions, **change}
     with pytest.raises(Refused, match=says):
-        d.call(ENGINE, ev.MarkTokens([good, Mark(**bad)]))  # type: ignore[arg-type]
+        d.call(ENGINE, ev.SavePartials([good, PartialChunk(**bad)]))  # type: ignore[arg-type]
     assert d.ledger.state.marks_bytes == 0
 
 
@@ -230,17 +230,19 @@ async def test_marks_are_in_the_journal_before_they_are_answered(tmp_path: Path)
             values = list(range(1, 60_001))
             versions = [VersionSpan(0, len(values), 1, 1)]
             logprobs = [-0.5 - n / 7 for n in values]
-            marks = [make_mark(ticket, member, 0, values, logprobs, versions, b"prompt") for member in (0, 1)]
-            first.api.lose_answer.append("mark")  # type: ignore[attr-defined]
-            assert await first.marks.keep(marks) == [60_000, 60_000]
+            marks = [partial_chunk(ticket, member, 0, values, logprobs, versions, b"prompt") for member in (0, 1)]
+            first.api.lose_answer.append("save_partials")  # type: ignore[attr-defined]
+            assert await first.save_partials(marks) == [60_000, 60_000]
             await w.kill()
             await w.start()
-            assert await first.marks.keep([make_mark(ticket, 0, 60_000, [7], [-1.0], [VersionSpan(0, 60_001, 1, 1)])])
-            await first.give_back([ticket.group], "test")
+            assert await first.save_partials(
+                [partial_chunk(ticket, 0, 60_000, [7], [-1.0], [VersionSpan(0, 60_001, 1, 1)])]
+            )
+            await first.release_groups([ticket.group], "test")
         async with w.client(OTHER) as other:
             (again,) = (await other.admit(1, 1, wait_s=1.0)).tickets
             assert again.partials == {0: 60_001, 1: 60_000}
-            found = await other.marks.of([again])
+            found = await other.load_partials([again])
             mine = found[SampleKey(ticket.group, 1)]
             assert (mine.tokens, mine.versions, mine.origin) == (values, versions, b"prompt")
             assert mine.logprobs == pytest.approx(logprobs, rel=1e-6)

@@ -8,7 +8,7 @@ from ledger_driver import CRITIC, ENGINE, JUDGE, OTHER, TRAINER, Driver, fields_
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.admission import outstanding
-from relax_rt.transport.queue.ledger.messages import Batch, RowPut, SampleKey, VersionSpan
+from relax_rt.transport.queue.ledger.messages import LeaseGrant, RowPut, SampleKey, VersionSpan
 from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
@@ -18,7 +18,7 @@ TWO_JUDGES = {"reward": ("tokens",), "reference": ("tokens",), "train": ("tokens
 HELPER = Incarnation("advantage/0", 6)
 
 
-def keys(batch: Batch) -> list[SampleKey]:
+def keys(batch: LeaseGrant) -> list[SampleKey]:
     return [info.key for info in batch.samples]
 
 
@@ -48,7 +48,7 @@ def test_what_is_made_again_is_another_sample_for_those_who_still_work_on_the_ol
     d.reward(JUDGE, reward, bad)
     make(d, version)
     # The late failure is of the sample that is gone, the late column too.
-    d.complete(CRITIC, "reference", reference, *d.columns(reference, "reference", without=[bad]), failed=[bad])
+    d.complete(CRITIC, reference, *d.columns(reference, "reference", without=[bad]), failed=[bad])
     assert d.ledger.account()["failed"] == 1
     again = d.take(CRITIC, "reference", samples=2)
     assert keys(again) == [bad] and fields_of(again, again.samples[0]) == {"tokens"}
@@ -61,11 +61,11 @@ def test_a_late_column_of_the_old_sample_is_not_put_on_the_new_one() -> None:
     bad = SampleKey(ticket.group, 0)
     reward, reference = d.take(JUDGE, "reward", samples=2), d.take(CRITIC, "reference", samples=2)
     d.reward(JUDGE, reward, bad)
-    d.complete(CRITIC, "reference", reference, *d.columns(reference, "reference"))
+    d.complete(CRITIC, reference, *d.columns(reference, "reference"))
     make(d, version)
     again = d.take(CRITIC, "reference", samples=2)
     assert keys(again) == [bad]
-    d.complete(CRITIC, "reference", again, *d.columns(again, "reference"))
+    d.complete(CRITIC, again, *d.columns(again, "reference"))
     d.reward_all(JUDGE)
     assert len(d.take(TRAINER, "train", groups=1).samples) == 2
 
@@ -181,7 +181,7 @@ def test_two_tasks_may_leave_out_the_same_member() -> None:
     bad = SampleKey(ticket.group, 0)
     reward, reference = d.take(JUDGE, "reward", samples=3), d.take(CRITIC, "reference", samples=3)
     d.reward(JUDGE, reward, bad)
-    d.complete(CRITIC, "reference", reference, *d.columns(reference, "reference", without=[bad]), failed=[bad])
+    d.complete(CRITIC, reference, *d.columns(reference, "reference", without=[bad]), failed=[bad])
     assert d.ledger.account()["failed"] == 1
     assert outstanding(d.ledger.core) == 2
     assert d.ledger.audit() == []
@@ -210,13 +210,13 @@ def test_a_sample_that_nobody_will_complete_fails() -> None:
     d.reward_all(JUDGE)
     batch = d.take(CRITIC, "reference", samples=2)
     puts = d.columns(batch, "reference", without=[SampleKey(ticket.group, 0)])
-    d.complete(CRITIC, "reference", batch, *puts)  # says that it is done, and forgot a column
+    d.complete(CRITIC, batch, *puts)  # says that it is done, and forgot a column
     account = d.ledger.account()
     assert (account["failed"], account["failed_groups"]) == (1, 1)
     (again,) = make(d, version)
     assert (again.prompt, again.attempt, again.members) == (ticket.prompt, 1, [0])
     d.reward_all(JUDGE)
-    d.complete(CRITIC, "reference", d.take(CRITIC, "reference", samples=2))
+    d.complete(CRITIC, d.take(CRITIC, "reference", samples=2))
     assert d.ledger.account()["prompts_retired"] == 1
 
 
@@ -228,9 +228,9 @@ def test_from_the_advantages_on_a_failure_ends_the_group() -> None:
     (ticket,) = make(d, version)
     d.reward_all(JUDGE)
     batch = d.take(HELPER, "advantage", groups=1)
-    d.complete(HELPER, "advantage", batch, *d.columns(batch, "advantage"))
+    d.complete(HELPER, batch, *d.columns(batch, "advantage"))
     batch = d.take(CRITIC, "audit", samples=1)
-    d.complete(CRITIC, "audit", batch, failed=[batch.samples[0].key])
+    d.complete(CRITIC, batch, failed=[batch.samples[0].key])
     account = d.ledger.account()
     assert (account["failed"], account["dropped(sibling)"], account["prompts_waiting"]) == (1, 1, 1)
     assert ticket.group not in d.ledger.state.groups
@@ -248,15 +248,15 @@ def test_advantages_over_a_group_that_changed_meanwhile_are_computed_again(mode:
     (ticket,) = make(d, version)
     d.reward_all(JUDGE)
     batch, filtered = d.take(HELPER, "advantage", groups=1), d.take(CRITIC, "filter", samples=3)
-    d.complete(CRITIC, "filter", filtered, failed=[SampleKey(ticket.group, 1)])
-    d.complete(HELPER, "advantage", batch, *d.columns(batch, "advantage"))
+    d.complete(CRITIC, filtered, failed=[SampleKey(ticket.group, 1)])
+    d.complete(HELPER, batch, *d.columns(batch, "advantage"))
     if mode == "regenerate":
         assert not d.take(HELPER, "advantage", groups=1).samples
         make(d, version)
         d.reward_all(JUDGE)
     again = d.take(HELPER, "advantage", groups=1)
     assert [key.member for key in keys(again)] == ([0, 1, 2] if mode == "regenerate" else [0, 2])
-    d.complete(HELPER, "advantage", again, *d.columns(again, "advantage"))
+    d.complete(HELPER, again, *d.columns(again, "advantage"))
     assert d.take(TRAINER, "train", groups=1).samples
     assert d.ledger.audit() == []
 
@@ -266,7 +266,7 @@ def test_a_failure_found_while_advantages_are_computed_leaves_none_of_them() -> 
     (ticket,) = make(d, version)
     d.reward_all(JUDGE)
     batch, bad = d.take(HELPER, "advantage", groups=1), SampleKey(ticket.group, 1)
-    d.complete(HELPER, "advantage", batch, *d.columns(batch, "advantage", without=[bad]), failed=[bad])
+    d.complete(HELPER, batch, *d.columns(batch, "advantage", without=[bad]), failed=[bad])
     make(d, version)
     d.reward_all(JUDGE)
     again = d.take(HELPER, "advantage", groups=1)
@@ -424,7 +424,7 @@ def test_a_skipped_step_is_no_update() -> None:
     first = d.take(TRAINER, "train", groups=2)
     d.skip(TRAINER, first, 1, d.weights())
     batch = d.take(TRAINER, "train", groups=1)
-    d.call(TRAINER, ev.Trained([batch.lease], 2, d.weights()))  # accumulates: its samples are of the coming update
+    d.call(TRAINER, ev.CompleteStep([batch.lease], 2, d.weights()))  # accumulates: its samples are of the coming update
     before = outstanding(d.ledger.core)
     batch = d.take(TRAINER, "train", groups=1)
     d.skip(TRAINER, batch, 3, d.weights())

@@ -11,7 +11,6 @@ from ledger_driver import (
     ROW_BYTES,
     TRAINER,
     Driver,
-    fields_of,
     make,
     policy,
     spans,
@@ -154,11 +153,11 @@ def test_a_trainer_may_read_on_after_its_step(how: str) -> None:
     d.reward_all(JUDGE)
     batch = d.take(TRAINER, "train", groups=1)
     if how == "trained":
-        d.call(TRAINER, ev.Trained([batch.lease], 1, VersionRecord(9, version, 1), pinned=[batch.lease]))
+        d.call(TRAINER, ev.CompleteStep([batch.lease], 1, VersionRecord(9, version, 1), pinned=[batch.lease]))
     else:
-        d.call(TRAINER, ev.Abandon(batch.lease, "stopping", pinned=True))
+        d.call(TRAINER, ev.ReleaseLease(batch.lease, "stopping", pinned=True))
         other = d.take(TRAINER, "train", groups=1)
-        d.call(TRAINER, ev.Trained([other.lease], 1, VersionRecord(9, version, 1)))
+        d.call(TRAINER, ev.CompleteStep([other.lease], 1, VersionRecord(9, version, 1)))
     d.committed(TRAINER, 1)
     assert len(extents(d)) == 1
     assert len(d.unpin(TRAINER, batch.lease)) == 0 and not extents(d)
@@ -176,7 +175,7 @@ def test_a_reader_that_is_fenced_keeps_its_pin_until_it_is_dead() -> None:
     assert len(extents(d)) == 1
     with pytest.raises(Refused):
         d.unpin(JUDGE, batch.lease)
-    d.own(ev.Gone(JUDGE, "seen dead"))
+    d.own(ev.ProcessExited(JUDGE, "seen dead"))
     assert not extents(d)
 
 
@@ -187,170 +186,6 @@ def test_what_was_put_after_the_grant_is_not_in_a_repeated_answer() -> None:
     who, seq, event, _ = d.last or pytest.fail("no call")
     d.reward_all(JUDGE)
     assert d.apply(event, who, seq) == batch
-
-
-# --- batches that several ranks read
-
-
-def stream(d: Driver, who: Incarnation, index: int, task: str = "reference", samples: int = 2):  # type: ignore[no-untyped-def]
-    return d.take(who, task, samples=samples, stream="s", index=index, readers=2)
-
-
-def test_ranks_get_the_same_batch_and_it_is_finished_by_the_last() -> None:
-    d, version = started(tasks=REFERENCE)
-    make(d, version, 2)
-    first = stream(d, RANK0, 0)
-    d.reward_all(JUDGE)  # columns that come meanwhile
-    assert "batch 1" in stream(d, RANK1, 2).waiting_on
-    second = stream(d, RANK1, 0)
-    assert (second.lease, second.samples) == (first.lease, first.samples)
-    with pytest.raises(Refused, match="2 read it already"):
-        stream(d, CRITIC, 0)
-    d.complete(RANK0, "reference", first, *d.columns(first, "reference"))
-    assert not d.take(TRAINER, "train", groups=1).samples  # not seen before all ranks are done
-    d.complete(RANK1, "reference", second)
-    assert d.take(TRAINER, "train", groups=1).samples
-    with pytest.raises(Refused, match="the next is 1"):
-        stream(d, RANK1, 0)
-    other = stream(d, RANK1, 1)
-    assert not {info.key for info in other.samples} & {info.key for info in first.samples}
-    assert d.ledger.audit() == []
-
-
-def test_a_rank_that_comes_later_gets_the_same_though_a_sample_ended_meanwhile() -> None:
-    d, version = started(tasks=REFERENCE)
-    (ticket,) = make(d, version)
-    first, bad = stream(d, RANK0, 0), SampleKey(ticket.group, 0)
-    d.reward(JUDGE, d.take(JUDGE, "reward", samples=2), bad)
-    second = stream(d, RANK1, 0)
-    assert (second.samples, second.blocks) == (first.samples, first.blocks)  # else their parts would not fit
-    d.complete(RANK0, "reference", first, *d.columns(first, "reference", without=[first.samples[1].key]))
-    d.complete(RANK1, "reference", second, *d.columns(second, "reference", without=[first.samples[0].key]))
-    make(d, version)
-    assert [info.key for info in stream(d, RANK1, 1).samples] == [bad]
-    assert d.ledger.audit() == []
-
-
-def test_streams_do_not_meet() -> None:
-    d, version = started(tasks=REFERENCE)
-    make(d, version, 2)
-    one = d.take(RANK0, "reference", samples=2, stream="dp0", readers=1)
-    two = d.take(RANK1, "reference", samples=2, stream="dp1", readers=1)
-    assert not {info.key for info in one.samples} & {info.key for info in two.samples}
-
-
-def test_a_rank_that_is_done_may_still_read() -> None:
-    d, version = started(tasks=REFERENCE, prompts_per_step=1)
-    make(d, version)
-    batch = stream(d, RANK0, 0)
-    stream(d, RANK1, 0)
-    d.complete(RANK0, "reference", batch, *d.columns(batch, "reference"), pinned=True)
-    d.complete(RANK1, "reference", batch)
-    train(d, version, 1)
-    d.committed(TRAINER, 1)
-    assert len(extents(d)) == 1
-    d.unpin(RANK0, batch.lease)
-    assert not extents(d)
-    make(d, version + 1)
-    batch = stream(d, RANK0, 1)
-    d.complete(RANK0, "reference", batch, pinned=True)
-    d.unpin(RANK0, batch.lease)  # before the others are done
-    stream(d, RANK1, 1)
-    d.complete(RANK1, "reference", batch)
-    assert not d.ledger.state.lapsed
-    assert d.ledger.audit() == []
-
-
-def test_a_ranks_death_offers_the_batch_again_and_undoes_what_the_others_put() -> None:
-    d, version = started(tasks=REFERENCE)
-    make(d, version)
-    batch = stream(d, RANK0, 0)
-    stream(d, RANK1, 0)
-    d.complete(RANK0, "reference", batch, *d.columns(batch, "reference"))
-    d.gone(RANK1)
-    newer = Incarnation("reference/1", 90)
-    with pytest.raises(Refused, match="the next is 1"):
-        stream(d, newer, 0)
-    again = stream(d, newer, 1)
-    assert [info.key for info in again.samples] == [info.key for info in batch.samples]
-    assert all(fields_of(again, info) == {"tokens"} for info in again.samples)
-    stream(d, RANK0, 1)
-    d.complete(RANK0, "reference", again, *d.columns(again, "reference"))
-    d.complete(newer, "reference", again)
-    assert d.ledger.audit() == []
-
-
-def test_a_rank_that_is_done_does_not_lapse_and_its_death_costs_nothing() -> None:
-    d, version = started(tasks=REFERENCE)
-    make(d, version)
-    batch = stream(d, RANK0, 0)
-    stream(d, RANK1, 0)
-    d.complete(RANK0, "reference", batch, *d.columns(batch, "reference"), pinned=True)
-    assert d.ledger.renew(RANK0, [batch.lease], d.now) == []  # a renewal that was on its way
-    d.restart()
-    for _ in range(3):
-        d.tick(50.0)
-        assert d.ledger.renew(RANK1, [batch.lease], d.now) == []
-    d.gone(RANK0)
-    d.complete(RANK1, "reference", batch)
-    assert not d.ledger.state.leases and not d.ledger.state.lapsed
-    assert d.ledger.audit() == []
-
-
-def test_a_late_rank_lapses_the_batch_for_all() -> None:
-    d, version = started(tasks=REFERENCE)
-    make(d, version)
-    batch = stream(d, RANK0, 0)
-    d.now += 30.0
-    stream(d, RANK1, 0)
-    d.tick(31.0)  # RANK0 did not renew
-    assert d.ledger.renew(RANK1, [batch.lease], d.now) == [batch.lease]
-    assert stream(d, RANK1, 1).samples
-    d.complete(RANK0, "reference", batch)
-    assert d.ledger.account()["late_completions"] == 1
-
-
-def test_a_batch_that_one_rank_abandons_ends_for_all() -> None:
-    d, version = started(tasks=REFERENCE)
-    make(d, version)
-    batch = stream(d, RANK0, 0)
-    stream(d, RANK1, 0)
-    d.complete(RANK0, "reference", batch, *d.columns(batch, "reference"))
-    d.call(RANK1, ev.Abandon(batch.lease, "stopping"))
-    assert not d.ledger.state.lapsed  # nobody reads it any more
-    assert stream(d, RANK1, 1).samples
-    assert d.ledger.audit() == []
-
-
-def test_a_failure_in_a_shared_batch_counts_when_all_ranks_are_done() -> None:
-    d, version = started(tasks=REFERENCE)
-    (ticket,) = make(d, version)
-    batch, bad = stream(d, RANK0, 0), SampleKey(ticket.group, 0)
-    stream(d, RANK1, 0)
-    d.complete(RANK1, "reference", batch, failed=[bad])
-    assert "failed" not in d.ledger.account()
-    d.complete(RANK0, "reference", batch, *d.columns(batch, "reference"))
-    assert d.ledger.account()["failed"] == 1
-    assert d.admit(ENGINE, version).tickets[0].members == [0]
-    assert d.ledger.audit() == []
-
-
-def test_the_ranks_of_a_trainer_share_a_batch_and_one_of_them_steps() -> None:
-    d, version = started(prompts_per_step=1)
-    make(d, version)
-    d.reward_all(JUDGE)
-    rank1 = Incarnation("trainer/1", 70)
-    batch = d.take(TRAINER, "train", groups=1, stream="t", readers=2)
-    same = d.take(rank1, "train", groups=1, stream="t", readers=2)
-    assert same == batch
-    d.complete(rank1, "train", same, pinned=True)
-    assert "not finished" in d.take(TRAINER, "train", groups=1, stream="t", index=1, readers=2).waiting_on
-    version = d.trained(TRAINER, batch, 1, version)
-    d.committed(TRAINER, 1)
-    assert len(extents(d)) == 1  # rank 1 reads on
-    d.unpin(rank1, batch.lease)
-    assert not extents(d)
-    assert d.ledger.audit() == []
 
 
 # --- spill

@@ -25,7 +25,7 @@ from ledger_driver import (
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.events import Entry
 from relax_rt.transport.queue.ledger.machine import load_samplers
-from relax_rt.transport.queue.ledger.messages import Batch, Offered, RowPut, SampleKey, Want
+from relax_rt.transport.queue.ledger.messages import GroupsPut, LeaseGrant, LeaseRequest, RowPut, SampleKey
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits, SamplerSpec
 from relax_rt.transport.queue.ledger.selection import Choice, Unit
 from relax_rt.transport.queue.samplers.loading import load_sampler
@@ -36,7 +36,7 @@ READER = Incarnation("reader/0", 3)
 CRITIC_TASKS = {"reward": ("tokens",), "values": ("tokens",), "train": ("tokens", "reward", "values")}
 
 
-def members(batch: Batch) -> list[tuple[int, int]]:
+def members(batch: LeaseGrant) -> list[tuple[int, int]]:
     return [(info.key.group, info.key.member) for info in batch.infos()]
 
 
@@ -49,7 +49,7 @@ class Last:
 
     whole_groups = False
 
-    def choose(self, units: Iterable[Unit], want: Want) -> Choice:
+    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
         found = list(units)
         if len(found) > 2:
             raise ValueError("too many")
@@ -66,10 +66,10 @@ def test_offered_samples_are_finished_when_all_tasks_are_done() -> None:
     batch = d.take(READER, "a", samples=10)
     assert members(batch) == [(1, 0), (1, 1), (2, 0)] and {info.prompt for info in batch.infos()} == {-1}
     assert not d.take(READER, "b", samples=10).infos()
-    d.complete(READER, "a", batch, *d.columns(batch, "label"))
+    d.complete(READER, batch, *d.columns(batch, "label"))
     for n in (2, 1):
         batch = d.take(READER, "b", samples=n)
-        d.complete(READER, "b", batch)
+        d.complete(READER, batch)
     assert d.put_all(ENGINE, []) != []
     account = d.ledger.account()
     assert account["finished"] == account["samples_issued"] == 3
@@ -85,8 +85,8 @@ def test_offers_wait_while_the_queue_is_full() -> None:
     assert "4 samples are in the queue, 4 allowed" in d.offer(ENGINE, 1).waiting_on
     with pytest.raises(Refused, match="5 samples, 4 are allowed at once"):
         d.offer(ENGINE, 5)
-    d.complete(READER, "a", batch := d.take(READER, "a", samples=5), *d.columns(batch, "label"))
-    d.complete(READER, "b", d.take(READER, "b", samples=5))
+    d.complete(READER, batch := d.take(READER, "a", samples=5), *d.columns(batch, "label"))
+    d.complete(READER, d.take(READER, "b", samples=5))
     assert d.offer(ENGINE, 1).groups
     d = free(QueueLimits(capacity_bytes=2 * ROW_BYTES))
     d.offer(ENGINE, 2)
@@ -98,9 +98,9 @@ def test_an_offer_that_came_twice_is_taken_once() -> None:
     first = d.offer(ENGINE, 2)
     assert d.last is not None
     who, seq, event, _ = d.last
-    assert d.apply(event, who, seq) == Offered(first.groups)
+    assert d.apply(event, who, seq) == GroupsPut(first.groups)
     d.restart()
-    assert d.apply(event, who, seq) == Offered(first.groups)
+    assert d.apply(event, who, seq) == GroupsPut(first.groups)
     assert d.ledger.account()["samples_issued"] == 2
 
 
@@ -116,7 +116,7 @@ def test_senseless_offers_are_refused() -> None:
     ):
         rows = [RowPut(key, row) for row, key in enumerate(keys)]
         with pytest.raises(Refused, match=why):
-            d.call(ENGINE, ev.Offer([d.rows(ENGINE, rows)] if rows else [], sizes))
+            d.call(ENGINE, ev.PutGroups([d.rows(ENGINE, rows)] if rows else [], sizes))
     with pytest.raises(Refused, match=r"no task can take them.*the tasks need a: tokens; b: tokens, label"):
         d.offer(ENGINE, 1, fields=["label"])
     with pytest.raises(Refused, match="no prompts"):
@@ -130,7 +130,7 @@ def test_a_failed_offered_sample_is_left_out_and_its_siblings_go_on() -> None:
     d = free(tasks={"a": ("tokens",)})
     d.offer(ENGINE, 2)
     batch = d.take(READER, "a", samples=2)
-    d.complete(READER, "a", batch, failed=[SampleKey(1, 0)])
+    d.complete(READER, batch, failed=[SampleKey(1, 0)])
     account = d.ledger.account()
     assert (account["failed"], account["finished"]) == (1, 1)
     assert d.ledger.audit() == []
@@ -139,14 +139,14 @@ def test_a_failed_offered_sample_is_left_out_and_its_siblings_go_on() -> None:
 def test_offered_groups_can_be_trained_on() -> None:
     d, v1 = started(group_size=0, prompts_per_step=0, max_staleness=0)
     put = [d.rows(ENGINE, [RowPut(SampleKey(g, 0), g, 1, spans(v1)) for g in range(3)])]
-    d.call(ENGINE, ev.Offer(put, [1, 1, 1]))
+    d.call(ENGINE, ev.PutGroups(put, [1, 1, 1]))
     d.reward_all(JUDGE)
     batch = d.take(TRAINER, "train", groups=1)
     v2 = d.trained(TRAINER, batch, 1, v1)
     account = d.ledger.account()
     assert (account["trained"], account["refused(stale)"]) == (1, 2)
     stale = [d.rows(ENGINE, [RowPut(SampleKey(0, 0), 0, 1, spans(v1))])]
-    d.call(ENGINE, ev.Offer(stale, [1]))
+    d.call(ENGINE, ev.PutGroups(stale, [1]))
     assert d.ledger.account()["refused(stale)"] == 3
     batch = d.take(TRAINER, "train", groups=1)
     assert not batch.samples and v2
@@ -172,10 +172,10 @@ def test_a_tasks_own_sampler_chooses_and_a_replay_does_not_ask_it_again() -> Non
     d = free(samplers={"a": SamplerSpec("priority")})
     keys = [SampleKey(0, member) for member in range(3)]
     rows = [RowPut(key, row, priority=float(row == 1)) for row, key in enumerate(keys)]
-    d.call(ENGINE, ev.Offer([d.rows(ENGINE, rows)], [3]))
+    d.call(ENGINE, ev.PutGroups([d.rows(ENGINE, rows)], [3]))
     assert members(d.take(READER, "a", samples=2)) == [(1, 1), (1, 0)]
     d.check_replay()
-    taken = [entry.event for entry in d.entries() if isinstance(entry.event, ev.Take)]
+    taken = [entry.event for entry in d.entries() if isinstance(entry.event, ev.RequestLease)]
     assert [event.keys for event in taken] == [[SampleKey(1, 1), SampleKey(1, 0)]]
 
 
@@ -214,7 +214,7 @@ def test_what_lapsed_is_offered_first_again_to_its_task() -> None:
     d = free(tasks={"z": ("tokens",), "a": ("tokens",)})
     d.offer(ENGINE, 4)
     batch = d.take(READER, "a", samples=2)
-    d.call(READER, ev.Abandon(batch.lease, "test"))
+    d.call(READER, ev.ReleaseLease(batch.lease, "test"))
     assert members(d.take(READER, "a", samples=3)) == [(1, 0), (1, 1), (1, 2)]
 
 
@@ -242,7 +242,7 @@ def test_policies_that_cannot_work_are_refused(changes: dict[str, object], why: 
 
 def values(d: Driver, version: int) -> None:
     batch = d.take(CRITIC, "values", samples=16)
-    d.complete(CRITIC, "values", batch, *d.columns(batch, "values", version=version))
+    d.complete(CRITIC, batch, *d.columns(batch, "values", version=version))
 
 
 def test_columns_that_depend_on_the_weights_lapse_with_them() -> None:
@@ -268,7 +268,7 @@ def test_columns_of_old_weights_that_come_late_are_not_kept() -> None:
     late = d.take(CRITIC, "values", samples=2)
     d.reward_all(JUDGE)
     v2 = d.trained(TRAINER, d.take(TRAINER, "train", groups=1), 1, v1)
-    d.complete(CRITIC, "values", late, *d.columns(late, "values", version=v1))
+    d.complete(CRITIC, late, *d.columns(late, "values", version=v1))
     assert not d.take(TRAINER, "train", groups=1).samples
     values(d, v2)
     assert d.take(TRAINER, "train", groups=1).samples
@@ -281,12 +281,12 @@ def test_all_that_a_task_put_lapses_together() -> None:
     make(d, v1, 2)
     batch = d.take(CRITIC, "values", samples=4)
     puts = [*d.columns(batch, "values", version=v1), *d.columns(batch, "notes")]
-    d.complete(CRITIC, "values", batch, *puts)
+    d.complete(CRITIC, batch, *puts)
     d.trained(TRAINER, d.take(TRAINER, "train", groups=1), 1, v1)
     again = d.take(CRITIC, "values", samples=4)
     assert [fields_of(again, info) for info in again.samples] == [{"tokens"}] * 2
     v2 = d.weights().version
-    d.complete(CRITIC, "values", again, *d.columns(again, "values", version=v2), *d.columns(again, "notes"))
+    d.complete(CRITIC, again, *d.columns(again, "values", version=v2), *d.columns(again, "notes"))
     assert d.take(TRAINER, "train", groups=1).samples
     assert d.ledger.audit() == []
 
@@ -298,11 +298,11 @@ def test_work_on_columns_that_lapsed_meanwhile_has_no_effect() -> None:
     values(d, v1)
     batch = d.take(JUDGE, "advantage", groups=1)
     v2 = d.rollback(TRAINER, 0, v1, changed=True)
-    d.complete(JUDGE, "advantage", batch, *d.columns(batch, "advantage"))
+    d.complete(JUDGE, batch, *d.columns(batch, "advantage"))
     assert not d.take(TRAINER, "train", groups=1).samples
     values(d, v2)
     batch = d.take(JUDGE, "advantage", groups=1)
-    d.complete(JUDGE, "advantage", batch, *d.columns(batch, "advantage"))
+    d.complete(JUDGE, batch, *d.columns(batch, "advantage"))
     assert d.take(TRAINER, "train", groups=1).samples
 
 
@@ -328,7 +328,7 @@ def test_who_works_on_a_sample_while_it_is_trained_on_does_not_hold_it_for_ever(
     make(d, v1, 2)
     logged = d.take(CRITIC, "log", samples=4)
     step(d, 1, v1)
-    d.complete(CRITIC, "log", logged)
+    d.complete(CRITIC, logged)
     d.rollback(TRAINER, 0, v1)
     assert len(d.take(CRITIC, "log", samples=4).samples) == 4
 
@@ -348,7 +348,7 @@ def test_durable_payloads_outlive_the_node() -> None:
     d.reopen("run-2")
     account = d.ledger.account()
     assert (account.get("lost", 0), account["trained"], account["dropped(producer gone)"]) == (0, 4, 1)
-    assert not d.ledger.state.leases and not d.ledger.state.lapsed and d.ledger.audit() == []
+    assert not d.ledger.state.leases and not d.ledger.state.pinned and d.ledger.audit() == []
     d.restart()
     trainer, engine, judge = Incarnation("trainer/0", 20), Incarnation("rollout/0", 21), Incarnation("reward/0", 22)
     v3 = d.rollback(trainer, 0, v1)
@@ -409,12 +409,12 @@ def test_a_policy_is_what_it_was_when_an_event_was_judged() -> None:
 def test_a_task_that_is_no_more_is_forgotten_and_a_new_one_sees_what_is_there() -> None:
     d = free(tasks={"a": ("tokens",), "b": ("tokens",)})
     d.offer(ENGINE, 1, 1)
-    d.complete(READER, "a", d.take(READER, "a", samples=1))
+    d.complete(READER, d.take(READER, "a", samples=1))
     held = d.take(READER, "b", samples=1)
     d.own(ev.Configure(free_policy(tasks={"a": ("tokens",), "c": ("tokens",)}), d.ledger.state.limits))
     assert d.ledger.audit() == []
     assert len(d.take(READER, "c", samples=5).infos()) == 2, "done with a is not done with c"
-    d.complete(READER, "b", held)
+    d.complete(READER, held)
     assert d.ledger.audit() == []
     d.own(ev.Configure(free_policy(tasks={"a": ("tokens",)}), d.ledger.state.limits))
     assert d.ledger.account()["finished"] == 1, "the sample that only a had to do with"
@@ -435,14 +435,3 @@ def test_a_replay_needs_no_sampler() -> None:
         d.take(READER, "a", samples=1)
     d.restart()
     assert d.ledger.audit() == []
-
-
-def test_a_stream_in_use_is_remembered_and_one_that_is_not_there_begins_with_0() -> None:
-    d = free()
-    d.offer(ENGINE, 2)
-    want = Want(samples=1, stream="main", index=0)
-    first = d.call(READER, ev.Take("a", want))
-    assert isinstance(first, Batch)
-    d.complete(READER, "a", first)
-    with pytest.raises(Refused, match="begins with 0"):
-        d.call(READER, ev.Take("a", Want(samples=1, stream="other", index=3)))

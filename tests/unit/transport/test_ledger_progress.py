@@ -42,7 +42,7 @@ class Queue:
         failures = [Failure(key, reason, late, item, f"about {item}") for key in keys if key.member in failing]
         good = [failure.key for failure in failures]
         puts = self.d.columns(batch, "reward", without=good)
-        self.d.call(JUDGE, ev.Complete("reward", batch.lease, puts, failures))
+        self.d.call(JUDGE, ev.CompleteLease(batch.lease, puts, failures))
         return ticket
 
     def fails(self, prompts: int = 1, **how: Any) -> None:
@@ -129,7 +129,7 @@ def test_a_group_that_is_whole_breaks_the_row(between: str) -> None:
         q.scored(failing=())
         if between == "filtered":
             batch = q.d.take(TRAINER, "train", groups=2, at_least=1)
-            q.d.call(TRAINER, ev.Filtered(batch.lease, [batch.samples[0].key.group], "zero_variance: equal"))
+            q.d.call(TRAINER, ev.FilterGroups(batch.lease, [batch.samples[0].key.group], "zero_variance: equal"))
     assert q.report.failed_groups == 0 and q.report.losses[0].members == 8, "what was lost is not forgotten"
     q.fails(prompts=2)
     assert not q.report.ended
@@ -148,7 +148,7 @@ def test_the_other_policies_for_failed_members_count_too(how: str) -> None:
 def test_members_that_cannot_be_made_and_killed_consumers_count_in_the_same_account() -> None:
     q = Queue(failed_groups=3)
     (ticket,) = q.d.admit(ENGINE, q.version).tickets
-    q.d.call(ENGINE, ev.GiveBack([ticket.group], "the environment raised KeyError at game.py:3", failed=True))
+    q.d.call(ENGINE, ev.ReleaseGroups([ticket.group], "the environment raised KeyError at game.py:3", failed=True))
     assert q.report.failed_groups == 1
     (first,) = make(q.d, q.version)
     assert first.prompt == ticket.prompt
@@ -220,7 +220,7 @@ def test_an_item_whose_group_outlives_a_start_of_the_run_is_retired_all_the_same
         batch = q.d.take(JUDGE, "reward", samples=16)
         keys = [info.key for info in batch.samples if info.key.group == bad.group]
         puts = q.d.columns(batch, "reward", without=keys)
-        q.d.call(JUDGE, ev.Complete("reward", batch.lease, puts, [Failure(key, LATE, True, "a") for key in keys]))
+        q.d.call(JUDGE, ev.CompleteLease(batch.lease, puts, [Failure(key, LATE, True, "a") for key in keys]))
         if bad.group in q.d.ledger.state.reopened:
             (again,) = q.d.admit(ENGINE, q.version).tickets
             q.d.generate(ENGINE, again, q.version)
@@ -244,7 +244,7 @@ def late_twice(q: Queue, item: str = "a", *, others: bool = True, late: bool = T
         keys = [info.key for info in batch.samples if not others or info.key.group == bad.group]
         failures = [Failure(key, LATE, late, item if key.group == bad.group else "b", "12 + 1") for key in keys]
         puts = q.d.columns(batch, "reward", without=keys)
-        q.d.call(JUDGE, ev.Complete("reward", batch.lease, puts, failures))
+        q.d.call(JUDGE, ev.CompleteLease(batch.lease, puts, failures))
         for ticket in q.d.admit(ENGINE, q.version, 2).tickets if bad.group in q.d.ledger.state.reopened else []:
             q.d.generate(ENGINE, ticket, q.version)
     return bad
@@ -261,12 +261,12 @@ def test_an_item_that_is_late_while_others_are_scored_is_retired_for_good() -> N
     answer = q.d.admit(ENGINE, q.version)
     assert answer.retired == q.report.revision == 1
     (ticket,) = answer.tickets
-    q.d.call(ENGINE, ev.Skip([ticket.group]))
+    q.d.call(ENGINE, ev.SkipGroups([ticket.group]))
     account = q.d.ledger.account()
     assert (account["dropped(retired)"], account["prompts_skipped"]) == (2, 1) and q.d.ledger.audit() == []
     q.d.check_replay()
     # And it can be taken back.
-    q.d.own(ev.Reinstate(["a", "unknown"]))
+    q.d.own(ev.ReinstateItems(["a", "unknown"]))
     assert not q.report.retired and q.report.revision == 2
     q.d.check_replay()
 
@@ -289,7 +289,7 @@ def test_groups_of_an_item_that_are_under_way_when_it_is_retired_end_with_it() -
         keys = [info.key for info in batch.samples if info.key.group != other.group]
         failures = [Failure(key, LATE, True, "a") for key in keys]
         puts = q.d.columns(batch, "reward", without=keys)
-        q.d.call(JUDGE, ev.Complete("reward", batch.lease, puts, failures))
+        q.d.call(JUDGE, ev.CompleteLease(batch.lease, puts, failures))
         for ticket in q.d.admit(ENGINE, q.version, 2).tickets:
             q.d.generate(ENGINE, ticket, q.version)
     assert {first.group, second.group}.isdisjoint(q.d.ledger.state.groups)
@@ -302,7 +302,7 @@ def scored_late(q: Queue, *late: Ticket, item: str = "a") -> None:
     batch, groups = q.d.take(JUDGE, "reward", samples=16), {ticket.group for ticket in late}
     keys = [info.key for info in batch.samples if info.key.group in groups]
     puts = q.d.columns(batch, "reward", without=keys)
-    q.d.call(JUDGE, ev.Complete("reward", batch.lease, puts, [Failure(key, LATE, True, item) for key in keys]))
+    q.d.call(JUDGE, ev.CompleteLease(batch.lease, puts, [Failure(key, LATE, True, item) for key in keys]))
     made_again(q)
 
 
@@ -317,7 +317,7 @@ def test_timeouts_of_an_item_at_two_tasks_do_not_add_up() -> None:
     (bad,) = q.d.admit(ENGINE, q.version).tickets
     make(q.d, q.version)
     q.d.reward_all(JUDGE)
-    q.d.call(ENGINE, ev.GiveBack([bad.group], "the reset took too long", failed=True, late=True, item="a"))
+    q.d.call(ENGINE, ev.ReleaseGroups([bad.group], "the reset took too long", failed=True, late=True, item="a"))
     made_again(q)
     scored_late(q, bad)
     assert not q.report.retired
@@ -355,7 +355,7 @@ def scored_by_group(q: Queue, late: dict[int, str]) -> None:
         keys = [info.key for info in batch.samples if info.key.group in late]
         puts = q.d.columns(batch, "reward", without=keys)
         failures = [Failure(key, LATE, True, late[key.group]) for key in keys]
-        q.d.call(JUDGE, ev.Complete("reward", batch.lease, puts, failures))
+        q.d.call(JUDGE, ev.CompleteLease(batch.lease, puts, failures))
     made_again(q)
 
 
@@ -377,7 +377,7 @@ def test_a_service_that_is_away_after_it_worked_retires_nothing() -> None:
     for batch in sorted(batches, key=lambda batch: batch.samples[0].key.group == slow):
         keys = [info.key for info in batch.samples if info.key.group == slow]
         puts = q.d.columns(batch, "reward", without=keys)
-        q.d.call(JUDGE, ev.Complete("reward", batch.lease, puts, [Failure(key, LATE, True, item) for key in keys]))
+        q.d.call(JUDGE, ev.CompleteLease(batch.lease, puts, [Failure(key, LATE, True, item) for key in keys]))
     assert not q.report.retired and q.d.ledger.audit() == []
     q.d.check_replay()
 
@@ -428,7 +428,7 @@ def test_a_row_of_skipped_groups_is_as_barren_as_one_of_failures() -> None:
     q = Queue()
     for _ in range(RULES["failed_groups"]):
         (ticket,) = q.d.admit(ENGINE, q.version).tickets
-        q.d.call(ENGINE, ev.Skip([ticket.group]))
+        q.d.call(ENGINE, ev.SkipGroups([ticket.group]))
     assert q.report.ended and q.d.ledger.audit() == []
 
 

@@ -9,7 +9,7 @@ from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.events import Entry
-from relax_rt.transport.queue.ledger.messages import Batch, Put, RowPut, SampleKey, Want
+from relax_rt.transport.queue.ledger.messages import LeaseGrant, LeaseRequest, Put, RowPut, SampleKey
 from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
@@ -255,7 +255,7 @@ def test_abandoning_is_no_death() -> None:
     for _ in range(5):
         batch = d.take(JUDGE, "reward", samples=8)
         assert batch.samples
-        d.call(JUDGE, ev.Abandon(batch.lease, "stopping"))
+        d.call(JUDGE, ev.ReleaseLease(batch.lease, "stopping"))
     assert "quarantined" not in d.ledger.account()
 
 
@@ -302,10 +302,10 @@ def test_a_repeated_call_gets_the_first_answer_and_changes_nothing() -> None:
     who, seq, event, _ = d.last
     d.tick(61.0)
     repeated = d.apply(event, who, seq)
-    assert repeated == Batch(batch.lease, [])  # named, because its memory is pinned until it is given back
-    assert d.ledger.state.lapsed
-    d.call(judge, ev.Abandon(batch.lease, "it ended before its answer arrived"))
-    assert not d.ledger.state.lapsed
+    assert repeated == LeaseGrant(batch.lease, [])  # named, because its memory is pinned until it is given back
+    assert d.ledger.state.pinned
+    d.call(judge, ev.ReleaseLease(batch.lease, "it ended before its answer arrived"))
+    assert not d.ledger.state.pinned
 
 
 def test_answers_are_kept_for_a_bounded_number_of_calls() -> None:
@@ -398,9 +398,9 @@ def test_a_new_shared_memory_loses_what_no_checkpoint_covers() -> None:
     v3 = step(d, 2, v2)
     make(d, v3, 1)
     d.admit(OTHER, v3)
-    d.own(ev.Open("run-1"))  # the same run: nothing is lost
+    d.own(ev.OpenRun("run-1"))  # the same run: nothing is lost
     assert "lost" not in d.ledger.account()
-    d.own(ev.Open("run-2"))
+    d.own(ev.OpenRun("run-2"))
     assert d.ledger.account()["lost"] == 4
     assert d.admit(Incarnation("rollout/0", 30), v3).waiting_on
     d.restart()
@@ -461,15 +461,14 @@ def test_what_a_put_may_hold() -> None:
 @pytest.mark.parametrize(
     ("event", "why"),
     [
-        (ev.Take("nonsense", Want(1)), "tasks are"),
-        (ev.Take("train", Want(1)), "whole groups"),
-        (ev.Take("reward", Want()), "neither"),
-        (ev.Take("reward", Want(1, stream="s", readers=0)), "readers 0"),
+        (ev.RequestLease("nonsense", LeaseRequest(1)), "tasks are"),
+        (ev.RequestLease("train", LeaseRequest(1)), "whole groups"),
+        (ev.RequestLease("reward", LeaseRequest()), "neither"),
         (ev.Admit(1, 0), "at least one"),
-        (ev.Committed(5, "x"), "last step trained is 0"),
+        (ev.Commit(5, "x"), "last step trained is 0"),
         (ev.Rollback(-1, VersionRecord(9, 0, 0)), "begin at 0"),
         (ev.Rollback(0, VersionRecord(9, 8, 0)), "parent 8"),
-        (ev.Open("run-9"), "broker's own"),
+        (ev.OpenRun("run-9"), "broker's own"),
     ],
 )
 def test_senseless_calls_are_refused(event: ev.Event, why: str) -> None:
@@ -496,17 +495,15 @@ def test_senseless_puts_are_refused() -> None:
     newer = Put(BlockRef(None, 1, ("reward",), INLINE), [RowPut(key, 0)], version=44)
     for put, why in ((double, "has column tokens already"), (foreign, "not part of it"), (newer, "version 44")):
         with pytest.raises(Refused, match=why):
-            d.complete(JUDGE, "reward", batch, put)
+            d.complete(JUDGE, batch, put)
     with pytest.raises(Refused, match="not part of it"):
-        d.complete(JUDGE, "reward", batch, failed=[other])
-    with pytest.raises(Refused, match="taken for task 'reward'"):
-        d.complete(JUDGE, "train", batch)
+        d.complete(JUDGE, batch, failed=[other])
     d.reward(JUDGE, batch)
     d.put(ENGINE, other, version)
     d.reward_all(JUDGE)
     batch = d.take(JUDGE, "train", groups=1)
     with pytest.raises(Refused, match="finished with"):
-        d.complete(JUDGE, "train", batch)
+        d.complete(JUDGE, batch)
 
 
 def test_the_trainer_can_report_a_sample_it_cannot_train_on() -> None:
@@ -514,7 +511,7 @@ def test_the_trainer_can_report_a_sample_it_cannot_train_on() -> None:
     first, second = make(d, version, 2)
     d.reward_all(JUDGE)
     batch = d.take(TRAINER, "train", groups=2)
-    d.complete(TRAINER, "train", batch, failed=[SampleKey(first.group, 0)])
+    d.complete(TRAINER, batch, failed=[SampleKey(first.group, 0)])
     assert list(d.ledger.core.step_ready) == [second.group]
     assert [ticket.wanted() for ticket in d.admit(ENGINE, version).tickets] == [[0]]
     assert d.ledger.audit() == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ledger_driver import CRITIC, ENGINE, JUDGE, OTHER, TASKS, TRAINER, Driver, make, started, step
 
-from relax_rt.transport.queue.ledger.messages import Batch, SampleKey, Ticket
+from relax_rt.transport.queue.ledger.messages import LeaseGrant, SampleKey, Ticket
 
 
 def begun(on_surplus: str, max_staleness: int = 0) -> tuple[Driver, int, Ticket]:
@@ -62,7 +62,7 @@ def test_a_member_that_ends_without_a_token_within_the_bound_is_made_again() -> 
     assert d.ledger.audit() == []
 
 
-def recycled(*failed: int, **changes: object) -> tuple[Driver, int, Ticket, Batch]:
+def recycled(*failed: int, **changes: object) -> tuple[Driver, int, Ticket, LeaseGrant]:
     """A step is being trained, without a group that was recycled: the update puts the group's first member over the
     bound, the second is still sampled. Members that `failed` could not be rewarded."""
     values: dict[str, object] = {"prompts_per_step": 1, "over_provision": 1, "on_surplus": "recycle", **changes}
@@ -111,7 +111,7 @@ def test_a_recycled_group_whose_composition_is_fixed_ends_whole() -> None:
     d.put(OTHER, SampleKey(long.group, 1), v2 - 1, v2 - 1, v2)
     d.reward_all(JUDGE)
     while (found := d.take(CRITIC, "advantage", groups=1)).samples:
-        d.complete(CRITIC, "advantage", found)
+        d.complete(CRITIC, found)
     d.trained(TRAINER, batch, 2, v2)
     assert d.ledger.account()["dropped(surplus)"] == 2 and long.group not in d.ledger.state.groups
     assert d.ledger.audit() == []

@@ -54,7 +54,7 @@ def test_a_long_run_with_faults(seed: int) -> None:
         (0.3, lambda: bool(m.tickets), lambda: m.give_back(pick(), rng.choice([0, 1, 3]))),
         (0.3, lambda: True, lambda: m.kill_engine(two(), coin())),
         (0.3, lambda: True, lambda: m.kill_judge(two())),
-        (0.3, lambda: True, lambda: m.kill_rank(two(), coin())),
+        (0.3, lambda: True, lambda: m.kill_critic(two(), coin())),
         (0.3, lambda: True, lambda: m.kill_trainer(coin())),
         (0.3, lambda: True, m.kill_broker),
         (0.2, lambda: True, m.take_snapshot),

@@ -22,7 +22,7 @@ async def test_clients_that_come_and_go_leave_no_memory(tmp_path: Path) -> None:
         for _ in range(4):
             async with TransferQueue.connect(tmp_path / "q") as queue:
                 await queue.put({"x": np.zeros((4, 4096))})
-                await queue.done(await queue.take("t", samples=4, wait_s=5))
+                await queue.complete(await queue.lease("t", samples=4, wait_s=5))
         for _ in range(1200):
             if not await slabs(host):
                 break
@@ -37,9 +37,9 @@ async def test_what_was_put_outlives_its_producer(tmp_path: Path) -> None:
         async with TransferQueue.connect(tmp_path / "q") as queue:
             await queue.put({"x": np.full((4, 4096), 7)})
         await asyncio.sleep(1.5)
-        batch = await host.take("t", samples=4, wait_s=5)
+        batch = await host.lease("t", samples=4, wait_s=5)
         assert (batch.column("x") == 7).all()
-        await host.done(batch)
+        await host.complete(batch)
 
 
 async def test_a_far_process_that_falls_silent_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,11 +69,11 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 
 async def judge(queue: QueueClient) -> None:
     while True:
-        batch = await queue.take("reward", samples=4, wait_s=10)
+        batch = await queue.lease("reward", samples=4, wait_s=10)
         for sample in batch.samples:
             np.testing.assert_array_equal(sample["tokens"], far.tokens(sample.key))
         if batch:
-            await queue.complete("reward", batch, {one.key: {"reward": 1.0} for one in batch.samples})
+            await queue.complete(batch, {one.key: {"reward": 1.0} for one in batch.samples})
 
 
 async def train(queue: QueueClient, agent: QueueClient, fleet: Fleet) -> list[SampleKey]:
@@ -81,7 +81,7 @@ async def train(queue: QueueClient, agent: QueueClient, fleet: Fleet) -> list[Sa
     seen: list[SampleKey] = []
     await queue.rollback(0, VersionRecord(1, 0, 0))
     for step in range(1, STEPS + 1):
-        batch = await queue.take("train", groups=2, wait_s=60)
+        batch = await queue.lease("train", groups=2, wait_s=60)
         assert batch, batch.waiting_on
         for sample in batch.samples:
             np.testing.assert_array_equal(sample["tokens"], far.tokens(sample.key))
@@ -89,12 +89,12 @@ async def train(queue: QueueClient, agent: QueueClient, fleet: Fleet) -> list[Sa
         if step % 7 == 3:
             fleet.kill(fleet.broker)
             fleet.broker = fleet.start("broker")
-        await queue.trained(batch, step, VersionRecord(step + 1, step, step))
+        await queue.complete_step(batch, step, VersionRecord(step + 1, step, step))
         if step % 5 == 0:
-            await queue.committed(step, f"step-{step}")
+            await queue.commit(step, f"step-{step}")
         if step % 11 == 6:
             fleet.kill(fleet.producer)
-            await agent.api.gone(step, Incarnation("rollout/0", fleet.epoch), "killed")
+            await agent.api.process_exited(step, Incarnation("rollout/0", fleet.epoch), "killed")
             fleet.epoch += 1
             fleet.producer = fleet.start("producer", str(fleet.epoch))
     return seen
@@ -167,7 +167,7 @@ async def test_a_restarted_broker_unlinks_the_slabs_of_the_dead(fleet: Fleet) ->
         fleet.kill(fleet.broker)
         (fleet.folder / "shm" / "rollout-0-10-2.slab").write_bytes(b"never used")
         fleet.broker = fleet.start("broker")
-        await queue.api.gone(10_000, Incarnation("rollout/0", 10), "killed")
+        await queue.api.process_exited(10_000, Incarnation("rollout/0", 10), "killed")
         while (fleet.folder / "shm" / "rollout-0-10-2.slab").exists():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         fleet.producer = fleet.start("producer", "11")

@@ -13,7 +13,7 @@ from relax_rt.config.schema import QueueTable
 from relax_rt.hosting import queue_role
 from relax_rt.hosting.queue_role import QueueRole
 from relax_rt.transport.queue.api import QueueApi
-from relax_rt.transport.queue.ledger.events import Open
+from relax_rt.transport.queue.ledger.events import OpenRun
 from relax_rt.transport.queue.ledger.messages import Loss
 from relax_rt.transport.queue.ledger.state import LossCause
 from relax_rt.transport.rpc.errors import OutOfSpace, Unreachable
@@ -144,7 +144,7 @@ async def test_ends_with_the_error_when_the_journal_cannot_be_written(ctx: Conte
     os.dup2(full, role.broker._journal._fd)
     os.close(full)
     with pytest.raises(Unreachable):
-        role.broker._apply(Open("run-2"))
+        role.broker._apply(OpenRun("run-2"))
     async with asyncio.timeout(120):
         with pytest.raises(OutOfSpace, match="No space left"):
             await running

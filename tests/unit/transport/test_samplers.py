@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relax_rt.transport.queue.ledger.messages import SampleKey, Want
+from relax_rt.transport.queue.ledger.messages import LeaseRequest, SampleKey
 from relax_rt.transport.queue.ledger.selection import Choice, Sampler, Unit, choose, choose_urgent_first
 from relax_rt.transport.queue.samplers.builtin import SAMPLERS
 from relax_rt.transport.queue.samplers.loading import load_sampler
@@ -56,19 +56,23 @@ def ready(draw: st.DrawFn, *, groups: bool) -> list[Unit]:
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any], list[Unit], Want]:
+def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any], list[Unit], LeaseRequest]:
     name, options = draw(st.sampled_from(KINDS))
     tokens = draw(st.sampled_from([0, 0, 1, 90, 300, 2000]))
     wants_groups = draw(st.booleans())
     amount = draw(st.integers(0 if tokens else 1, 12))
-    want = Want(groups=amount, tokens=tokens) if wants_groups and amount else Want(samples=amount, tokens=tokens)
+    want = (
+        LeaseRequest(groups=amount, tokens=tokens)
+        if wants_groups and amount
+        else LeaseRequest(samples=amount, tokens=tokens)
+    )
     whole = bool(want.groups) or load_sampler(name, options).whole_groups
     return name, options, draw(ready(groups=whole)), want
 
 
 @THOROUGH
 @given(requests())
-def test_rules_hold_whichever_sampler_it_is(request: tuple[str, dict[str, Any], list[Unit], Want]) -> None:
+def test_rules_hold_whichever_sampler_it_is(request: tuple[str, dict[str, Any], list[Unit], LeaseRequest]) -> None:
     name, options, units, want = request
     sampler = load_sampler(name, options)
     for chosen in (choose(sampler, iter(units), want), choose_urgent_first(sampler, iter(units), want)):
@@ -91,7 +95,7 @@ def test_rules_hold_whichever_sampler_it_is(request: tuple[str, dict[str, Any], 
 
 @THOROUGH
 @given(requests())
-def test_urgent_ones_come_before_all_else(request: tuple[str, dict[str, Any], list[Unit], Want]) -> None:
+def test_urgent_ones_come_before_all_else(request: tuple[str, dict[str, Any], list[Unit], LeaseRequest]) -> None:
     name, _, units, want = request
     sampler = load_sampler(name, {})
     chosen = choose_urgent_first(sampler, iter(units), want).units
@@ -115,40 +119,40 @@ def test_fifo_takes_the_first_and_reads_no_further() -> None:
             read.append(at)
             yield sample(at)
 
-    assert ids(choose(load_sampler("fifo", {}), ready_ones(), Want(samples=3))) == [0, 1, 2]
+    assert ids(choose(load_sampler("fifo", {}), ready_ones(), LeaseRequest(samples=3))) == [0, 1, 2]
     assert read == [0, 1, 2]
     fifo = load_sampler("fifo", {"window": 2})
-    assert ids(choose(fifo, ready_ones(), Want(samples=4))) == [0, 1, 2, 3]
-    assert choose(fifo, [], Want(samples=4)).waiting_on == "no sample is ready"
+    assert ids(choose(fifo, ready_ones(), LeaseRequest(samples=4))) == [0, 1, 2, 3]
+    assert choose(fifo, [], LeaseRequest(samples=4)).waiting_on == "no sample is ready"
     lengths = [50, 30, 40, 10]
-    budget = Want(samples=9, tokens=100)
+    budget = LeaseRequest(samples=9, tokens=100)
     assert ids(choose(fifo, [sample(at, length) for at, length in enumerate(lengths)], budget)) == [0, 1]
 
 
 def test_token_budget_is_a_first_fit_in_which_the_oldest_always_goes() -> None:
     units = [sample(at, length) for at, length in enumerate([50, 30, 40, 20, 5])]
     sampler = load_sampler("token_budget", {})
-    assert ids(choose(sampler, units, Want(tokens=100))) == [0, 1, 3]
-    assert ids(choose(sampler, units, Want(samples=2, tokens=100))) == [0, 1]
-    assert ids(choose(sampler, units, Want(tokens=20))) == [0]
-    assert ids(choose(load_sampler("token_budget", {"window": 3}), units, Want(tokens=100))) == [0, 1]
+    assert ids(choose(sampler, units, LeaseRequest(tokens=100))) == [0, 1, 3]
+    assert ids(choose(sampler, units, LeaseRequest(samples=2, tokens=100))) == [0, 1]
+    assert ids(choose(sampler, units, LeaseRequest(tokens=20))) == [0]
+    assert ids(choose(load_sampler("token_budget", {"window": 3}), units, LeaseRequest(tokens=100))) == [0, 1]
 
 
 def test_exactly_so_many_groups_or_none_but_a_budget_may_end_the_batch() -> None:
     units = [group(at, (10, 10)) for at in range(3)]
     for name in SAMPLERS:
         sampler = load_sampler(name, {})
-        assert choose(sampler, units, Want(groups=4)) == Choice([], "3 of 4 groups are ready")
-        assert choose_urgent_first(sampler, units, Want(groups=4)).waiting_on == "3 of 4 groups are ready"
-        assert len(choose(sampler, units, Want(groups=2)).units) == 2
-        assert len(choose(sampler, units, Want(groups=3, tokens=45)).units) == 2
-        assert not choose(sampler, units, Want(groups=4, tokens=45)).units
+        assert choose(sampler, units, LeaseRequest(groups=4)) == Choice([], "3 of 4 groups are ready")
+        assert choose_urgent_first(sampler, units, LeaseRequest(groups=4)).waiting_on == "3 of 4 groups are ready"
+        assert len(choose(sampler, units, LeaseRequest(groups=2)).units) == 2
+        assert len(choose(sampler, units, LeaseRequest(groups=3, tokens=45)).units) == 2
+        assert not choose(sampler, units, LeaseRequest(groups=4, tokens=45)).units
 
 
 def test_what_the_urgent_ones_leave_of_a_budget_goes_to_others() -> None:
     units = [group(0, (50, 50)), group(1, (10, 10)), group(2, (10, 10), urgent=True)]
     for name in SAMPLERS:
-        chosen = choose_urgent_first(load_sampler(name, {}), units, Want(groups=3, tokens=50))
+        chosen = choose_urgent_first(load_sampler(name, {}), units, LeaseRequest(groups=3, tokens=50))
         # Group 0 is over the whole budget, and does not go although it is the oldest.
         assert ids(chosen) == [2, 1]
 
@@ -157,22 +161,22 @@ def test_whole_group_fills_a_number_of_samples_with_groups() -> None:
     sampler = load_sampler("whole_group", {})
     units = [group(0, (1, 1, 1)), group(1, (1, 1, 1)), group(2, (1, 1))]
     assert sampler.whole_groups
-    assert ids(choose(sampler, units, Want(samples=5))) == [0, 2]
-    assert ids(choose(sampler, units, Want(groups=2))) == [0, 1]
-    waits = choose(sampler, units[:2], Want(samples=2))
+    assert ids(choose(sampler, units, LeaseRequest(samples=5))) == [0, 2]
+    assert ids(choose(sampler, units, LeaseRequest(groups=2))) == [0, 1]
+    waits = choose(sampler, units[:2], LeaseRequest(samples=2))
     assert waits == Choice([], "the smallest of 2 ready groups has 3 samples, 2 are asked for")
 
 
 def test_freshest_first_prefers_the_least_stale_and_of_those_the_newest() -> None:
     units = [sample(at, staleness=staleness, urgent=staleness == 2) for at, staleness in enumerate([2, 0, 1, 0, 2])]
     sampler = load_sampler("freshest_first", {})
-    assert ids(choose(sampler, units, Want(samples=3))) == [3, 1, 2]
-    assert ids(choose_urgent_first(sampler, units, Want(samples=3))) == [4, 0, 3]
+    assert ids(choose(sampler, units, LeaseRequest(samples=3))) == [3, 1, 2]
+    assert ids(choose_urgent_first(sampler, units, LeaseRequest(samples=3))) == [4, 0, 3]
 
 
 def test_priority_takes_the_highest_and_equal_ones_in_order() -> None:
     units = [sample(at, priority=priority) for at, priority in enumerate([1, float("nan"), 2, 1, -1])]
-    assert ids(choose(load_sampler("priority", {}), units, Want(samples=5))) == [2, 0, 3, 4, 1]
+    assert ids(choose(load_sampler("priority", {}), units, LeaseRequest(samples=5))) == [2, 0, 3, 4, 1]
 
 
 @UNHURRIED
@@ -184,7 +188,7 @@ def test_batches_balanced_by_total_differ_by_at_most_the_longest(lengths: list[i
     # Without new arrivals every batch is made of what the ones before left; the last ones have no choice any more.
     for _ in range(len(units) // size):
         ahead = units[: 8 * size][: len(units[: 8 * size]) // size * size]
-        batch = choose(sampler, units, Want(samples=size)).units
+        batch = choose(sampler, units, LeaseRequest(samples=size)).units
         assert units[0] in batch
         mean = sum(sum(unit.lengths) for unit in ahead) * size / len(ahead)
         totals.append(sum(sum(unit.lengths) for unit in batch))
@@ -200,7 +204,7 @@ def test_least_padding_is_least(lengths: list[int], size: int) -> None:
         return max(rows) * len(rows) - sum(rows)
 
     units = [sample(at, length) for at, length in enumerate(lengths)]
-    chosen = choose(load_sampler("sequence_balanced", {"goal": "padding"}), units, Want(samples=size)).units
+    chosen = choose(load_sampler("sequence_balanced", {"goal": "padding"}), units, LeaseRequest(samples=size)).units
     size = min(size, len(units))
     best = min(padding([lengths[0], *others]) for others in combinations(lengths[1:], size - 1))
     assert units[0] in chosen and len(chosen) == size
@@ -210,22 +214,25 @@ def test_least_padding_is_least(lengths: list[int], size: int) -> None:
 def test_sequence_balanced_by_tokens_alone() -> None:
     lengths = [100, 1, 1, 1, 100, 1, 1, 1, 100, 1, 1, 1]
     units = [sample(at, length) for at, length in enumerate(lengths)]
-    by_total = choose(load_sampler("sequence_balanced", {}), units, Want(tokens=103)).units
+    by_total = choose(load_sampler("sequence_balanced", {}), units, LeaseRequest(tokens=103)).units
     assert sorted(unit.lengths[0] for unit in by_total) == [1, 1, 1, 100]
-    alike = choose(load_sampler("sequence_balanced", {"goal": "padding"}), units, Want(tokens=250)).units
+    alike = choose(load_sampler("sequence_balanced", {"goal": "padding"}), units, LeaseRequest(tokens=250)).units
     assert [unit.lengths[0] for unit in alike][:2] == [100, 100]
 
 
 def test_a_length_that_is_needed_and_not_known_is_an_error_that_names_the_sample() -> None:
     units = [sample(0), sample(7, -1)]
-    for name, want in (("fifo", Want(samples=2, tokens=50)), ("sequence_balanced", Want(samples=1))):
+    for name, want in (("fifo", LeaseRequest(samples=2, tokens=50)), ("sequence_balanced", LeaseRequest(samples=1))):
         with pytest.raises(Refused, match=r"of sample 7\.0: no producer said how many tokens"):
             choose(load_sampler(name, {}), units, want)
-    assert ids(choose(load_sampler("fifo", {}), units, Want(samples=2))) == [0, 7]
+    assert ids(choose(load_sampler("fifo", {}), units, LeaseRequest(samples=2))) == [0, 7]
 
 
-@pytest.mark.parametrize("want", [Want(), Want(samples=-1), Want(groups=-2, samples=3), Want(samples=1, tokens=-5)])
-def test_a_request_for_nothing_is_refused(want: Want) -> None:
+@pytest.mark.parametrize(
+    "want",
+    [LeaseRequest(), LeaseRequest(samples=-1), LeaseRequest(groups=-2, samples=3), LeaseRequest(samples=1, tokens=-5)],
+)
+def test_a_request_for_nothing_is_refused(want: LeaseRequest) -> None:
     with pytest.raises(Refused, match=r"take: (neither|it asks for)"):
         choose(load_sampler("fifo", {}), [sample(0)], want)
 
@@ -238,7 +245,7 @@ class Faulty:
     def __init__(self, fault: str = "", twice: int = 1) -> None:
         self.fault, self.twice = fault, twice
 
-    def choose(self, units: Iterable[Unit], want: Want) -> Choice:
+    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
         pool = list(units)
         if self.fault == "raises":
             raise KeyError("tokens")
@@ -254,16 +261,16 @@ class Faulty:
 @pytest.mark.parametrize(
     ("fault", "want", "message"),
     [
-        ("raises", Want(samples=2), "it raised KeyError: 'tokens'"),
-        ("twice", Want(samples=2), "it chose a sample twice"),
-        ("more", Want(samples=2), "it chose 4 samples, 2 are wanted"),
-        ("more", Want(groups=3), "it chose 4 groups, 3 are wanted"),
-        ("tokens", Want(groups=3), "it chose 2 groups, 3 are wanted"),
-        ("tokens", Want(samples=3, tokens=15), "it chose 20 tokens, 15 are wanted"),
-        ("foreign", Want(samples=2), "it chose a sample that it was not offered"),
+        ("raises", LeaseRequest(samples=2), "it raised KeyError: 'tokens'"),
+        ("twice", LeaseRequest(samples=2), "it chose a sample twice"),
+        ("more", LeaseRequest(samples=2), "it chose 4 samples, 2 are wanted"),
+        ("more", LeaseRequest(groups=3), "it chose 4 groups, 3 are wanted"),
+        ("tokens", LeaseRequest(groups=3), "it chose 2 groups, 3 are wanted"),
+        ("tokens", LeaseRequest(samples=3, tokens=15), "it chose 20 tokens, 15 are wanted"),
+        ("foreign", LeaseRequest(samples=2), "it chose a sample that it was not offered"),
     ],
 )
-def test_a_faulty_sampler_is_named_and_the_queue_goes_on(fault: str, want: Want, message: str) -> None:
+def test_a_faulty_sampler_is_named_and_the_queue_goes_on(fault: str, want: LeaseRequest, message: str) -> None:
     with pytest.raises(Refused, match=f"sampler Faulty: {message}"):
         choose(Faulty(fault), [sample(at) for at in range(4)], want)
 
@@ -288,7 +295,7 @@ def test_samplers_of_ones_own_are_named_by_module_or_file(tmp_path: Path) -> Non
         "class Nothing: pass\n"
     )
     last = load_sampler("mine.py:Last", {"skip": 1}, tmp_path)
-    assert ids(choose(last, [sample(at) for at in range(5)], Want(samples=2))) == [3, 2]
+    assert ids(choose(last, [sample(at) for at in range(5)], LeaseRequest(samples=2))) == [3, 2]
     assert load_sampler(f"{tmp_path}/mine.py:Anything", {"whole": True}).whole_groups
     with pytest.raises(Refused, match=r"mine.py:Nothing': it has no method `choose"):
         load_sampler("mine.py:Nothing", {}, tmp_path)

@@ -33,13 +33,13 @@ async def generate(engine: QueueClient, version: int, *, fill: int) -> None:
 
 
 async def judge_all(judge: QueueClient) -> None:
-    while batch := await judge.take("reward", samples=16, wait_s=0):
-        await judge.complete("reward", batch, {key: {"reward": 1.0} for key in batch.keys})
+    while batch := await judge.lease("reward", samples=16, wait_s=0):
+        await judge.complete(batch, {key: {"reward": 1.0} for key in batch.keys})
 
 
 def pinned(w: World) -> int:
     assert w.broker is not None
-    return len(w.broker._ledger.state.lapsed)
+    return len(w.broker._ledger.state.pinned)
 
 
 @pytest.mark.parametrize("skipped", [False, True])
@@ -48,12 +48,12 @@ async def test_what_a_trainer_keeps_of_a_step_is_not_overwritten(tmp_path: Path,
         await trainer.rollback(0, first := VersionRecord(1, 0, 0))
         await generate(engine, 1, fill=7)
         await judge_all(judge)
-        batch = await trainer.take("train", groups=1, wait_s=1)
+        batch = await trainer.lease("train", groups=1, wait_s=1)
         kept = batch.samples[0]["tokens"]
         weights = first if skipped else VersionRecord(2, 1, 1)
-        await trainer.trained(batch, 1, weights, skipped=skipped)
+        await trainer.complete_step(batch, 1, weights, skipped=skipped)
         del batch
-        await trainer.committed(1, "step-1")
+        await trainer.commit(1, "step-1")
         for _ in range(2):
             await generate(engine, weights.version, fill=9)
         assert (kept == 7).all() and pinned(w) == 1
@@ -70,12 +70,12 @@ async def test_what_is_kept_of_a_batch_given_back_is_not_overwritten(tmp_path: P
     async with world(tmp_path) as w, w.client(ENGINE) as engine, w.client(JUDGE) as judge, w.client(TRAINER) as trainer:
         await trainer.rollback(0, VersionRecord(1, 0, 0))
         await generate(engine, 1, fill=7)
-        batch = await judge.take("reward", samples=1, wait_s=1)
+        batch = await judge.lease("reward", samples=1, wait_s=1)
         kept = batch.samples[0]["tokens"]
-        await judge.abandon(batch, "another one shall do it")
+        await judge.release(batch, "another one shall do it")
         await judge_all(judge)
-        await trainer.trained(await trainer.take("train", groups=1, wait_s=1), 1, VersionRecord(2, 1, 1))
-        await trainer.committed(1, "step-1")
+        await trainer.complete_step(await trainer.lease("train", groups=1, wait_s=1), 1, VersionRecord(2, 1, 1))
+        await trainer.commit(1, "step-1")
         for _ in range(2):
             await generate(engine, 2, fill=9)
         assert (kept == 7).all() and pinned(w) == 1
@@ -87,13 +87,13 @@ async def test_a_step_that_does_not_count_holds_no_memory(tmp_path: Path, look: 
         await trainer.rollback(0, VersionRecord(1, 0, 0))
         await generate(engine, 1, fill=7)
         await judge_all(judge)
-        batch = await trainer.take("train", groups=1, wait_s=1)
+        batch = await trainer.lease("train", groups=1, wait_s=1)
         kept = batch.samples[0]["tokens"] if look else None
         assert w.broker is not None
         w.broker._apply(Lapse([], [batch.lease]))
         assert pinned(w) == 1
         with pytest.raises(Refused, match="lapsed"):
-            await trainer.trained(batch, 1, VersionRecord(2, 1, 1))
+            await trainer.complete_step(batch, 1, VersionRecord(2, 1, 1))
         assert pinned(w) == look
         assert kept is None or (kept == 7).all()
         del kept
@@ -121,7 +121,7 @@ async def test_what_an_overtaken_process_reads_is_free_when_it_ends(
         await trainer.rollback(0, VersionRecord(1, 0, 0))
         await generate(engine, 1, fill=7)
         async with w.client(old) as reader:
-            assert await reader.take("reward", samples=1, wait_s=1)
+            assert await reader.lease("reward", samples=1, wait_s=1)
             for _ in range(2):
                 await w.broker.join("reader/0", "", sleepers[1].pid, "")
             if restart:

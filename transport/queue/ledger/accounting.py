@@ -150,7 +150,6 @@ def _audit_memory(core: Core) -> list[str]:
     rows: Counter[int] = Counter()
     for group in [*state.groups.values(), *state.trained.values()]:
         rows.update(part.block for sample in group.samples for part in sample.parts)
-    rows.update(part.block for lease in state.leases.values() for _, part, _ in lease.pending)
     wrong: list[str] = []
     counted = {id_: block.rows for id_, block in table.blocks.items()}
     if counted != dict(rows):
@@ -160,7 +159,7 @@ def _audit_memory(core: Core) -> list[str]:
         wrong.append("blobs are not named as often as counted")
     extents = [block.ref.extent for block in table.blocks.values() if block.ref.extent is not None]
     extents += [blob.extent for blob in table.blobs.values()]
-    for lease in [*state.leases.values(), *state.lapsed.values()]:
+    for lease in [*state.leases.values(), *state.pinned.values()]:
         extents += lease.pins
     references = Counter((extent.slab, extent.offset) for extent in extents)
     live = {(slab, at): one.references for slab, at_ in table.live.items() for at, one in at_.items()}

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
-
 from relax_rt.transport.base.targets import did_you_mean
-from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.memory.slab_names import owner_of
-from relax_rt.transport.queue.ledger.admission import MAX_SAMPLES, check_fields, check_rows, return_extents
+from relax_rt.transport.memory.refs import owner_of
+from relax_rt.transport.queue.ledger.admission import (
+    MAX_SAMPLES,
+    check_fields,
+    check_rows,
+    collect_freed,
+    return_extents,
+)
 from relax_rt.transport.queue.ledger.core import Core
-from relax_rt.transport.queue.ledger.events import Abandon, Complete, Take
+from relax_rt.transport.queue.ledger.events import CompleteLease, ReleaseLease, RequestLease, Unpin
 from relax_rt.transport.queue.ledger.failures import (
     count_success,
     fail_members,
@@ -19,46 +22,35 @@ from relax_rt.transport.queue.ledger.failures import (
     reset_failures,
     stuck,
 )
-from relax_rt.transport.queue.ledger.messages import Batch, Put, Run, SampleInfo, SampleKey, Want
+from relax_rt.transport.queue.ledger.messages import Freed, LeaseGrant, LeaseRequest, Put, Run, SampleInfo, SampleKey
 from relax_rt.transport.queue.ledger.selection import Samplers, select_keys, settle
-from relax_rt.transport.queue.ledger.state import Group, Lease, Part, Sample, Stream
+from relax_rt.transport.queue.ledger.state import Group, Lease, Part, Sample
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
-MAX_READERS = 4096
-MAX_STREAMS = 256
-"""Streams of which the next index is remembered."""
 
-
-def take(core: Core, who: Incarnation, event: Take, samplers: Samplers) -> tuple[Batch, list[SampleKey]]:
+def lease(core: Core, who: Incarnation, event: RequestLease, samplers: Samplers) -> tuple[LeaseGrant, list[SampleKey]]:
     """Lease ready samples for a task, or say what is waited for; also answers with the keys that were chosen.
 
     An event from the journal carries its keys: what was chosen then is granted again, whatever samplers do now.
     """
     task, want = event.task, event.want
-    _check_take(core, who, task, want)
-    if want.stream:
-        shared = _shared(core, who, task, want)
-        if shared is not None:
-            return shared, []
+    _check_request(core, who, task, want)
     settled, waiting_on = settle(core, who, want) if task == core.policy.step_task else (want, "")
     keys = event.keys
     if keys is None:
         keys, waiting_on = _choose(core, samplers, task, settled) if settled is not None else ([], waiting_on)
     if not keys:
-        return Batch(0, [], waiting_on=waiting_on), []
+        return LeaseGrant(0, [], waiting_on=waiting_on), []
     groups = core.state.groups
     samples = [groups[key.group].samples[key.member] for key in keys]
     if event.keys is None:
         keys, samples = _suspect_alone(core, task, keys, samples, want)
-    lease = _lease(core, who, task, keys, samples, want)
-    batch = batch_of(core, lease, who, zip(keys, samples, strict=True))
-    if want.stream:
-        lease.told = batch
-    return batch, keys
+    lease = _grant(core, who, task, keys, samples)
+    return batch_of(core, lease, zip(keys, samples, strict=True)), keys
 
 
-def _choose(core: Core, samplers: Samplers, task: str, want: Want) -> tuple[list[SampleKey], str]:
+def _choose(core: Core, samplers: Samplers, task: str, want: LeaseRequest) -> tuple[list[SampleKey], str]:
     try:
         return select_keys(core, samplers, task, want)
     except Refused as error:
@@ -69,7 +61,7 @@ def _choose(core: Core, samplers: Samplers, task: str, want: Want) -> tuple[list
 
 
 def _suspect_alone(
-    core: Core, task: str, keys: list[SampleKey], samples: list[Sample], want: Want
+    core: Core, task: str, keys: list[SampleKey], samples: list[Sample], want: LeaseRequest
 ) -> tuple[list[SampleKey], list[Sample]]:
     """A sample that its consumers' next death would set aside is leased by itself: its neighbours are not to blame."""
     last = core.state.limits.quarantine_after - 1
@@ -82,7 +74,7 @@ def _suspect_alone(
     return [keys[suspect]], [samples[suspect]]
 
 
-def _check_take(core: Core, who: Incarnation, task: str, want: Want) -> None:
+def _check_request(core: Core, who: Incarnation, task: str, want: LeaseRequest) -> None:
     what = f"take for task '{task}' by {who}"
     if task not in core.policy.tasks:
         tasks = sorted(core.policy.tasks)
@@ -91,61 +83,22 @@ def _check_take(core: Core, who: Incarnation, task: str, want: Want) -> None:
         raise Refused(what, why="neither samples nor groups nor tokens were asked for")
     if task == core.policy.step_task and (want.groups < 1 or want.tokens):
         raise Refused(what, why="training takes whole groups: say how many", hint="bound micro-batches by tokens")
-    if want.at_least and (task != core.policy.step_task or want.stream or want.at_least > want.groups):
+    if want.at_least and (task != core.policy.step_task or want.at_least > want.groups):
         why = f"at least {want.at_least} of {want.groups} groups are asked for"
-        raise Refused(what, why=why, hint="at_least is for training, by one caller alone, and up to `groups`")
+        raise Refused(what, why=why, hint="at_least is for training, and up to `groups`")
     if want.samples > MAX_SAMPLES or want.groups > MAX_SAMPLES:
         raise Refused(what, why=f"{max(want.samples, want.groups)} are asked for, {MAX_SAMPLES} may be at once")
-    if not 1 <= want.readers <= MAX_READERS or want.index < 0 or want.tokens < 0:
-        raise Refused(what, why=f"readers {want.readers}, index {want.index} or tokens {want.tokens} cannot be")
+    if want.tokens < 0:
+        raise Refused(what, why=f"{want.tokens} tokens cannot be")
 
 
-def _shared(core: Core, who: Incarnation, task: str, want: Want) -> Batch | None:
-    """The batch of a stream's index if it was granted, or why it cannot be; None if it is the next to be granted."""
-    name = f"{task}:{want.stream}"
-    stream = core.state.streams.get(name, Stream())
-    if want.index in stream.live:
-        lease = core.state.leases[stream.live[want.index]]
-        if who not in lease.holders:
-            if who in lease.finished or len(lease.holders) + len(lease.finished) >= lease.readers:
-                raise Refused(
-                    f"batch {want.index} of stream '{name}' for {who}",
-                    why="the caller has finished it" if who in lease.finished else f"{lease.readers} read it already",
-                )
-            lease.holders.append(who)
-            core.changed = True
-        core.hold(lease.id, who)
-        return batch_of(core, lease, who)
-    if want.index < stream.next_index:
-        raise Refused(
-            f"batch {want.index} of stream '{name}' for {who}",
-            why=f"it ended, and its samples were finished or offered again; the next is {stream.next_index}",
-            hint="all ranks go on with the next index",
-        )
-    if want.index and name not in core.state.streams:
-        raise Refused(
-            f"batch {want.index} of stream '{name}' for {who}", why="there is no such stream", hint="it begins with 0"
-        )
-    if want.index > stream.next_index:
-        return Batch(0, [], waiting_on=f"batch {stream.next_index} of stream '{name}' was not taken yet")
-    return None
-
-
-def _lease(core: Core, who: Incarnation, task: str, keys: list[SampleKey], samples: list[Sample], want: Want) -> Lease:
+def _grant(core: Core, who: Incarnation, task: str, keys: list[SampleKey], samples: list[Sample]) -> Lease:
     blocks = core.read_by(samples)
     pins = core.blocks.extents_of(blocks)
-    lease = Lease(core.new_id(), task, keys, blocks, pins, [who], stream=want.stream, readers=want.readers)
+    lease = Lease(core.new_id(), task, keys, blocks, pins, who)
     core.blocks.pin(pins)
     core.state.leases[lease.id] = lease
-    core.hold(lease.id, who if want.stream else None)
-    if want.stream:
-        name = f"{task}:{want.stream}"
-        # The order of the table is that of use, so that only streams of gangs that are no more are forgotten.
-        core.state.streams[name] = core.state.streams.pop(name, Stream())
-        _forget_streams(core)
-        stream = core.state.streams.setdefault(f"{task}:{want.stream}", Stream())
-        stream.live[want.index] = lease.id
-        stream.next_index = want.index + 1
+    core.hold(lease.id)
     if task == core.policy.step_task:
         for group in core.groups_of(lease):
             group.lease = lease.id
@@ -162,23 +115,12 @@ def _lease(core: Core, who: Incarnation, task: str, keys: list[SampleKey], sampl
     return lease
 
 
-def _forget_streams(core: Core) -> None:
-    """Streams of gangs that are no more: the oldest without a batch under way go."""
-    idle = [name for name, stream in core.state.streams.items() if not stream.live]
-    for name in idle[: max(0, len(core.state.streams) - MAX_STREAMS)]:
-        del core.state.streams[name]
+def batch_of(core: Core, lease: Lease, held: Iterable[tuple[SampleKey, Sample]] | None = None) -> LeaseGrant:
+    """What the holder of a lease is told.
 
-
-def batch_of(
-    core: Core, lease: Lease, who: Incarnation, held: Iterable[tuple[SampleKey, Sample]] | None = None
-) -> Batch:
-    """What a holder of a lease is told.
-
-    Columns that came after the lease was granted are not in it: their memory is not pinned for its readers.
+    Columns that came after the lease was granted are not in it: their memory is not pinned for its holder.
     held: its samples, if they are at hand.
     """
-    if lease.told is not None:
-        return msgspec.structs.replace(lease.told, remote=_remote(core, lease, who))
     told = set(lease.blocks)
     place: dict[int, int] = {}
     infos: list[SampleInfo] = []
@@ -189,12 +131,12 @@ def batch_of(
         runs = runs_of(core.samples_of(lease) if held is None else held, told, place)
     blocks = [core.blocks.blocks[id_].ref for id_ in place]
     blobs = core.blocks.blob_refs(place)
-    return Batch(lease.id, infos, runs, blocks, blobs, _remote(core, lease, who), core.state.limits.lease_s)
+    return LeaseGrant(lease.id, infos, runs, blocks, blobs, _remote(core, lease), core.state.limits.lease_s)
 
 
-def _remote(core: Core, lease: Lease, who: Incarnation) -> dict[str, str]:
+def _remote(core: Core, lease: Lease) -> dict[str, str]:
     callers = core.state.callers
-    return callers.remote(who, {owner_of(extent.slab) for extent in lease.pins}) if callers.homes else {}
+    return callers.remote(lease.holder, {owner_of(extent.slab) for extent in lease.pins}) if callers.processes else {}
 
 
 def _infos(core: Core, lease: Lease, told: set[int], place: dict[int, int]) -> list[SampleInfo]:
@@ -224,38 +166,21 @@ def _infos(core: Core, lease: Lease, told: set[int], place: dict[int, int]) -> l
     return infos
 
 
-def complete(core: Core, who: Incarnation, event: Complete) -> list[Extent]:
+def complete(core: Core, who: Incarnation, event: CompleteLease) -> Freed:
     """Finish a lease: its samples get their new columns, and failed ones go the way the policy says.
 
-    A shared lease is finished, and its new columns are seen, when all its ranks have completed it. A lapsed lease is
-    finished without effect on the samples: its columns are not kept and its pins are released.
+    A lapsed lease is finished without effect on the samples: its columns are not kept and its pins are released.
     """
     lease = core.state.leases.get(event.lease)
-    if lease is None or who not in lease.holders:
+    if lease is None or lease.holder != who:
         return _complete_late(core, who, event)
     _check_complete(core, who, event, lease)
     core.changed = True
-    if event.puts:
-        lease.pending += _new_columns(core, lease, event.puts)
-    lease.failures += event.failures
-    lease.holders.remove(who)
-    if event.pinned:
-        lease.reading.append(who)
-    if lease.stream and not _is_last(core, lease, who):
-        return core.blocks.collect(who)
-    _finish(core, lease)
-    return core.blocks.collect(who)
-
-
-def _is_last(core: Core, lease: Lease, who: Incarnation) -> bool:
-    """Whether the shared lease ends with this rank's completion."""
-    lease.finished.append(who)
-    # The end of a step's lease is the step itself, unless there can be none.
-    trains = lease.task == core.policy.step_task
-    done = bool(lease.failures) if trains else len(lease.finished) >= lease.readers
-    if not done:
-        core.unhold_for(lease.id, who)
-    return done
+    if event.puts or event.failures or lease.task == core.policy.step_task:
+        _finish(core, lease, event)
+    else:
+        _finish_without_news(core, lease, event)
+    return Freed(core.blocks.collect(who))
 
 
 def _new_columns(core: Core, lease: Lease, puts: list[Put]) -> list[tuple[SampleKey, Part, int]]:
@@ -273,16 +198,13 @@ def _new_columns(core: Core, lease: Lease, puts: list[Put]) -> list[tuple[Sample
     return found
 
 
-def _finish(core: Core, lease: Lease) -> None:
-    """All who had to have completed it. Failures come first: they decide whose new columns are of use."""
-    if not lease.pending and not lease.failures and lease.task != core.policy.step_task:
-        _finish_without_news(core, lease)
-        return
-    task, held, groups = lease.task, dict(core.samples_of(lease)), core.groups_of(lease)
-    pending, lease.pending = lease.pending, []
+def _finish(core: Core, lease: Lease, event: CompleteLease) -> None:
+    """Failures come first: they decide whose new columns are of use."""
+    task, pending = lease.task, _new_columns(core, lease, event.puts)
+    held, groups = dict(core.samples_of(lease)), core.groups_of(lease)
     still = {key for group in groups for key in group.sample_keys()} if task == core.policy.step_task else held.keys()
-    failures = [failure for failure in lease.failures if failure.key in still]
-    core.close(lease)
+    failures = [failure for failure in event.failures if failure.key in still]
+    core.close(lease, pinned=event.pinned)
     not_done = {failure.key for failure in failures}
     # Computed with weights that are not the trainer's any more: the task does all of the sample again.
     not_done |= {key for key, part, _ in pending if core.outdated(part)}
@@ -312,11 +234,11 @@ def _finish(core: Core, lease: Lease) -> None:
             core.finish_if_done(group)
 
 
-def _finish_without_news(core: Core, lease: Lease) -> None:
+def _finish_without_news(core: Core, lease: Lease, event: CompleteLease) -> None:
     # The usual end of a lease: the task is done with its samples, and nothing new is ready for another.
     task, tasks = lease.task, len(core.policy.tasks)
     held = core.samples_of(lease)
-    core.close(lease)
+    core.close(lease, pinned=event.pinned)
     ends = not core.policy.step_task
     for key, sample in held:
         sample.done.append(task)
@@ -326,13 +248,10 @@ def _finish_without_news(core: Core, lease: Lease) -> None:
     fail_members(core, task, stuck(core, held))
 
 
-def _check_complete(core: Core, who: Incarnation, event: Complete, lease: Lease) -> None:
+def _check_complete(core: Core, who: Incarnation, event: CompleteLease, lease: Lease) -> None:
     what = f"completion of lease {event.lease} by {who}"
-    if event.task != lease.task:
-        raise Refused(what, why=f"it was taken for task '{lease.task}', not '{event.task}'")
-    shared = lease.stream != ""
-    if event.task == core.policy.step_task and (event.puts or not (event.failures or shared)):
-        raise Refused(what, why="training is finished with `trained`; complete only reports samples that failed")
+    if lease.task == core.policy.step_task and (event.puts or not event.failures):
+        raise Refused(what, why="training is finished with `complete_step`; complete only reports samples that failed")
     if not event.puts and not event.failures:
         return
     keys = set(lease.keys)
@@ -345,14 +264,12 @@ def _check_complete(core: Core, who: Incarnation, event: Complete, lease: Lease)
     _check_columns(core, what, event, lease)
 
 
-def _check_columns(core: Core, what: str, event: Complete, lease: Lease) -> None:
+def _check_columns(core: Core, what: str, event: CompleteLease, lease: Lease) -> None:
     """No column comes twice, none was computed with weights that are not known."""
     seen: dict[SampleKey, set[str]] = {}
     blocks, versioned = core.blocks.blocks, set(core.policy.versioned)
     for key, sample in core.samples_of(lease):
         seen[key] = {name for part in sample.parts for name in blocks[part.block].ref.fields}
-    for key, part, _ in lease.pending:
-        seen.setdefault(key, set()).update(blocks[part.block].ref.fields)
     for item in event.puts:
         if item.version >= 0 and item.version not in core.tree:
             raise Refused(what, why=f"policy version {item.version} is not known")
@@ -367,41 +284,41 @@ def _check_columns(core: Core, what: str, event: Complete, lease: Lease) -> None
             there.update(item.block.fields)
 
 
-def _complete_late(core: Core, who: Incarnation, event: Complete) -> list[Extent]:
+def _complete_late(core: Core, who: Incarnation, event: CompleteLease) -> Freed:
     check_rows(core, who, event.puts)
     core.tally("late_completions")
     return_extents(core, event.puts)
     if not event.pinned:
-        unpin(core, who, [event.lease])
+        _unpin(core, who, [event.lease])
     core.changed = True
-    return core.blocks.collect(who)
+    return Freed(core.blocks.collect(who))
 
 
-def unpin(core: Core, who: Incarnation, leases: list[int]) -> None:
-    """The caller reads the memory of these leases, which it works on no more, no more."""
+def unpin(core: Core, who: Incarnation, event: Unpin) -> Freed:
+    """The caller does not read the memory of these ended leases any more."""
+    _unpin(core, who, event.leases)
+    return collect_freed(core, who)
+
+
+def _unpin(core: Core, who: Incarnation, leases: list[int]) -> None:
+    """Release the caller's pins on the memory of these ended leases."""
     for id_ in leases:
-        lapsed, held = core.state.lapsed.get(id_), core.state.leases.get(id_)
-        if lapsed is not None and who in lapsed.holders:
-            core.unread(lapsed, who)
-            core.changed = True
-        elif held is not None and who in held.reading:
-            core.unread(held, who)
+        lease = core.state.pinned.get(id_)
+        if lease is not None and lease.holder == who:
+            core.release_pins(lease)
             core.changed = True
 
 
-def abandon(core: Core, who: Incarnation, event: Abandon) -> None:
+def release(core: Core, who: Incarnation, event: ReleaseLease) -> None:
     """The caller gives a lease back undone: its samples are offered again, no death is counted."""
     lease = core.state.leases.get(event.lease)
-    if lease is None or who not in lease.holders:
+    if lease is None or lease.holder != who:
         if not event.pinned:
-            unpin(core, who, [event.lease])
+            _unpin(core, who, [event.lease])
         return
     core.changed = True
     samples, groups = core.samples_of(lease), core.groups_of(lease)
-    lease.holders.remove(who)
-    if event.pinned:
-        lease.reading.append(who)
-    core.close(lease)
+    core.close(lease, pinned=event.pinned)
     _offer_again(core, lease.task, groups, [key for key, _ in samples])
 
 
@@ -412,20 +329,17 @@ def _offer_again(core: Core, task: str, groups: list[Group], keys: list[SampleKe
     core.first(task, keys)
 
 
-def lapse(core: Core, lease: Lease, *, ended: set[Incarnation], blame: bool = True) -> None:
-    """A holder is dead or late: the samples are offered again, or quarantined if they killed too many.
+def lapse(core: Core, lease: Lease, *, pinned: bool, blame: bool = True) -> None:
+    """The holder is dead or late: the samples are offered again, or quarantined if they killed too many.
 
-    Holders that are not among the `ended` processes may still be reading, so that the extents stay pinned.
+    pinned: the holder's process lives, and may still be reading.
     """
     core.changed = True
     samples, groups = core.samples_of(lease), core.groups_of(lease)
-    step = lease.task == core.policy.step_task
-    if step:
+    if lease.task == core.policy.step_task:
         samples = [member for group in groups for member in group.members()]
-    lease.holders = [who for who in lease.holders if who not in ended]
-    lease.reading = [who for who in lease.reading if who not in ended]
-    core.note("lease_lapsed", lease=lease.id, task=lease.task, samples=len(lease.keys), readers=lease.readers)
-    core.close(lease)
+    core.note("lease_lapsed", lease=lease.id, task=lease.task, samples=len(lease.keys))
+    core.close(lease, pinned=pinned)
     for _, sample in samples:
         sample.deaths += blame
     limit = core.state.limits.quarantine_after

@@ -35,8 +35,6 @@ class Core:
         self.state = state
         self.tree = VersionTree(state.versions)
         self.deadlines: dict[int, float] = {}
-        self.shared: dict[int, dict[Incarnation, float]] = {}
-        """Deadlines of each holder of a shared lease; the earliest is the lease's."""
         self.now = 0.0
         self.changed = False
         self.notices: list[Notice] = []
@@ -81,32 +79,17 @@ class Core:
         self.state.next_id += 1
         return self.state.next_id - 1
 
-    def hold(self, id_: int, who: Incarnation | None = None) -> None:
-        """The ticket or lease runs at full length from now; `who` is a holder of a shared lease."""
-        self.renew(id_, who, self.now)
+    def hold(self, id_: int) -> None:
+        """The ticket or lease runs at full length from now."""
+        self.renew(id_, self.now)
 
-    def renew(self, id_: int, who: Incarnation | None, now: float) -> None:
+    def renew(self, id_: int, now: float) -> None:
         """The ticket or lease runs at full length from `now`."""
-        end = now + self.state.limits.lease_s
-        if who is not None:
-            holders = self.shared.setdefault(id_, {})
-            holders[who] = end
-            end = min(holders.values())
-        self.deadlines[id_] = end
+        self.deadlines[id_] = now + self.state.limits.lease_s
 
     def unhold(self, id_: int) -> None:
         """The ticket or lease is not held any more."""
         self.deadlines.pop(id_, None)
-        self.shared.pop(id_, None)
-
-    def unhold_for(self, id_: int, who: Incarnation) -> None:
-        """One holder of a shared lease has no deadline any more; the others' go on."""
-        holders = self.shared.get(id_, {})
-        holders.pop(who, None)
-        if holders:
-            self.deadlines[id_] = min(holders.values())
-        else:
-            self.deadlines[id_] = self.now + self.state.limits.lease_s
 
     def unpin(self, extents: Iterable[Extent]) -> None:
         """One reference less on each extent."""
@@ -370,23 +353,13 @@ class Core:
                 self.drop_parts(sample)
         self.ended("finished", size)
 
-    def close(self, lease: Lease) -> None:
-        """The lease is held no more; those who are still its holders may be reading, so its extents stay for them.
+    def close(self, lease: Lease, *, pinned: bool) -> None:
+        """The lease is not held any more. What becomes of its samples is the caller's to say.
 
-        The samples' own marks of the lease are taken off; what comes next is the caller's to say.
+        pinned: its holder may still be reading, so its extents stay until it says `unpin`, or its process ends.
         """
         self.state.leases.pop(lease.id, None)
         self.unhold(lease.id)
-        for _, part, _ in lease.pending:
-            self.blocks.drop_row(part.block, self.state.callers.alive)
-        lease.pending, lease.failures = [], []
-        lease.holders, lease.reading = [*lease.holders, *lease.reading], []
-        if lease.stream:
-            self.state.streams[f"{lease.task}:{lease.stream}"].live = {
-                index: id_
-                for index, id_ in self.state.streams[f"{lease.task}:{lease.stream}"].live.items()
-                if id_ != lease.id
-            }
         if lease.task == self.policy.step_task:
             # The next batch of the task waits for this one to end.
             self.touched.add(lease.task)
@@ -398,31 +371,20 @@ class Core:
                 found = groups.get(key.group)
                 if found is not None and (leases := found.samples[key.member].leases).get(task) == lease.id:
                     del leases[task]
-        if lease.holders:
-            self.state.lapsed[lease.id] = lease
+        if pinned:
+            self.state.pinned[lease.id] = lease
         else:
             self.unpin(lease.pins)
 
-    def unread(self, lease: Lease, who: Incarnation) -> None:
-        """One reader of a lease that it works on no more reads no more; after the last one its extents are free."""
-        if lease.id not in self.state.lapsed:
-            lease.reading.remove(who)
-            return
-        lease.holders.remove(who)
-        if not lease.holders:
-            del self.state.lapsed[lease.id]
-            self.unpin(lease.pins)
-
-    def read_still(self, who: Incarnation) -> list[Lease]:
-        """Leases that the caller works on no more, and whose memory it may still read."""
-        found = [lease for lease in self.state.lapsed.values() if who in lease.holders]
-        return found + [lease for lease in self.state.leases.values() if who in lease.reading]
+    def release_pins(self, lease: Lease) -> None:
+        """The holder of an ended lease does not read its memory any more."""
+        del self.state.pinned[lease.id]
+        self.unpin(lease.pins)
 
     def readers(self) -> set[Incarnation]:
-        """Who may be reading memory, heard or not: it stays pinned until they say otherwise, or have ended."""
-        found: set[Incarnation] = set()
-        for lease in [*self.state.leases.values(), *self.state.lapsed.values()]:
-            found.update(lease.holders, lease.reading)
+        """Who may be reading memory, fenced or not: it stays pinned until they release it, or have ended."""
+        found = {lease.holder for lease in self.state.leases.values()}
+        found.update(lease.holder for lease in self.state.pinned.values())
         return found
 
     def groups_of(self, lease: Lease) -> list[Group]:

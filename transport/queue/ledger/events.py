@@ -6,7 +6,7 @@ import msgspec
 
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.queue.ledger.messages import Failure, Mark, Put, SampleKey, Want
+from relax_rt.transport.queue.ledger.messages import Failure, LeaseRequest, PartialChunk, Put, SampleKey
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -18,7 +18,7 @@ class Configure(msgspec.Struct, frozen=True, tag="configure"):
     limits: QueueLimits
 
 
-class Open(msgspec.Struct, frozen=True, tag="open"):
+class OpenRun(msgspec.Struct, frozen=True, tag="open_run"):
     """The broker serves run `run_id` on `node`. Another run id than before means that shared memory began anew.
 
     payloads: address of the node's payload server, for readers on other nodes.
@@ -50,20 +50,20 @@ class Admit(msgspec.Struct, frozen=True, tag="admit"):
     groups: int
 
 
-class Offer(msgspec.Struct, frozen=True, tag="offer", gc=False):
+class PutGroups(msgspec.Struct, frozen=True, tag="put_groups", gc=False):
     puts: list[Put]
     groups: list[int]
 
 
-class PutColumns(msgspec.Struct, frozen=True, tag="put", gc=False):
+class PutSamples(msgspec.Struct, frozen=True, tag="put_samples", gc=False):
     puts: list[Put]
 
 
-class MarkTokens(msgspec.Struct, frozen=True, tag="mark", gc=False):
-    marks: list[Mark]
+class SavePartials(msgspec.Struct, frozen=True, tag="save_partials", gc=False):
+    marks: list[PartialChunk]
 
 
-class GiveBack(msgspec.Struct, frozen=True, tag="give_back"):
+class ReleaseGroups(msgspec.Struct, frozen=True, tag="release_groups"):
     """failed: what is missing of the groups could not be made, which counts against their prompts.
     losses: how often it was begun and lost meanwhile, which counts when it comes again and again.
     late, item, about: see Failure."""
@@ -77,13 +77,13 @@ class GiveBack(msgspec.Struct, frozen=True, tag="give_back"):
     about: str = ""
 
 
-class Skip(msgspec.Struct, frozen=True, tag="skip"):
+class SkipGroups(msgspec.Struct, frozen=True, tag="skip_groups"):
     """Groups of retired items are not made."""
 
     groups: list[int]
 
 
-class Reinstate(msgspec.Struct, frozen=True, tag="reinstate"):
+class ReinstateItems(msgspec.Struct, frozen=True, tag="reinstate_items"):
     """Retired items are tried again."""
 
     items: list[str]
@@ -95,16 +95,15 @@ class ReportLosses(msgspec.Struct, frozen=True, tag="report_losses"):
     older_s: float
 
 
-class Take(msgspec.Struct, frozen=True, tag="take", gc=False):
+class RequestLease(msgspec.Struct, frozen=True, tag="request_lease", gc=False):
     """keys: what was chosen, in the journal; None while it is still to be chosen."""
 
     task: str
-    want: Want
+    want: LeaseRequest
     keys: list[SampleKey] | None = None
 
 
-class Complete(msgspec.Struct, frozen=True, tag="complete", gc=False):
-    task: str
+class CompleteLease(msgspec.Struct, frozen=True, tag="complete_lease", gc=False):
     lease: int
     puts: list[Put]
     failures: list[Failure]
@@ -115,13 +114,13 @@ class Unpin(msgspec.Struct, frozen=True, tag="unpin", gc=False):
     leases: list[int]
 
 
-class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
+class ReleaseLease(msgspec.Struct, frozen=True, tag="release_lease"):
     lease: int
     reason: str
     pinned: bool = False
 
 
-class Trained(msgspec.Struct, frozen=True, tag="trained"):
+class CompleteStep(msgspec.Struct, frozen=True, tag="complete_step"):
     leases: list[int]
     step: int
     weights: VersionRecord
@@ -129,24 +128,24 @@ class Trained(msgspec.Struct, frozen=True, tag="trained"):
     pinned: list[int] = []
 
 
-class Filtered(msgspec.Struct, frozen=True, tag="filtered"):
+class FilterGroups(msgspec.Struct, frozen=True, tag="filter_groups"):
     lease: int
     groups: list[int]
     reason: str
     pinned: bool = False
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
+class RequestSurplus(msgspec.Struct, frozen=True, tag="request_surplus"):
     groups: int
 
 
-class Choose(msgspec.Struct, frozen=True, tag="choose"):
+class AssignItems(msgspec.Struct, frozen=True, tag="assign_items"):
     """items: data item by place in the prompt order."""
 
     items: dict[int, int]
 
 
-class Committed(msgspec.Struct, frozen=True, tag="committed"):
+class Commit(msgspec.Struct, frozen=True, tag="commit"):
     step: int
     checkpoint: str
 
@@ -156,14 +155,14 @@ class Rollback(msgspec.Struct, frozen=True, tag="rollback"):
     weights: VersionRecord
 
 
-class Gone(msgspec.Struct, frozen=True, tag="gone"):
+class ProcessExited(msgspec.Struct, frozen=True, tag="process_exited"):
     """The process of `who` has ended."""
 
     who: Incarnation
     reason: str
 
 
-class Spilled(msgspec.Struct, frozen=True, tag="spilled"):
+class MoveBlocks(msgspec.Struct, frozen=True, tag="move_blocks"):
     """Blocks were copied to a file on the broker's disk: block id and where it is now."""
 
     moves: list[tuple[int, Extent]]
@@ -178,28 +177,28 @@ class Lapse(msgspec.Struct, frozen=True, tag="lapse"):
 
 Event = (
     Configure
-    | Open
+    | OpenRun
     | Join
     | Admit
-    | Offer
-    | PutColumns
-    | MarkTokens
-    | GiveBack
-    | Skip
-    | Reinstate
+    | PutGroups
+    | PutSamples
+    | SavePartials
+    | ReleaseGroups
+    | SkipGroups
+    | ReinstateItems
     | ReportLosses
-    | Take
-    | Complete
+    | RequestLease
+    | CompleteLease
     | Unpin
-    | Abandon
-    | Trained
-    | Filtered
-    | Ask
-    | Choose
-    | Committed
+    | ReleaseLease
+    | CompleteStep
+    | FilterGroups
+    | RequestSurplus
+    | AssignItems
+    | Commit
     | Rollback
-    | Gone
-    | Spilled
+    | ProcessExited
+    | MoveBlocks
     | Lapse
 )
 

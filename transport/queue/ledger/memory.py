@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 
-from relax_rt.transport.memory.block_table import Block
-from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.memory.slab_names import is_spilled, owner_of
+from relax_rt.transport.memory.block_table import LiveBlock
+from relax_rt.transport.memory.refs import Extent, is_spilled, owner_of
 from relax_rt.transport.queue.ledger.core import ROOM, Core
-from relax_rt.transport.queue.ledger.events import Spilled
+from relax_rt.transport.queue.ledger.events import MoveBlocks
+from relax_rt.transport.queue.ledger.messages import Freed
 
 _NOBODY: Mapping[str, int] = {}
 MOVE_BYTES = 64 << 20
@@ -37,7 +37,7 @@ def wanted(core: Core, skip: Container[int] = (), short: Mapping[str, int] = _NO
         if extent is None or is_spilled(extent.slab) or extent.nbytes > room or _is_read(core, extent) or id_ in skip:
             continue
         owner = owner_of(extent.slab)
-        if (over <= 0 and owner not in needs) or (callers.homes and callers.node_of(owner) != callers.node):
+        if (over <= 0 and owner not in needs) or (callers.processes and callers.node_of(owner) != callers.node):
             continue
         found.append((id_, extent))
         over -= extent.nbytes
@@ -49,7 +49,7 @@ def wanted(core: Core, skip: Container[int] = (), short: Mapping[str, int] = _NO
     return found
 
 
-def _coldest(core: Core) -> Iterator[tuple[int, Block]]:
+def _coldest(core: Core) -> Iterator[tuple[int, LiveBlock]]:
     blocks = core.blocks.blocks
     seen: set[int] = set()
     for group in core.state.trained.values():
@@ -67,7 +67,7 @@ def _is_read(core: Core, extent: Extent) -> bool:
     return core.blocks.live[extent.slab][extent.offset].references > 1
 
 
-def spilled(core: Core, event: Spilled) -> list[Extent]:
+def moved(core: Core, event: MoveBlocks) -> Freed:
     """The copies are on disk; answers with those that are of no use, as the block ended or is read meanwhile."""
     useless: list[Extent] = []
     for id_, to in event.moves:
@@ -82,4 +82,4 @@ def spilled(core: Core, event: Spilled) -> list[Extent]:
         core.tally("bytes_spilled", to.nbytes)
         core.changed = True
     core.touched.add(ROOM)
-    return useless
+    return Freed(useless)

@@ -114,7 +114,7 @@ class Ticket(msgspec.Struct, frozen=True):
         return self.members or list(range(self.size))
 
 
-class Mark(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class PartialChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a producer has sampled of an unfinished member, from position `start` of its completion on.
 
     Attributes:
@@ -137,7 +137,7 @@ class Mark(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rows: MarkBytes = b""
 
 
-class Marked(msgspec.Struct, frozen=True):
+class SavedPartials(msgspec.Struct, frozen=True, tag="saved_partials"):
     """Tokens that are kept of the member of each mark, in their order; -1: it is not the caller's to make (any more).
 
     Fewer than were marked: there was no room, or marks before this one are missing. The next one begins there.
@@ -146,7 +146,7 @@ class Marked(msgspec.Struct, frozen=True):
     held: list[int]
 
 
-class Admission(msgspec.Struct, frozen=True):
+class Admission(msgspec.Struct, frozen=True, tag="admission"):
     """Tickets, or why there are none yet.
 
     retired: revision of the list of retired items, of which nothing is to be made (`QueueApi.skip`).
@@ -157,7 +157,7 @@ class Admission(msgspec.Struct, frozen=True):
     retired: int = 0
 
 
-class Offered(msgspec.Struct, frozen=True, gc=False):
+class GroupsPut(msgspec.Struct, frozen=True, tag="groups_put", gc=False):
     """Ids that the ledger gave to the groups of an offer, in their order, or why it does not take them yet."""
 
     groups: list[int]
@@ -165,26 +165,20 @@ class Offered(msgspec.Struct, frozen=True, gc=False):
     waiting_on: str = ""
 
 
-class Want(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class LeaseRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a consumer asks for.
 
     Attributes:
         samples: up to this many samples.
         groups: exactly this many whole groups (samples is not looked at then).
-        at_least: for training by one caller alone: fewer groups will do, but not fewer than this; 0: exactly `groups`.
+        at_least: for training: fewer groups will do, but not fewer than this; 0: exactly `groups`.
             `groups` is what the step still lacks then, and several leases may be held until `trained` ends them all.
         tokens: no more than this many tokens in all (0: no limit; one sample always goes).
-        stream: name of a sequence of batches that several ranks read in step; empty: none.
-        index: place in the stream: the batch of an index is granted once, and every rank of `readers` gets the same.
-        readers: how many ranks read each batch of the stream; it is finished when all have completed it.
     """
 
     samples: Count = 0
     groups: Count = 0
     tokens: Count = 0
-    stream: str = ""
-    index: Count = 0
-    readers: Count = 1
     at_least: Count = 0
 
 
@@ -232,7 +226,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
             yield SampleInfo(key, -1, 0, parts, [], self.lengths[i] if self.lengths else -1)
 
 
-class Batch(msgspec.Struct, frozen=True, gc=False):
+class LeaseGrant(msgspec.Struct, frozen=True, gc=False):
     """Samples leased together. lease is 0 and there are none when nothing was ready in time: see waiting_on.
 
     runs: the samples of a queue without steps, instead of `samples`.
@@ -359,7 +353,7 @@ def failure_summary(report: ProgressReport) -> str:
     return f"{row}; {describe_loss(report.losses[0])}"
 
 
-class Advice(msgspec.Struct, frozen=True):
+class StepReply(msgspec.Struct, frozen=True, tag="step_reply"):
     """What the ledger asks of the trainer after a step, and tells it.
 
     Attributes:
@@ -371,7 +365,7 @@ class Advice(msgspec.Struct, frozen=True):
     refused_tokens: int = 0
 
 
-class Chosen(msgspec.Struct, frozen=True):
+class ItemsAssigned(msgspec.Struct, frozen=True, tag="items_assigned"):
     """The answer to a choice of prompts: places in the prompt order from next_index on were not yet given out."""
 
     next_index: int
@@ -416,3 +410,23 @@ class QueueStats(msgspec.Struct, frozen=True):
     waiting: dict[str, str]
     committed: int = 0
     """Steps that a checkpoint covers."""
+
+
+class Freed(msgspec.Struct, frozen=True, tag="freed", gc=False):
+    """Extents of the caller that nobody reads any more: the reply to puts, completions and unpins."""
+
+    extents: list[Extent] = []
+
+
+class Granted(msgspec.Struct, frozen=True, tag="granted", gc=False):
+    """The lease that a request was granted: what is kept of a LeaseGrant, which is built again for a repeated call."""
+
+    lease: int
+
+
+class Done(msgspec.Struct, frozen=True, tag="done", gc=False):
+    """The reply of calls that have nothing to say."""
+
+
+Reply = Admission | GroupsPut | StepReply | SavedPartials | ItemsAssigned | Freed | Granted | Done
+"""What the ledger keeps of its replies, so that a call that comes again gets the first one."""

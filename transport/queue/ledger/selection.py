@@ -12,7 +12,7 @@ import msgspec
 
 from relax_rt.transport.queue.ledger.admission import bound, keep_within, outstanding, recycle, surplus
 from relax_rt.transport.queue.ledger.core import REFUSED, Core
-from relax_rt.transport.queue.ledger.messages import SampleKey, Want
+from relax_rt.transport.queue.ledger.messages import LeaseRequest, SampleKey
 from relax_rt.transport.queue.ledger.state import Group
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
@@ -77,7 +77,7 @@ class Sampler(Protocol):
     def whole_groups(self) -> bool:
         """Whether units are to be whole groups even if samples are asked for."""
 
-    def choose(self, units: Iterable[Unit], want: Want) -> Choice:
+    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
         """At most what is wanted, each unit once.
 
         Args:
@@ -86,7 +86,7 @@ class Sampler(Protocol):
         """
 
 
-def limit_of(want: Want) -> float:
+def limit_of(want: LeaseRequest) -> float:
     """How many groups, or else samples, may be chosen; inf if tokens are the only bound.
 
     Raises:
@@ -99,13 +99,13 @@ def limit_of(want: Want) -> float:
     return want.groups or want.samples or math.inf
 
 
-def within(units: Iterable[Unit], window: int, want: Want) -> Iterator[Unit]:
+def within(units: Iterable[Unit], window: int, want: LeaseRequest) -> Iterator[Unit]:
     """The first `window` units, or as many as are wanted if that is more."""
     limit = limit_of(want)
     return islice(units, max(window, int(limit) if limit < math.inf else 0))
 
 
-def fill(units: Iterable[Unit], want: Want, *, skip: bool = False) -> Choice:
+def fill(units: Iterable[Unit], want: LeaseRequest, *, skip: bool = False) -> Choice:
     """Take units in their order until there are enough. The first one goes even if it is over the token budget.
 
     Args:
@@ -134,7 +134,7 @@ def fill(units: Iterable[Unit], want: Want, *, skip: bool = False) -> Choice:
     return Choice(chosen, "" if chosen else "no sample is ready")
 
 
-def choose(sampler: Sampler, units: Iterable[Unit], want: Want) -> Choice:
+def choose(sampler: Sampler, units: Iterable[Unit], want: LeaseRequest) -> Choice:
     """What the sampler chooses, held to what it was asked.
 
     Raises:
@@ -175,7 +175,7 @@ def choose(sampler: Sampler, units: Iterable[Unit], want: Want) -> Choice:
     return Choice([offered[key] for key in keys], choice.waiting_on)
 
 
-def choose_urgent_first(sampler: Sampler, units: Iterable[Unit], want: Want) -> Choice:
+def choose_urgent_first(sampler: Sampler, units: Iterable[Unit], want: LeaseRequest) -> Choice:
     """The sampler's choice, in which what the next update would make over-stale comes before all else.
 
     The whole window is read for it; where nothing can be urgent, `choose` reads no more than the sampler needs. A
@@ -205,7 +205,7 @@ def choose_urgent_first(sampler: Sampler, units: Iterable[Unit], want: Want) -> 
     return Choice(first + second.units)
 
 
-def _left(want: Want, chosen: list[Unit]) -> Want | None:
+def _left(want: LeaseRequest, chosen: list[Unit]) -> LeaseRequest | None:
     """What is still wanted besides these units; None: nothing."""
     groups = want.groups - len(chosen)
     samples = want.samples - sum(len(unit.keys) for unit in chosen)
@@ -347,7 +347,7 @@ Samplers = dict[str, Sampler]
 """The samplers of those tasks that have another one than first in, first out."""
 
 
-def select_keys(core: Core, samplers: Samplers, task: str, want: Want) -> tuple[list[SampleKey], str]:
+def select_keys(core: Core, samplers: Samplers, task: str, want: LeaseRequest) -> tuple[list[SampleKey], str]:
     """Keys to lease, or none and the reason. For the step task `settle` comes first."""
     if task == core.policy.step_task:
         return _for_step(core, samplers.get(task), want)
@@ -369,7 +369,7 @@ def select_keys(core: Core, samplers: Samplers, task: str, want: Want) -> tuple[
     return keys, "" if keys else choice.waiting_on or f"no sample is ready for task '{task}'"
 
 
-def _first(core: Core, task: str, want: Want) -> tuple[list[SampleKey], str]:
+def _first(core: Core, task: str, want: LeaseRequest) -> tuple[list[SampleKey], str]:
     """First in, first out: the usual case, without looking at more than what is taken."""
     if want.tokens:
         keys = [key for unit in fill(_samples(core, task), want).units for key in unit.keys]
@@ -428,7 +428,7 @@ def _unit(core: Core, group: Group, keys: tuple[SampleKey, ...], order: int) -> 
     )
 
 
-def settle(core: Core, who: Incarnation, want: Want) -> tuple[Want | None, str]:
+def settle(core: Core, who: Incarnation, want: LeaseRequest) -> tuple[LeaseRequest | None, str]:
     """What comes before the choice of a step's batch: what may be granted of it now, or nothing, and why.
 
     Refuses what is over-stale and revokes late stragglers. A replay does it again, without choosing. A part of a step
@@ -439,17 +439,16 @@ def settle(core: Core, who: Incarnation, want: Want) -> tuple[Want | None, str]:
         return None, "the trainer has not announced its weights yet"
     refuse_stale(core)
     for lease in state.leases.values():
-        alone = want.at_least and not lease.stream and lease.holders == [who]
-        if lease.task == core.policy.step_task and not alone:
-            holder = (lease.holders or lease.finished)[0]
-            return None, f"lease {lease.id} of {holder} is not finished; its update decides what is stale"
+        beside = want.at_least and lease.holder == who
+        if lease.task == core.policy.step_task and not beside:
+            return None, f"lease {lease.id} of {lease.holder} is not finished; its update decides what is stale"
     granted, waiting_on = _granted(core, want)
     if granted < (want.at_least or want.groups) or granted < 1:
         return None, waiting_on
     return msgspec.structs.replace(want, groups=granted), ""
 
 
-def _granted(core: Core, want: Want) -> tuple[int, str]:
+def _granted(core: Core, want: LeaseRequest) -> tuple[int, str]:
     """How many groups may be granted of what a step lacks, and why not all of them."""
     ready = len(core.step_ready)
     room = places(core, want.groups) if want.at_least else want.groups
@@ -463,7 +462,7 @@ def _granted(core: Core, want: Want) -> tuple[int, str]:
     return min(ready, want.groups), lacking
 
 
-def _for_step(core: Core, sampler: Sampler | None, want: Want) -> tuple[list[SampleKey], str]:
+def _for_step(core: Core, sampler: Sampler | None, want: LeaseRequest) -> tuple[list[SampleKey], str]:
     """Exactly the wanted groups, those first that the next update would make over-stale."""
     state = core.state
     units = [

@@ -8,43 +8,18 @@ import msgspec
 
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.block_table import BlockTable
-from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.memory.slab_names import is_spilled, owner_key
-from relax_rt.transport.queue.ledger.messages import (
-    Admission,
-    Advice,
-    Batch,
-    Chosen,
-    Failure,
-    Loss,
-    Marked,
-    Offered,
-    Retired,
-    SampleKey,
-    VersionSpan,
-)
+from relax_rt.transport.memory.refs import Extent, is_spilled, owner_key
+from relax_rt.transport.queue.ledger.messages import Loss, Reply, Retired, SampleKey, VersionSpan
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.queue.ledger.prompts import Prompt, PromptPool
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 
-ANSWERS_KEPT = 128
-"""Answers kept for each incarnation; a client has fewer changing calls under way (see QueueClient)."""
+REPLIES_KEPT = 128
+"""Replies kept for each incarnation; a client has fewer changing calls under way (see QueueClient)."""
 
 
-class Kept(msgspec.Struct, frozen=True, array_like=True):
-    """An answer given: tickets, the groups of an offer, the id of a lease (its batch is rebuilt), freed extents."""
-
-    admission: Admission | None = None
-    offered: Offered | None = None
-    lease: int = 0
-    freed: list[Extent] = []
-    advice: Advice | None = None
-    marked: Marked | None = None
-    chosen: Chosen | None = None
-
-
-class Home(msgspec.Struct, frozen=True, array_like=True):
+class ClientProcess(msgspec.Struct, frozen=True, array_like=True):
     """Where an incarnation lives.
 
     Attributes:
@@ -61,16 +36,16 @@ class Home(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Callers(msgspec.Struct):
-    """The lowest epoch of each slot that is still heard, and the newest answers of each incarnation (by owner key).
+    """The lowest epoch of each slot that is still heard, and the newest replies to each incarnation (by owner key).
 
     Attributes:
-        homes: of those who joined of their own accord, by owner key; kept while slabs of theirs may be read.
+        processes: of those who joined of their own accord, by owner key; kept while slabs of theirs may be read.
         node, payloads: the broker's own.
     """
 
     lowest: dict[str, int] = {}
-    answers: dict[str, dict[int, Kept]] = {}
-    homes: dict[str, Home] = {}
+    replies: dict[str, dict[int, Reply]] = {}
+    processes: dict[str, ClientProcess] = {}
     node: str = ""
     payloads: str = ""
 
@@ -86,26 +61,26 @@ class Callers(msgspec.Struct):
 
     def knows(self, who: Incarnation) -> bool:
         """Whether the incarnation is the slot's newest one and has joined."""
-        return owner_key(who) in self.answers
+        return owner_key(who) in self.replies
 
     def join(self, who: Incarnation) -> None:
         """Hear this incarnation from now on and none before it."""
         self.fence(who.slot, who.epoch)
-        self.answers.setdefault(owner_key(who), {})
+        self.replies.setdefault(owner_key(who), {})
 
     def fence(self, slot: str, lowest: int) -> None:
         """Incarnations of the slot with a lower epoch are not heard any more."""
         self.lowest[slot] = max(self.lowest.get(slot, lowest), lowest)
         prefix = slot.replace("/", "-")
-        for owner in list(self.answers):
+        for owner in list(self.replies):
             name, _, epoch = owner.rpartition("-")
             if name == prefix and int(epoch) < lowest:
-                del self.answers[owner]
+                del self.replies[owner]
 
-    def forget_homes(self, live: Iterable[str]) -> None:
+    def forget_processes(self, live: Iterable[str]) -> None:
         """Drop the homes of incarnations that are neither heard nor own one of the `live` slab owners."""
-        keep = {*live, *self.answers}
-        self.homes = {owner: home for owner, home in self.homes.items() if owner in keep}
+        keep = {*live, *self.replies}
+        self.processes = {owner: home for owner, home in self.processes.items() if owner in keep}
 
     def remote(self, who: Incarnation, owners: Iterable[str]) -> dict[str, str]:
         """Payload servers of those owners whose slabs are not where the caller's are."""
@@ -115,19 +90,19 @@ class Callers(msgspec.Struct):
 
     def _memory_of(self, owner: str) -> tuple[str, str]:
         """Node and payload server of an owner's slabs. Processes that serve their own do not share memory."""
-        home = self.homes.get(owner)
+        home = self.processes.get(owner)
         if home is None or not home.payloads or is_spilled(owner + "-"):
             return self.node_of(owner), self.payloads
         return home.node, home.payloads
 
     def node_of(self, owner: str) -> str:
         """The node of a slab's owner; one that did not say, and spilled blocks, are on the broker's."""
-        home = self.homes.get(owner)
+        home = self.processes.get(owner)
         return home.node if home is not None and not is_spilled(owner + "-") else self.node
 
     def alive(self, owner: str) -> bool:
         """Whether the incarnation with this key (see slab_names.owner_key) is one that is heard."""
-        return owner in self.answers
+        return owner in self.replies
 
     def ended(self, owner: str) -> bool:
         """Whether the incarnation with this key is fenced."""
@@ -135,30 +110,30 @@ class Callers(msgspec.Struct):
         lowest = self.lowest.get("/".join(slot.rsplit("-", 1)))
         return lowest is not None and epoch.isdigit() and int(epoch) < lowest
 
-    def answer(self, who: Incarnation, seq: int) -> Kept | None:
-        """The answer given to this call before, if it was.
+    def reply(self, who: Incarnation, seq: int) -> Reply | None:
+        """The reply given to this call before, if it was.
 
         Raises:
-            Refused: the call is so old that its answer is no longer kept.
+            Refused: the call is so old that its reply is no longer kept.
         """
-        kept = self.answers[owner_key(who)]
+        kept = self.replies[owner_key(who)]
         if seq in kept:
             return kept[seq]
-        if len(kept) >= ANSWERS_KEPT and seq < min(kept):
-            raise Refused(f"call {seq} of {who}", why=f"answers are kept for the last {ANSWERS_KEPT} calls only")
+        if len(kept) >= REPLIES_KEPT and seq < min(kept):
+            raise Refused(f"call {seq} of {who}", why=f"replies are kept for the last {REPLIES_KEPT} calls only")
         return None
 
-    def keep(self, who: Incarnation, seq: int, answer: Kept) -> None:
-        """Keep the answer of a call that changed the ledger.
+    def keep(self, who: Incarnation, seq: int, reply: Reply) -> None:
+        """Keep the reply of a call that changed the ledger.
 
         Those with the highest numbers are kept: a call with a lower one that is not among them was answered long ago.
         """
-        kept = self.answers.get(owner_key(who))
+        kept = self.replies.get(owner_key(who))
         if kept is None:
             # The call was the caller's own end.
             return
-        kept[seq] = answer
-        if len(kept) > ANSWERS_KEPT:
+        kept[seq] = reply
+        if len(kept) > REPLIES_KEPT:
             del kept[min(kept)]
 
 
@@ -176,7 +151,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
     version: int = -1
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class PartialTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of an unfinished member, from the first one on (see Mark)."""
 
     tokens: bytes
@@ -226,7 +201,7 @@ class Sample(msgspec.Struct, array_like=True, gc=False):
     done: list[str] = []
     deaths: int = 0
     left_out: bool = False
-    mark: Held | None = None
+    mark: PartialTokens | None = None
     most: int = 0
 
 
@@ -293,16 +268,11 @@ class Group(msgspec.Struct, array_like=True, gc=False):
 
 
 class Lease(msgspec.Struct, array_like=True, gc=False):
-    """Samples that one incarnation works on, or several ranks of a stream.
+    """Samples that one incarnation works on.
 
     Attributes:
-        blocks: those that its holders were told of. pins: the extents of these, which they may be reading.
-        holders: who works on it; of an ended lease, who may still be reading.
-        finished: ranks that are done with a shared lease. reading: those of them that still read its memory.
-        told: what each of them is told, whatever became of the samples since: their parts must fit together.
-        pending: columns that they put, with the sample's length; they are seen when all ranks are done.
-        failures: samples that they say failed.
-        stream, readers: see Want.
+        blocks: those that its holder was told of. pins: the extents of these, which it may be reading.
+        holder: who works on it; of an ended lease, who may still be reading.
     """
 
     id: int
@@ -310,25 +280,11 @@ class Lease(msgspec.Struct, array_like=True, gc=False):
     keys: list[SampleKey]
     blocks: list[int]
     pins: list[Extent]
-    holders: list[Incarnation]
-    finished: list[Incarnation] = []
-    reading: list[Incarnation] = []
-    told: Batch | None = None
-    pending: list[tuple[SampleKey, Part, int]] = []
-    failures: list[Failure] = []
-    stream: str = ""
-    readers: int = 1
+    holder: Incarnation
 
     def groups(self) -> list[int]:
         """Ids of its groups, each once."""
         return list(dict.fromkeys(key.group for key in self.keys))
-
-
-class Stream(msgspec.Struct, array_like=True, gc=False):
-    """Batches that several ranks read in step: the next index to grant, and the leases of those under way."""
-
-    next_index: int = 0
-    live: dict[int, int] = {}
 
 
 class TrainedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -401,8 +357,7 @@ class State(msgspec.Struct):
         next_epoch: for those who join of their own accord.
         groups: groups not yet trained. trained: groups trained and not yet covered by a checkpoint.
         reopened: groups of which members are to be made again, and nobody makes them yet.
-        leases: held leases. lapsed: ended ones whose process may still read their extents.
-        streams: by task and name, see Want.
+        leases: held leases. pinned: ended ones whose holder may still read their extents.
         trainer_version: version of the trainer's weights; None before they were announced.
         since_update: samples trained since the trainer's weights last changed.
         blocked_since: since when a batch that is there waits for stragglers only.
@@ -428,8 +383,7 @@ class State(msgspec.Struct):
     trained: dict[int, Group] = {}
     reopened: dict[int, None] = {}
     leases: dict[int, Lease] = {}
-    lapsed: dict[int, Lease] = {}
-    streams: dict[str, Stream] = {}
+    pinned: dict[int, Lease] = {}
     blocks: BlockTable = msgspec.field(default_factory=BlockTable)
     callers: Callers = msgspec.field(default_factory=Callers)
     versions: list[VersionRecord] = []

@@ -14,16 +14,23 @@ from relax_rt.transport.queue.ledger.admission import (
 )
 from relax_rt.transport.queue.ledger.consumption import lapse
 from relax_rt.transport.queue.ledger.core import REFUSED, REFUSED_TOKENS, ROOM, Core
-from relax_rt.transport.queue.ledger.events import Ask, Choose, Committed, Filtered, Rollback, Trained
+from relax_rt.transport.queue.ledger.events import (
+    AssignItems,
+    Commit,
+    CompleteStep,
+    FilterGroups,
+    RequestSurplus,
+    Rollback,
+)
 from relax_rt.transport.queue.ledger.failures import REPORT_EVERY_S, report_losses, reset_failures
-from relax_rt.transport.queue.ledger.messages import Advice, Chosen
+from relax_rt.transport.queue.ledger.messages import ItemsAssigned, StepReply
 from relax_rt.transport.queue.ledger.selection import refuse_stale
 from relax_rt.transport.queue.ledger.state import Group, Lease, Sample, TrainedGroup
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
 
-def trained(core: Core, who: Incarnation, event: Trained) -> Advice:
+def complete_step(core: Core, who: Incarnation, event: CompleteStep) -> StepReply:
     """The step over the groups of the leases is done; the trainer's weights are now `weights`."""
     state = core.state
     what = f"step {event.step} of {who}"
@@ -39,7 +46,7 @@ def trained(core: Core, who: Incarnation, event: Trained) -> Advice:
     _offer_others_again(core, event.leases)
     for lease in leases:
         _train(core, lease, event)
-        end_for(core, lease, who, pinned=lease.id in event.pinned)
+        core.close(lease, pinned=lease.id in event.pinned)
     if event.weights.version != before:
         state.since_update = 0
     elif not event.skipped:
@@ -52,7 +59,7 @@ def trained(core: Core, who: Incarnation, event: Trained) -> Advice:
     refuse_stale(core, surplus(core))
     keep_what_was_asked(core)
     told, state.refused_told = state.refused_told, state.tallies.get(REFUSED_TOKENS, 0)
-    return Advice(early_checkpoint(core), refused_tokens=state.refused_told - told)
+    return StepReply(early_checkpoint(core), refused_tokens=state.refused_told - told)
 
 
 def step_lease(core: Core, who: Incarnation, id_: int, what: str) -> Lease:
@@ -62,8 +69,7 @@ def step_lease(core: Core, who: Incarnation, id_: int, what: str) -> Lease:
         Refused: it is not the caller's (any more).
     """
     lease = core.state.leases.get(id_)
-    mine = lease is not None and (who in lease.holders or who in lease.finished)
-    if lease is None or not mine or lease.task != core.policy.step_task:
+    if lease is None or lease.holder != who or lease.task != core.policy.step_task:
         raise Refused(
             what,
             why=f"train lease {id_} is not the caller's: it lapsed, and its samples were offered again",
@@ -79,13 +85,13 @@ def _offer_others_again(core: Core, ids: Collection[int] = ()) -> None:
             continue
         groups = core.groups_of(lease)
         # The holder lives, and may still look at what it had taken.
-        lapse(core, lease, ended=set(), blame=False)
+        lapse(core, lease, pinned=True, blame=False)
         for group in groups:
             if group.id in core.state.groups:
                 core.lapse_columns(group)
 
 
-def _train(core: Core, lease: Lease, event: Trained) -> None:
+def _train(core: Core, lease: Lease, event: CompleteStep) -> None:
     path = core.state.path.setdefault(event.step, [])
     for group in core.groups_of(lease):
         core.leave(group)
@@ -110,14 +116,6 @@ def _skip(core: Core, group: Group) -> None:
         core.drop_parts(sample)
 
 
-def end_for(core: Core, lease: Lease, who: Incarnation, *, pinned: bool) -> None:
-    """The caller is done with the lease, whose memory it may still read."""
-    lease.holders = [holder for holder in lease.holders if holder != who]
-    if pinned and who not in lease.reading:
-        lease.reading.append(who)
-    core.close(lease)
-
-
 def early_checkpoint(core: Core) -> str:
     """Why the trainer should commit now: what it has trained on fills the memory that producers need."""
     limits = core.state.limits
@@ -128,7 +126,7 @@ def early_checkpoint(core: Core) -> str:
     return f"{used} of {limits.capacity_bytes} payload bytes are in use, {held} samples wait for a checkpoint"
 
 
-def committed(core: Core, who: Incarnation, event: Committed) -> None:
+def commit(core: Core, who: Incarnation, event: Commit) -> None:
     """A checkpoint covers all steps up to `step`: their samples are finished and their memory is free."""
     if event.step > core.state.step:
         raise Refused(f"commit of step {event.step} by {who}", why=f"the last step trained is {core.state.step}")
@@ -244,8 +242,8 @@ def lose_payloads(core: Core) -> None:
     """
     state = core.state
     state.blocks.clear()
-    state.leases, state.lapsed, state.streams = {}, {}, {}
-    state.callers.answers, state.callers.homes = {}, {}
+    state.leases, state.pinned = {}, {}
+    state.callers.replies, state.callers.processes = {}, {}
     for group in [*state.groups.values(), *state.trained.values()]:
         group.lease = 0
         for sample in group.samples:
@@ -261,7 +259,6 @@ def lose_payloads(core: Core) -> None:
     state.payloads_lost = sorted(state.trained)
     state.trainer_version, state.blocked_since, state.since_update = None, None, 0
     core.deadlines.clear()
-    core.shared.clear()
     core.changed = True
 
 
@@ -283,14 +280,11 @@ def _keep_marked(core: Core, group: Group) -> None:
 def keep_payloads(core: Core) -> None:
     """Every process of before is gone, but payloads lie in files that are still there: only the work in hand ends."""
     state = core.state
-    holders = {who for lease in [*state.leases.values(), *state.lapsed.values()] for who in lease.holders}
     for lease in list(state.leases.values()):
-        lapse(core, lease, ended=holders, blame=False)
-    for lease in list(state.lapsed.values()):
-        for who in list(lease.holders):
-            core.unread(lease, who)
-    state.streams = {}
-    state.callers.answers, state.callers.homes = {}, {}
+        lapse(core, lease, pinned=False, blame=False)
+    for lease in list(state.pinned.values()):
+        core.release_pins(lease)
+    state.callers.replies, state.callers.processes = {}, {}
     state.blocks.freed = {}
     for group in list(state.groups.values()):
         if group.holder is not None:
@@ -307,14 +301,12 @@ RULES = 32
 """Rules whose groups the account counts apart; the others' are counted together."""
 
 
-def filtered(core: Core, who: Incarnation, event: Filtered) -> None:
+def filter_groups(core: Core, who: Incarnation, event: FilterGroups) -> None:
     """Groups of a train lease end as dropped(filter), whatever becomes of the step; the lease keeps the others."""
     what = f"filtering groups of lease {event.lease} by {who}"
     lease = step_lease(core, who, event.lease, what)
     gone = dict.fromkeys(event.groups)
     strange = [id_ for id_ in gone if id_ not in lease.groups()]
-    if lease.stream:
-        raise Refused(what, why="its ranks read it together", hint="take the batch by one caller alone")
     if strange or not gone:
         raise Refused(what, why=f"groups {strange or 'none'} are not part of it")
     core.changed = True
@@ -323,7 +315,7 @@ def filtered(core: Core, who: Incarnation, event: Filtered) -> None:
         core.tally(_rule(core, event.reason), group.size)
         core.end(group, "dropped(filter)", fate="filter", reason=event.reason)
     if not lease.keys:
-        end_for(core, lease, who, pinned=event.pinned)
+        core.close(lease, pinned=event.pinned)
     elif not event.pinned:
         _let_go(core, lease)
 
@@ -345,7 +337,7 @@ def _let_go(core: Core, lease: Lease) -> None:
     lease.pins = pins
 
 
-def ask(core: Core, who: Incarnation, event: Ask) -> None:
+def request_surplus(core: Core, who: Incarnation, event: RequestSurplus) -> None:
     """So many groups may be under way beyond the bound until the next step; a later word counts instead."""
     what = f"asking for {event.groups} groups by {who}"
     if not core.policy.group_size:
@@ -358,7 +350,7 @@ def ask(core: Core, who: Incarnation, event: Ask) -> None:
     core.touched.add(ROOM)
 
 
-def choose(core: Core, who: Incarnation, event: Choose) -> Chosen:
+def assign_items(core: Core, who: Incarnation, event: AssignItems) -> ItemsAssigned:
     """Which data item prompts are of that were not yet given out; answers with the first of these."""
     what = f"choosing prompts by {who}"
     if not core.policy.group_size:
@@ -368,4 +360,4 @@ def choose(core: Core, who: Incarnation, event: Choose) -> Chosen:
     if far >= pool.cursor + MAX_AHEAD:
         raise Refused(what, why=f"place {far} is {far - pool.cursor} ahead", hint=f"choose at most {MAX_AHEAD} ahead")
     core.changed = pool.choose({index: item for index, item in event.items.items() if end is None or index < end})
-    return Chosen(pool.cursor)
+    return ItemsAssigned(pool.cursor)

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from relax_rt.transport.queue.ledger.messages import Want
+from relax_rt.transport.queue.ledger.messages import LeaseRequest
 from relax_rt.transport.queue.ledger.selection import WINDOW, Choice, Unit, fill, limit_of, within
 from relax_rt.transport.queue.samplers.packing import balanced_partition
 
@@ -26,7 +26,7 @@ class _Windowed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Fifo(_Windowed, frozen=True):
     """Those that became ready first, up to the first that is over the token budget."""
 
-    def choose(self, units: Iterable[Unit], want: Want) -> Choice:
+    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
         """See Sampler.choose."""
         return fill(within(units, self.window, want), want)
 
@@ -36,7 +36,7 @@ class WholeGroup(_Windowed, frozen=True):
 
     whole_groups: ClassVar[bool] = True
 
-    def choose(self, units: Iterable[Unit], want: Want) -> Choice:
+    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
         """See Sampler.choose."""
         return fill(within(units, self.window, want), want)
 
@@ -49,7 +49,7 @@ class TokenBudget(_Windowed, frozen=True):
 
     window: Window = 512
 
-    def choose(self, units: Iterable[Unit], want: Want) -> Choice:
+    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
         """See Sampler.choose."""
         return fill(within(units, self.window, want), want, skip=True)
 
@@ -59,7 +59,7 @@ class FreshestFirst(_Windowed, frozen=True):
 
     newest_first: ClassVar[bool] = True
 
-    def choose(self, units: Iterable[Unit], want: Want) -> Choice:
+    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
         """See Sampler.choose."""
         return fill(sorted(within(units, self.window, want), key=lambda unit: (unit.staleness, -unit.order)), want)
 
@@ -67,7 +67,7 @@ class FreshestFirst(_Windowed, frozen=True):
 class Priority(_Windowed, frozen=True):
     """The highest priority first; equal ones as they became ready."""
 
-    def choose(self, units: Iterable[Unit], want: Want) -> Choice:
+    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
         """See Sampler.choose."""
         return fill(sorted(within(units, self.window, want), key=_by_priority), want)
 
@@ -92,7 +92,7 @@ class SequenceBalanced(_Windowed, frozen=True):
     goal: Literal["total", "padding"] = "total"
     batches: Positive = 8
 
-    def choose(self, units: Iterable[Unit], want: Want) -> Choice:
+    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
         """See Sampler.choose."""
         limit = limit_of(want)
         if math.isinf(limit):

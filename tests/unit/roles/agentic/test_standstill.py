@@ -107,7 +107,7 @@ class Slot:
                 lag=lambda oldest: 0,
                 on_tokens=lambda tokens: None,
             ),
-            queue=SimpleNamespace(groups={GROUP: 1}, give_back=self._give_back),
+            queue=SimpleNamespace(groups={GROUP: 1}, release_groups=self._give_back),
             _capacity_changed=asyncio.Event(),
             _counters=EpisodeCounters(),
             _stalls=StallDetector(table.environment, table.episodes_in_flight),

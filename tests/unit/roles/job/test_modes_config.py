@@ -132,7 +132,7 @@ def test_cuda_ipc_without_a_gpu_is_refused_before_anything_starts(toml: Path, mo
     """By the placement, and where that is right by the machine."""
     ipc = 'publication.carrier="cuda_ipc"'
     assert "do not share one" in problems(toml, ipc)["publication.carrier"].message
-    monkeypatch.setattr("relax_rt.roles.training.publication.checks.count_gpus", lambda: 0)
+    monkeypatch.setattr("relax_rt.roles.config.publication_checks.count_gpus", lambda: 0)
     shared = (ipc, "roles.trainer.gpus=0.5", "roles.rollout.gpus=0.5")
     found = problems(toml, *shared, preflight=True)
     assert re.search("no GPU|not installed", found["publication.carrier"].message)

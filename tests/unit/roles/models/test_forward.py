@@ -10,9 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from relax_rt.roles.config.model_checks import check_computed  # noqa: E402
 from relax_rt.roles.config.sections import RLConfig  # noqa: E402
 from relax_rt.roles.models.forward import check_plain  # noqa: E402
-from relax_rt.roles.models.forward_checks import check_computed  # noqa: E402
 from relax_rt.roles.rollout.engines.decoder import Decoder  # noqa: E402
 from relax_rt.roles.rollout.engines.settings import RolloutSettings  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402

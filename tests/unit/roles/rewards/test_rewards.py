@@ -474,7 +474,7 @@ class FakeQueue:
     async def __aexit__(self, *_: object) -> None:
         return None
 
-    async def take(self, task: str, *, samples: int = 0, groups: int = 0, wait_s: float) -> FakeBatch:
+    async def lease(self, task: str, *, samples: int = 0, groups: int = 0, wait_s: float) -> FakeBatch:
         assert task == "reward"
         self.asked = (samples, groups)
         if not self.batches:
@@ -482,7 +482,7 @@ class FakeQueue:
             await asyncio.sleep(wait_s)
         return self.batches.pop(0)
 
-    async def complete(self, task: str, batch: FakeBatch, columns: Any, failures: Any) -> None:
+    async def complete(self, batch: FakeBatch, columns: Any, failures: Any) -> None:
         self.completed.append((columns, failures))
 
 

@@ -41,7 +41,7 @@ def role_with(
         "_measure": lambda: None,
         "failure": lambda _: None,
         "engine": SimpleNamespace(close=told("close engine", error=close_error)),
-        "queue": SimpleNamespace(groups={7}, give_back=give_back, marks=SimpleNamespace(keep=told("mark"))),
+        "queue": SimpleNamespace(groups={7}, release_groups=give_back, save_partials=told("mark")),
         "work": SimpleNamespace(
             take_all=lambda: [SimpleNamespace(mark="of a member")], marked=lambda *_: None, tokens_unmarked=31
         ),

@@ -14,12 +14,12 @@ from relax_rt.roles.rollout.work import Job, Work, partials_of, usable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import BlockRef
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.admission import partials
+from relax_rt.transport.queue.ledger.admission import load_partials
 from relax_rt.transport.queue.ledger.events import Entry
 from relax_rt.transport.queue.ledger.machine import Ledger
 from relax_rt.transport.queue.ledger.messages import Put, RowPut, SampleKey, Ticket, VersionSpan
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
-from relax_rt.transport.queue.marking import Begun, begun
+from relax_rt.transport.queue.partials import PartialCompletion, decode_partial
 from relax_rt.transport.rpc.identity import Incarnation
 
 TRAINER = Incarnation("trainer/0", 1)
@@ -41,7 +41,7 @@ class Queue:
         self.ledger, self.now, self.version = Ledger(), 0.0, 1
         policy = LedgerPolicy(tasks={"train": ("tokens",)}, group_size=SIZE, prompts_per_step=4, max_staleness=1)
         self.apply(ev.Configure(policy, QueueLimits(lease_s=1e6, marks_bytes=marks_bytes)))
-        self.apply(ev.Open("run"))
+        self.apply(ev.OpenRun("run"))
         self.join(TRAINER)
         self.apply(ev.Rollback(0, VersionRecord(1, 0, 0)), TRAINER)
 
@@ -67,7 +67,7 @@ class Rollout:
         tickets: list[Ticket] = self.queue.apply(ev.Admit(self.queue.version, groups), self.who).tickets  # type: ignore[attr-defined]
         for ticket in tickets:
             keys = [SampleKey(ticket.group, member) for member in ticket.partials]
-            found = {mark.key: begun(mark) for mark in partials(self.queue.ledger.core, self.who, keys)}
+            found = {mark.key: decode_partial(mark) for mark in load_partials(self.queue.ledger.core, self.who, keys)}
             assert {key.member: len(one.tokens) for key, one in found.items()} == ticket.partials
             self.numbers += 1
             request = GroupRequest(
@@ -109,14 +109,14 @@ class Rollout:
         for job, completion in done:
             key = SampleKey(job.ticket.group, job.member(completion.member))
             row = RowPut(key, 0, len(completion.tokens), completion.versions)
-            self.queue.apply(ev.PutColumns([Put(BlockRef(None, 1, ("tokens",), b"x"), [row])]), self.who)
+            self.queue.apply(ev.PutSamples([Put(BlockRef(None, 1, ("tokens",), b"x"), [row])]), self.who)
         self.work.put(done)
         return done
 
     def mark(self) -> int:
         due = self.work.take_due()
         if due:
-            answer = self.queue.apply(ev.MarkTokens([one.mark for one in due]), self.who)
+            answer = self.queue.apply(ev.SavePartials([one.mark for one in due]), self.who)
             self.work.marked(due, answer.held)  # type: ignore[attr-defined]
         for job in self.work.jobs.values():
             for place in job.running:
@@ -128,7 +128,7 @@ class Rollout:
 
     def give_back(self) -> None:
         over = self.work.take_handed_over()
-        self.queue.apply(ev.GiveBack([job.ticket.group for job in over], "test"), self.who)
+        self.queue.apply(ev.ReleaseGroups([job.ticket.group for job in over], "test"), self.who)
 
 
 @pytest.fixture
@@ -254,12 +254,12 @@ def test_a_lost_group_is_forgotten_and_its_late_chunks_do_nothing(rng: random.Ra
 )
 def test_only_tokens_that_can_be_gone_on_with_are(change: dict[str, object], taken: bool) -> None:
     values = {"tokens": [8, 9], "logprobs": [-1.0, -2.0], "versions": [VersionSpan(0, 2, 1, 1)], "origin": b"o"}
-    one = Begun(**{**values, **change})  # type: ignore[arg-type]
+    one = PartialCompletion(**{**values, **change})  # type: ignore[arg-type]
     assert (usable(one, b"o", 200, frozenset({STOP})) is not None) == taken
 
 
 def test_tokens_without_the_rows_that_are_wanted_are_not_gone_on_with() -> None:
-    one = Begun([8, 9], [-1.0, -2.0], [VersionSpan(0, 2, 1, 1)], b"o")
+    one = PartialCompletion([8, 9], [-1.0, -2.0], [VersionSpan(0, 2, 1, 1)], b"o")
     assert usable(one, b"o", 200, frozenset(), ROW) is None
     taken = usable(msgspec.structs.replace(one, rows=rows(0, 2)), b"o", 200, frozenset(), ROW)
     assert taken is not None and taken.routing == rows(0, 2)
@@ -278,12 +278,12 @@ def test_much_is_marked_in_pieces_of_which_those_are_kept_that_there_is_room_for
     r.sample((1, 0), 38)
     due = r.work.take_due()
     assert [(one.mark.start, len(one.mark.rows) // ROW) for one in due] == [(0, 10), (10, 10), (20, 10), (30, 8)]
-    answer = q.apply(ev.MarkTokens([one.mark for one in due]), r.who)
+    answer = q.apply(ev.SavePartials([one.mark for one in due]), r.who)
     assert answer.held == [10, 20, 20, 20]  # type: ignore[attr-defined]
     r.work.marked(due, answer.held)  # type: ignore[attr-defined]
     assert r.work.jobs[1].marked[0] == 20
-    (mark,) = partials(q.ledger.core, r.who, [SampleKey(ticket.group, 0)])
-    assert begun(mark).rows == rows(0, 20)
+    (mark,) = load_partials(q.ledger.core, r.who, [SampleKey(ticket.group, 0)])
+    assert decode_partial(mark).rows == rows(0, 20)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -301,7 +301,7 @@ def test_whoever_goes_on_has_every_acknowledged_token(seed: int) -> None:
         r = Rollout(q, r.who.epoch + 1, rng)
 
     def killed() -> None:
-        q.apply(ev.Gone(r.who, "killed"), TRAINER)
+        q.apply(ev.ProcessExited(r.who, "killed"), TRAINER)
 
     def stopped() -> None:
         r.abort(r.work.hand_over(list(r.work.jobs), "stop"))

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from packing_samples import make_sample
 
-from relax_rt.roles.base.columns import generated_columns
-from relax_rt.roles.base.sample import TASK_FIELDS
+from relax_rt.roles.base.sample import TASK_FIELDS, generated_columns
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.broker import Broker
 from relax_rt.transport.queue.client import NewSample, QueueClient
@@ -60,9 +59,9 @@ class World:
                 columns = generated_columns(made)
                 samples.append(NewSample(SampleKey(ticket.group, member), columns, [VersionSpan(0, 6, 1, 1)]))
             await self.engine.put_samples(samples)
-        while batch := await self.judge.take("reward", samples=64, wait_s=0):
+        while batch := await self.judge.lease("reward", samples=64, wait_s=0):
             columns = {key: {"reward": np.float32(rewards[key.member]), "rewards": {}} for key in batch.keys}
-            await self.judge.complete("reward", batch, columns)
+            await self.judge.complete(batch, columns)
         return [ticket.group for ticket in tickets]
 
     async def account(self) -> dict[str, int]:

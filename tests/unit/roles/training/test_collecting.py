@@ -39,9 +39,9 @@ class LateQueue:
     def __init__(self, made: World, clock: dict[str, float]) -> None:
         self.made, self.clock = made, clock
 
-    async def take(self, *arguments: Any, **options: Any) -> LeasedBatch:
+    async def lease(self, *arguments: Any, **options: Any) -> LeasedBatch:
         self.clock["now"] += 1.0
-        return await self.made.trainer.take(*arguments, **options)
+        return await self.made.trainer.lease(*arguments, **options)
 
 
 async def test_a_wait_of_many_calls_counts_from_the_first_of_them(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ async def test_a_wait_of_many_calls_counts_from_the_first_of_them(tmp_path: Path
         await made.make(4, 1, 0)
         first = await collector.collect(1)
         assert first is not None and worked(first, clock) == (3.0, 5.0, 0.25)
-        await made.trainer.trained(first.leases, 1, V2)
+        await made.trainer.complete_step(first.leases, 1, V2)
         second = await collector.collect(2)
         assert second is not None and worked(second, clock) == (1.0, 5.0, 0.25)
         assert [reason.partition(" ready")[0] for reason in shown.reasons] == [
@@ -89,7 +89,7 @@ async def test_groups_come_in_parts_and_are_trained_together(tmp_path: Path) -> 
         assert [s.meta.group for s in batch.samples] == [one.key.group for one in batch.leased]
         assert {one.key.group for one in batch.leased} == set(groups)
         assert len(batch.digests) == len(batch.samples) == 6
-        await made.trainer.trained(batch.leases, 1, V2)
+        await made.trainer.complete_step(batch.leases, 1, V2)
         account = await made.account()
         assert account["trained"] == 6 and "trained_twice" not in account
         assert await collector.collect(2) is None
@@ -104,7 +104,7 @@ async def test_what_was_taken_for_a_step_that_ends_is_given_back(tmp_path: Path)
             assert await collector.collect(1) is not None
         await collector.give_up("the run ends")
         assert made.trainer.leases == set()
-        batch = await made.trainer.take("train", groups=2, wait_s=0)
+        batch = await made.trainer.lease("train", groups=2, wait_s=0)
         assert {key.group for key in batch.keys} == set(groups)
 
 
@@ -115,17 +115,17 @@ async def test_a_lease_that_cannot_be_given_back_keeps_no_other(
         groups, leases = [], []
         for lacking in (3, 2, 1):
             groups += await made.make(1, 1, 0)
-            leases.append(await made.trainer.take("train", groups=lacking, at_least=1, wait_s=0))
+            leases.append(await made.trainer.lease("train", groups=lacking, at_least=1, wait_s=0))
         assert [{key.group for key in lease.keys} for lease in leases] == [{group} for group in groups]
-        abandon = made.trainer.abandon
+        abandon = made.trainer.release
 
         async def unwilling(lease: LeasedBatch, reason: str) -> None:
             if lease in (leases[0], leases[2]):
                 raise Unreachable(f"the queue, for the lease of group {lease.keys[0].group}")
             await abandon(lease, reason)
 
-        monkeypatch.setattr(made.trainer, "abandon", unwilling)
+        monkeypatch.setattr(made.trainer, "release", unwilling)
         with pytest.raises(Unreachable, match=f"of group {groups[0]}"):
             await give_back(made.trainer, leases, "the trainer cannot go on")
-        batch = await made.trainer.take("train", groups=3, at_least=1, wait_s=0)
+        batch = await made.trainer.lease("train", groups=3, at_least=1, wait_s=0)
         assert {key.group for key in batch.keys} == {groups[1]}

@@ -29,7 +29,7 @@ def raises(*given):
 
 
 def told_gone(engine: QueueClient, who: Incarnation, seq: int) -> Awaitable[None]:
-    return engine.api.gone(seq, who, "it failed")
+    return engine.api.process_exited(seq, who, "it failed")
 
 
 @pytest.fixture

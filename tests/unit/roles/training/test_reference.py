@@ -106,14 +106,14 @@ class Queue:
     async def __aexit__(self, *_: object) -> None:
         return None
 
-    async def take(self, task: str, *, samples: int, groups: int, wait_s: float) -> Leases:
+    async def lease(self, task: str, *, samples: int, groups: int, wait_s: float) -> Leases:
         assert task == "reference"
         if not self.batches:
             self.stopping.set()
             await asyncio.sleep(wait_s)
         return self.batches.pop(0)
 
-    async def complete(self, task: str, batch: Leases, columns: Any, failures: Any) -> None:
+    async def complete(self, batch: Leases, columns: Any, failures: Any) -> None:
         self.completed.append((columns, failures))
 
 

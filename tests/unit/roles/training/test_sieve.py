@@ -54,7 +54,7 @@ async def test_groups_of_equal_rewards_are_dropped_and_others_made(tmp_path: Pat
         batch = await collect.collect(1)
         assert batch is first and batch.full and batch.scored == 4
         assert {one.key.group for one in batch.leased} == set(fine[:3])
-        await made.trainer.trained(batch.leases, 1, V2)
+        await made.trainer.complete_step(batch.leases, 1, V2)
         account = await made.account()
         assert (account["trained"], account["dropped(filter)"]) == (6, 2)
         # Of four prompts that were made afterwards one is left, and the dull one does not come back.
@@ -74,7 +74,7 @@ async def test_dull_groups_within_a_part_do_not_take_the_others_with_them(tmp_pa
         fine += await made.make(1, 1, 0)
         assert await collect.collect(1) is batch
         assert batch.full
-        await made.trainer.trained(batch.leases, 1, V2)
+        await made.trainer.complete_step(batch.leases, 1, V2)
         assert (await made.account())["trained"] == 6
 
 
@@ -93,7 +93,7 @@ async def test_a_step_that_cannot_be_filled_is_taken_with_what_there_is_and_says
         assert events == [
             {"kind": "step_short", "step": 1, "groups": 1, "of": 3, "scored": 6, "filtered": {"zero_variance": 5}}
         ]
-        await made.trainer.trained(batch.leases, 1, V2)
+        await made.trainer.complete_step(batch.leases, 1, V2)
         account = await made.account()
         assert (account["trained"], account["dropped(filter)"]) == (2, 10)
 
@@ -146,7 +146,7 @@ async def test_what_a_step_kept_that_is_not_taken_is_counted_when_it_comes_again
         await made.make(3, 1, 0)
         first = await collect.collect(1)
         assert first is not None and first.full
-        await made.trainer.trained(first.leases, 1, V2)
+        await made.trainer.complete_step(first.leases, 1, V2)
         fine = await made.make(2, 1, 0)
         await made.make(1, 1, 1)
         batch = await collect.collect(2)

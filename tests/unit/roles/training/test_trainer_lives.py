@@ -288,14 +288,14 @@ async def test_steps_are_on_the_queues_disk_before_a_checkpoint_of_them_is_there
     told: dict[int, int] = {}
 
     def watch(role: TrainerRole) -> None:
-        trained = role.queue.trained
+        trained = role.queue.complete_step
 
         async def noting(leases: Any, step: int, *what: Any, **more: Any) -> Any:
             answer = await trained(leases, step, *what, **more)
             told[step] = journal.n
             return answer
 
-        role.queue.trained = noting  # type: ignore[method-assign]
+        role.queue.complete_step = noting  # type: ignore[method-assign]
 
     monkeypatch.setattr(journal, "sync", noted)
     monkeypatch.setattr(Path, "rename", renamed)

@@ -22,12 +22,12 @@ from relax_rt.config.schema import SupervisionTable
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import offers_folder, stage_folder
 from relax_rt.roles.config.checks import check
+from relax_rt.roles.config.publication_checks import check_publication, preflight_publication
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.publication import files as weight_files
 from relax_rt.roles.training.publication.carriers import FallbackSource, files_folder, source_for
-from relax_rt.roles.training.publication.checks import check_publication, preflight_publication
 from relax_rt.roles.training.publication.device import DeviceWeights
 from relax_rt.roles.training.publication.files import WeightFiles
 from relax_rt.roles.training.publication.settings import PublicationTable
@@ -504,8 +504,8 @@ def test_a_trainer_without_a_device_says_so_and_goes_on(tmp_path: Path, monkeypa
 def test_a_machine_without_a_gpu_is_refused_in_words(
     table: dict[str, Any], missing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relax_rt.roles.training.publication.checks.count_gpus", lambda: 0)
-    monkeypatch.setattr("relax_rt.roles.training.publication.checks.find_spec", lambda _: None)
+    monkeypatch.setattr("relax_rt.roles.config.publication_checks.count_gpus", lambda: 0)
+    monkeypatch.setattr("relax_rt.roles.config.publication_checks.find_spec", lambda _: None)
     config = cast(Any, RLConfig).model_construct(publication=PublicationTable(**table), roles={})
     messages = [problem.message for problem in preflight_publication(config, tmp_path)]
     assert len(messages) == 2 * missing

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from relax_rt.roles.config.algorithm_checks import check_algorithm
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.training.algorithms.checks import check_algorithm
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 
 

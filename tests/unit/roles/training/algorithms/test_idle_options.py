@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from relax_rt.roles.config.algorithm_checks import check_algorithm
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.training.algorithms.checks import check_algorithm
 from relax_rt.roles.training.algorithms.settings import PRESETS
 from relax_rt.roles.training.critic.settings import CriticSettings
 

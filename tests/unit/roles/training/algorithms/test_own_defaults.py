@@ -10,8 +10,8 @@ import pytest
 
 from relax_rt.config.loader import load_config, read_resolved, write_resolved
 from relax_rt.config.problems import ConfigErrors
+from relax_rt.roles.config.algorithm_checks import check_algorithm
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.training.algorithms.checks import check_algorithm
 from relax_rt.roles.training.algorithms.objective import COMMON_OPTIONS, Objective, Parts
 from relax_rt.roles.training.algorithms.registry import Kind, parts
 from relax_rt.roles.training.algorithms.settings import PRESETS, AlgorithmTable
@@ -46,7 +46,7 @@ def test_a_part_named_alone_has_its_own_defaults(kind: Kind, name: str) -> None:
     assert one.options == one.part.options(**length)
 
 
-# Written from the table in docs/algorithms.md.
+# Written from the table in docs/guides/algorithms.md.
 DOCUMENTED = {
     "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28, "ratio_to": "behaviour"},
     "dual_clip": {"clip_low": 0.2, "clip_high": 0.28, "ratio_to": "behaviour", "dual_clip": 3.0},

@@ -9,8 +9,9 @@ import pytest
 import torch
 from algorithm_samples import sample, tokens
 
+from relax_rt.roles.config.algorithm_checks import check_own_parts
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.training.algorithms.dry_run import Asked, Found, check_own_parts, first_failure
+from relax_rt.roles.training.algorithms.dry_run import Asked, Found, first_failure
 from relax_rt.roles.training.algorithms.filters import Refill, ScoredGroup
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.prompt_history import PromptHistory

@@ -16,9 +16,9 @@ from relax_rt.config.problems import ConfigErrors
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.models.tokenizer import load_tokenizer
+from relax_rt.roles.training.algorithms.settings import ColdStartTable
 from relax_rt.roles.training.sft.data import ColdData, Faults, load, samples_of
 from relax_rt.roles.training.sft.phase import batches, total
-from relax_rt.roles.training.sft.settings import ColdStartTable
 from relax_rt.transport.rpc.errors import RelaxError
 
 
