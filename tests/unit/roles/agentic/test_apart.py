@@ -284,7 +284,7 @@ def held_out(player: Any, events: list[str], silent_s: float = 4.0) -> EpisodeEv
         _player=player,
         _seed=lambda task, sample, attempt: 1,
         _success=0.5,
-        _places=asyncio.Semaphore(4),
+        _slots=asyncio.Semaphore(4),
         _max_silence_s=silent_s,
         _finished=0,
         course=SimpleNamespace(recipe=recipe, before=None, asked=lambda step: [], take=lambda result: None),
@@ -304,7 +304,7 @@ async def test_an_evaluation_of_which_nothing_ends_ends_the_role() -> None:
     async def play(*_: Any, **__: Any) -> Any:
         await endure()
 
-    player = SimpleNamespace(play=play, doing=lambda: "3 x plays")
+    player = SimpleNamespace(play=play, activity=lambda: "3 x plays")
     with pytest.raises(
         RelaxError, match=r"3 of 3 held-out episodes: none of them ended within 0.2 s: they are 3 x plays"
     ):

@@ -306,7 +306,7 @@ async def test_calls_beside_each_other_end_with_the_episode() -> None:
     for function in (gathers, groups):
         said = talk(slow, max_turns=3)
         found = await play(factory(lambda f=function: f, plays=True), function, TASK, said, limits())
-        assert found.truncated == "turns" and len(cancelled) == 1 and not said._open
+        assert found.truncated == "turns" and len(cancelled) == 1 and not said._open_calls
         # What came is trained; what was open is not, and holds nothing.
         assert found.episode.counts.abandoned == 1 and len(found.episode.branches) == 2
         cancelled.clear()

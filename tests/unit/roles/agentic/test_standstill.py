@@ -156,7 +156,7 @@ async def test_replies_with_which_it_was_lost_again_and_again_are_given_up(
     assert first.role.store is not None
     kept = first.role.store.caches_of(3, 0)
     with pytest.raises(EnvironmentStuck):
-        await first.role.player.play_game("7.0", TASK, 1, kept=kept)
+        await first.role.player.play_game("7.0", TASK, 1, replays=kept)
     assert len(before.said) == 2
     await Slot(Slow, after.generate, ReplayStore(tmp_path, 1, 100.0, lambda version: False)).play(losses=losses)
     assert len(after.said) == sampled
@@ -207,7 +207,7 @@ def test_a_slot_that_never_played_an_episode_is_not_started_anew() -> None:
     one = StallDetector("game.py:Game", 10)
     for n in range(10 * MAX_LOSSES * MAX_FAILURES):
         one.record_failed(n, "KeyError")
-    assert "in a row came to nothing, the last one: KeyError" in one.summary()
+    assert "consecutive attempts failed, the last one: KeyError" in one.summary()
 
 
 def test_a_slot_ends_when_nothing_comes_of_its_episodes() -> None:
@@ -288,7 +288,7 @@ async def test_held_out_episodes_of_which_none_could_be_played_end_the_slot() ->
         _tasks=SimpleNamespace(held_out=lambda count: [TASK] * count),
         _player=SimpleNamespace(play=play),
         _seed=lambda task, sample, attempt: 1,
-        _places=asyncio.Semaphore(4),
+        _slots=asyncio.Semaphore(4),
         _max_silence_s=60.0,
         _finished=0,
         course=SimpleNamespace(recipe=recipe, before=None, asked=lambda step: []),
