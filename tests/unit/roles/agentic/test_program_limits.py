@@ -170,7 +170,7 @@ async def test_a_spawner_that_dies_at_rest_is_replaced_at_once_and_none_that_nev
 
 async def test_programs_wait_for_a_place(tmp_path: Path) -> None:
     async with ProgramHost(tmp_path, files=RESERVED_FILES + 3 * FILES_PER_PROGRAM) as host:
-        assert host.locations == 3
+        assert host.capacity == 3
         most = 0
 
         async def one() -> int:
@@ -245,7 +245,7 @@ async def main():
         async def one(n):
             async with host.location():
                 return (await host.run(["/bin/sh", "-c", f"sleep 0.3; echo {n}"], {})).stdout
-        print(host.locations, await asyncio.gather(*(one(n) for n in range(150))) == [f"{n}\\n" for n in range(150)])
+        print(host.capacity, await asyncio.gather(*(one(n) for n in range(150))) == [f"{n}\\n" for n in range(150)])
 asyncio.run(main())
 """
 
