@@ -68,7 +68,7 @@ class Held:
         for _, payload in recovered.records:
             event = msgspec.msgpack.decode(payload, type=Entry).event
             if isinstance(event, ev.SavePartials):
-                for mark in event.marks:
+                for mark in event.chunks:
                     self._add(mark)
             elif isinstance(event, ev.ProcessExited | ev.ReleaseGroups | ev.Lapse):
                 self.when_ended.append({key: len(tokens) // 4 for key, tokens in self.marks.items()})

@@ -223,7 +223,7 @@ def _versions_of(group: Group, put: dict[int, set[int]]) -> set[int]:
     """Versions of its tokens; `put` are those of members that are being put. Who is missing counts with its engine."""
     found: set[int] = set()
     for member, sample in enumerate(group.samples):
-        if sample.left_out:
+        if sample.excluded:
             continue
         if sample.generated:
             found.update(span.version for span in sample.spans)

@@ -452,11 +452,13 @@ class Broker:
 
     async def stats(self) -> QueueStats:
         core, state = self._ledger.core, self._ledger.state
-        announced = state.trainer_version
+        announced, bound = state.trainer_version, 0.0
+        if announced is not None and self._policy.group_size:
+            bound = admission.admission_bound(core, announced)
         return QueueStats(
             by_state=self._states.of(self._ledger),
             outstanding=admission.outstanding(core),
-            bound=admission.bound(core, announced) if announced is not None and self._policy.group_size else 0.0,
+            bound=bound,
             trainer_version=announced or 0,
             step=state.step,
             payload_bytes=state.blocks.payload_bytes,

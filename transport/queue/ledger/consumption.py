@@ -18,9 +18,9 @@ from relax_rt.transport.queue.ledger.events import CompleteLease, ReleaseLease, 
 from relax_rt.transport.queue.ledger.failures import (
     count_success,
     fail_members,
+    find_stuck,
     killed_consumers,
     reset_failures,
-    stuck,
 )
 from relax_rt.transport.queue.ledger.messages import Freed, LeaseGrant, LeaseRequest, Put, Run, SampleInfo, SampleKey
 from relax_rt.transport.queue.ledger.selection import Samplers, select_keys, settle
@@ -93,12 +93,12 @@ def _check_request(core: Core, who: Incarnation, task: str, want: LeaseRequest) 
 
 
 def _grant(core: Core, who: Incarnation, task: str, keys: list[SampleKey], samples: list[Sample]) -> Lease:
-    blocks = core.read_by(samples)
+    blocks = core.blocks_of(samples)
     pins = core.blocks.extents_of(blocks)
     lease = Lease(core.new_id(), task, keys, blocks, pins, who)
     core.blocks.pin(pins)
     core.state.leases[lease.id] = lease
-    core.hold(lease.id)
+    core.start_deadline(lease.id)
     if task == core.policy.step_task:
         for group in core.groups_of(lease):
             group.lease = lease.id
@@ -225,7 +225,7 @@ def _finish(core: Core, lease: Lease, event: CompleteLease) -> None:
             sample.done.append(task)
             sample.deaths = 0
             count_success(core, core.state.groups[key.group], task)
-    fail_members(core, task, stuck(core, [(key, sample) for key, sample in held.items() if key not in not_done]))
+    fail_members(core, task, find_stuck(core, [(key, sample) for key, sample in held.items() if key not in not_done]))
     for group in groups:
         if group.id in core.state.groups:
             core.refresh(group)
@@ -245,7 +245,7 @@ def _finish_without_news(core: Core, lease: Lease, event: CompleteLease) -> None
         sample.deaths = 0
         if ends and len(sample.done) >= tasks:
             core.finish_if_done(core.state.groups[key.group])
-    fail_members(core, task, stuck(core, held))
+    fail_members(core, task, find_stuck(core, held))
 
 
 def _check_complete(core: Core, who: Incarnation, event: CompleteLease, lease: Lease) -> None:
@@ -326,7 +326,7 @@ def _offer_again(core: Core, task: str, groups: list[Group], keys: list[SampleKe
     for group in groups:
         if group.id in core.state.groups:
             core.refresh(group)
-    core.first(task, keys)
+    core.requeue_first(task, keys)
 
 
 def lapse(core: Core, lease: Lease, *, pinned: bool, blame: bool = True) -> None:
@@ -338,7 +338,7 @@ def lapse(core: Core, lease: Lease, *, pinned: bool, blame: bool = True) -> None
     samples, groups = core.samples_of(lease), core.groups_of(lease)
     if lease.task == core.policy.step_task:
         samples = [member for group in groups for member in group.members()]
-    core.note("lease_lapsed", lease=lease.id, task=lease.task, samples=len(lease.keys))
+    core.log("lease_lapsed", lease=lease.id, task=lease.task, samples=len(lease.keys))
     core.close(lease, pinned=pinned)
     for _, sample in samples:
         sample.deaths += blame
@@ -348,7 +348,7 @@ def lapse(core: Core, lease: Lease, *, pinned: bool, blame: bool = True) -> None
         # A group on lease to the trainer is frozen; its end is the trainer's.
         if bad and not group.lease:
             killed_consumers(core, group, lease.task, list(bad), limit)
-            core.end(group, "dropped(sibling)", marked=bad, fate="retire")
+            core.end(group, "dropped(sibling)", member_states=bad, fate="retire")
     _offer_again(core, lease.task, groups, [key for key, _ in samples])
 
 

@@ -44,7 +44,7 @@ class Core:
         self.held = 0
         """Samples in groups that are not yet trained."""
         self.losses = Losses()
-        self.marks_refused: Counter[str] = Counter()
+        self.partials_refused: Counter[str] = Counter()
         """Marks not kept since this broker started, by reason."""
         self._lags: dict[int, int] = {}
         self._tasks: dict[tuple[tuple[str, ...], ...], tuple[str, ...]] = {}
@@ -64,14 +64,14 @@ class Core:
     def blocks(self) -> BlockTable:
         return self.state.blocks
 
-    def note(self, kind: str, **fields: Any) -> None:
+    def log(self, kind: str, **fields: Any) -> None:
         """Something to show in the event log."""
         self.notices.append((kind, fields))
 
     def tally(self, what: str, n: int = 1) -> None:
         self.state.tallies[what] = self.state.tallies.get(what, 0) + n
 
-    def ended(self, what: str, n: int = 1) -> None:
+    def count_end(self, what: str, n: int = 1) -> None:
         """Samples that came to a terminal state."""
         self.state.ended[what] = self.state.ended.get(what, 0) + n
 
@@ -79,7 +79,7 @@ class Core:
         self.state.next_id += 1
         return self.state.next_id - 1
 
-    def hold(self, id_: int) -> None:
+    def start_deadline(self, id_: int) -> None:
         """The ticket or lease runs at full length from now."""
         self.renew(id_, self.now)
 
@@ -87,7 +87,7 @@ class Core:
         """The ticket or lease runs at full length from `now`."""
         self.deadlines[id_] = now + self.state.limits.lease_s
 
-    def unhold(self, id_: int) -> None:
+    def clear_deadline(self, id_: int) -> None:
         """The ticket or lease is not held any more."""
         self.deadlines.pop(id_, None)
 
@@ -107,16 +107,18 @@ class Core:
     def staleness(self, group: Group, member: int | None = None) -> int:
         """Longest distance from the trainer's weights to any version in the group, or in one member.
 
-        Members that are not there yet count with the version of the engine that makes them, and with their marks'.
+        Members that are not there yet count with the version of the engine that makes them, and with those of their
+        partial completions.
         Where over-stale tokens are masked, only the others count; a sample that has no others counts with its freshest.
         """
         if self.state.trainer_version is None:
             return 0
-        samples = [s for s in group.samples if not s.left_out] if member is None else [group.samples[member]]
+        samples = [s for s in group.samples if not s.excluded] if member is None else [group.samples[member]]
         if self.policy.on_straggler == "mask" or group.recycled:
             return max((self._unmasked(sample) for sample in samples if sample.spans), default=0)
         versions = {span.version for sample in samples for span in sample.spans}
-        versions.update(span.version for sample in samples if sample.mark is not None for span in sample.mark.spans)
+        partials = [sample.partial for sample in samples if sample.partial is not None]
+        versions.update(span.version for partial in partials for span in partial.spans)
         if group.prompt is not None and any(not sample.spans for sample in samples):
             versions.add(group.base)
         return max((self.lag(version) for version in versions), default=0)
@@ -154,14 +156,14 @@ class Core:
 
     @property
     def used_bytes(self) -> int:
-        """What counts against the capacity: payloads in shared memory, and marks."""
-        return self.state.blocks.payload_bytes + self.state.marks_bytes
+        """What counts against the capacity: payloads in shared memory, and partial completions."""
+        return self.state.blocks.payload_bytes + self.state.partials_bytes
 
-    def drop_mark(self, sample: Sample) -> None:
-        """What was marked of the sample is needed no more."""
-        if sample.mark is not None:
-            self.state.marks_bytes -= sample.mark.nbytes
-            sample.mark = None
+    def drop_partial(self, sample: Sample) -> None:
+        """Drop the sample's partial completion."""
+        if sample.partial is not None:
+            self.state.partials_bytes -= sample.partial.nbytes
+            sample.partial = None
 
     def lapse_columns(self, group: Group) -> None:
         """Columns of other weights are not there any more, and the tasks that put them are to do it again.
@@ -219,7 +221,7 @@ class Core:
         step_task = self.policy.step_task
         step_ready = bool(step_task) and group.holder is None and not group.lease
         for member, sample in enumerate(group.samples):
-            if sample.left_out:
+            if sample.excluded:
                 continue
             tasks = self.tasks_for(sample)
             key = SampleKey(group.id, member)
@@ -238,26 +240,26 @@ class Core:
         else:
             self.step_ready.pop(group.id, None)
 
-    def enter_ready(self, group: int, sample: Sample) -> None:
+    def index_single(self, group: int, sample: Sample) -> None:
         """What `refresh` does for the only sample of a group that was just put."""
         key = SampleKey(group, 0)
         for task in self.tasks_with(self.blocks.blocks[sample.parts[0].block].ref.fields):
             self.ready[task][key] = None
             self.touched.add(task)
 
-    def first(self, task: str, keys: Sequence[SampleKey]) -> None:
+    def requeue_first(self, task: str, keys: Sequence[SampleKey]) -> None:
         """What comes back to a task goes before what is new, in the order of `keys`."""
         ready = self.ready.get(task, OrderedDict[SampleKey, None]())
         for key in reversed(keys):
             if key in ready:
                 ready.move_to_end(key, last=False)
 
-    def enter(self, group: Group) -> None:
+    def add_group(self, group: Group) -> None:
         """A group is there from now on."""
         self.state.groups[group.id] = group
         self.held += group.size
 
-    def leave(self, group: Group) -> None:
+    def remove_group(self, group: Group) -> None:
         """The group is not among those to be trained any more, and nothing of it is offered."""
         if self.state.groups.pop(group.id, None) is not None:
             self.held -= group.size
@@ -266,11 +268,11 @@ class Core:
                 ready.pop(key, None)
         self.step_ready.pop(group.id, None)
         self.state.reopened.pop(group.id, None)
-        self.unhold(group.id)
+        self.clear_deadline(group.id)
         self.touched.add(ROOM)
-        self.may_end_hold()
+        self.recheck_stragglers()
 
-    def may_end_hold(self) -> None:
+    def recheck_stragglers(self) -> None:
         """A group changed that a batch may be held for as a straggler."""
         if self.state.blocked_since is not None:
             self.touched.add(self.policy.step_task)
@@ -289,29 +291,29 @@ class Core:
         group: Group,
         state: str,
         *,
-        marked: dict[int, str] | None = None,
+        member_states: dict[int, str] | None = None,
         fate: str = "return",
         **why: str,
     ) -> None:
-        """The group ends before it was trained, its samples in `state` (or their own in `marked`).
+        """The group ends before it was trained, its samples in `state` (or their own in `member_states`).
 
         fate is what becomes of the prompt: `return`, `failed` (returned, unless it failed too often), `retire`, or
         `filter` and `skip` (retired, of which only the number is kept). why: more for the event log.
         """
-        self.leave(group)
+        self.remove_group(group)
         for member, sample in enumerate(group.samples):
-            if sample.left_out:
+            if sample.excluded:
                 continue
-            name = (marked or {}).get(member, state)
-            self.ended(name)
+            name = (member_states or {}).get(member, state)
+            self.count_end(name)
             if sample.generated:
                 self.losses.lost(sample.length, name)
                 if name == REFUSED:
                     self.tally(REFUSED_TOKENS, max(0, sample.length))
             self.drop_parts(sample)
-            if sample.mark is not None:
-                self.tally("marked_tokens_dropped", sample.mark.length)
-                self.drop_mark(sample)
+            if sample.partial is not None:
+                self.tally("partial_tokens_dropped", sample.partial.length)
+                self.drop_partial(sample)
         if group.prompt is None:
             fate = "none"
         else:
@@ -325,7 +327,7 @@ class Core:
                 self.state.prompts.retire(group.prompt)
             else:
                 self.state.prompts.give_back(group.prompt, failed=fate == "failed")
-        self.note(
+        self.log(
             "group_ended",
             group=group.id,
             prompt=group.prompt.index if group.prompt is not None else None,
@@ -340,7 +342,7 @@ class Core:
         if self.policy.step_task:
             return
         for sample in group.samples:
-            if len(sample.done) < tasks and not sample.left_out:
+            if len(sample.done) < tasks and not sample.excluded:
                 return
         # Done with everywhere, it is in no index of ready work.
         size = group.size
@@ -348,10 +350,10 @@ class Core:
         self.held -= size
         self.touched.add(ROOM)
         for sample in group.samples:
-            if not sample.left_out:
+            if not sample.excluded:
                 self.losses.used(sample.length)
                 self.drop_parts(sample)
-        self.ended("finished", size)
+        self.count_end("finished", size)
 
     def close(self, lease: Lease, *, pinned: bool) -> None:
         """The lease is not held any more. What becomes of its samples is the caller's to say.
@@ -359,7 +361,7 @@ class Core:
         pinned: its holder may still be reading, so its extents stay until it says `unpin`, or its process ends.
         """
         self.state.leases.pop(lease.id, None)
-        self.unhold(lease.id)
+        self.clear_deadline(lease.id)
         if lease.task == self.policy.step_task:
             # The next batch of the task waits for this one to end.
             self.touched.add(lease.task)
@@ -403,6 +405,6 @@ class Core:
                 found.append((key, group.samples[key.member]))
         return found
 
-    def read_by(self, samples: Iterable[Sample]) -> list[int]:
+    def blocks_of(self, samples: Iterable[Sample]) -> list[int]:
         """Ids of the blocks that hold columns of these samples, each once."""
         return list(dict.fromkeys([part.block for sample in samples for part in sample.parts]))

@@ -60,7 +60,7 @@ class PutSamples(msgspec.Struct, frozen=True, tag="put_samples", gc=False):
 
 
 class SavePartials(msgspec.Struct, frozen=True, tag="save_partials", gc=False):
-    marks: list[PartialChunk]
+    chunks: list[PartialChunk]
 
 
 class ReleaseGroups(msgspec.Struct, frozen=True, tag="release_groups"):

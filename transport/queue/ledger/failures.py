@@ -34,18 +34,18 @@ def fail_members(core: Core, task: str, failures: list[Failure]) -> None:
             continue
         core.tally("failed_groups")
         found = list(members.values())
-        core.note("samples_failed", group=id_, task=task, reasons=[failure.reason for failure in found[:3]])
+        core.log("samples_failed", group=id_, task=task, reasons=[failure.reason for failure in found[:3]])
         judged = failed(core, group, task, found)
         if judged.retire:
             retire(core, group, task, found)
-            core.end(group, "dropped(sibling)", marked=dict.fromkeys(members, "failed"), fate="retire")
+            core.end(group, "dropped(sibling)", member_states=dict.fromkeys(members, "failed"), fate="retire")
             continue
         _fail(core, group, set(members))
         if not judged.whole and id_ not in core.state.groups:
             failed_group(core, group)
 
 
-def frozen(core: Core, group: Group) -> bool:
+def is_frozen(core: Core, group: Group) -> bool:
     """Whether something was computed over the whole group, so that none of its members can be another."""
     task = core.policy.frozen_by
     return bool(task) and any(task in sample.done for sample in group.samples)
@@ -53,34 +53,34 @@ def frozen(core: Core, group: Group) -> bool:
 
 def _fail(core: Core, group: Group, members: set[int]) -> None:
     policy = core.policy
-    marked = dict.fromkeys(members, "failed")
+    member_states = dict.fromkeys(members, "failed")
     if group.prompt is None:
         # Nobody makes an offered sample again. Its siblings are useful without it, unless they are trained as one.
         if policy.step_task:
-            core.end(group, "dropped(sibling)", marked=marked)
+            core.end(group, "dropped(sibling)", member_states=member_states)
         else:
-            _leave_out(core, group, members)
+            _exclude(core, group, members)
         return
-    if frozen(core, group) or policy.on_failed_member == "drop":
-        core.end(group, "dropped(sibling)", marked=marked, fate="failed")
+    if is_frozen(core, group) or policy.on_failed_member == "drop":
+        core.end(group, "dropped(sibling)", member_states=member_states, fate="failed")
     elif policy.on_failed_member == "shrink":
         if group.size - len(members) >= max(policy.min_group, 1):
-            _leave_out(core, group, members)
+            _exclude(core, group, members)
         else:
-            core.end(group, "dropped(sibling)", marked=marked, fate="failed")
+            core.end(group, "dropped(sibling)", member_states=member_states, fate="failed")
     elif group.prompt.failures + 1 >= policy.failures_per_prompt:
-        core.end(group, "dropped(sibling)", marked=marked, fate="retire")
+        core.end(group, "dropped(sibling)", member_states=member_states, fate="retire")
     else:
-        make_again(core, group, members)
+        regenerate_members(core, group, members)
 
 
 def fail_missing(core: Core, group: Group, reason: str, *, late: bool = False, item: str = "", about: str = "") -> None:
     """Its producer cannot make what is missing of the group: the same as if a task had failed on it."""
     group.holder, group.making = None, []
-    core.unhold(group.id)
+    core.clear_deadline(group.id)
     missing = group.missing()
     for member in missing:
-        core.drop_mark(group.samples[member])
+        core.drop_partial(group.samples[member])
     if not missing:
         core.refresh(group)
     keys = [SampleKey(group.id, member) for member in missing]
@@ -104,7 +104,7 @@ def lose_memory(core: Core, who: Incarnation) -> None:
     fail_members(core, "", failures)
 
 
-def stuck(core: Core, held: Iterable[tuple[SampleKey, Sample]]) -> list[Failure]:
+def find_stuck(core: Core, held: Iterable[tuple[SampleKey, Sample]]) -> list[Failure]:
     """Those that nobody works on, or ever will: each task is done with them, or lacks a column that none will put."""
     step_task, everything = core.policy.step_task, len(core.policy.tasks)
     found: list[Failure] = []
@@ -121,22 +121,22 @@ def stuck(core: Core, held: Iterable[tuple[SampleKey, Sample]]) -> list[Failure]
     return found
 
 
-def _leave_out(core: Core, group: Group, members: set[int]) -> None:
+def _exclude(core: Core, group: Group, members: set[int]) -> None:
     _recompute(core, group)
     for member in members:
         sample = group.samples[member]
         _end_sample(core, SampleKey(group.id, member), sample, "failed")
-        sample.left_out = True
+        sample.excluded = True
         core.held -= 1
     if group.size == 0:
-        core.leave(group)
+        core.remove_group(group)
         return
     core.touched.add(ROOM)
     core.refresh(group)
     core.finish_if_done(group)
 
 
-def make_again(core: Core, group: Group, members: set[int], state: str = "failed") -> None:
+def regenerate_members(core: Core, group: Group, members: set[int], state: str = "failed") -> None:
     """These members end in `state`; whoever gets the group next makes them anew."""
     assert group.prompt is not None
     _recompute(core, group)
@@ -145,8 +145,8 @@ def make_again(core: Core, group: Group, members: set[int], state: str = "failed
         group.samples[member] = Sample()
     core.state.issued += len(members)
     core.refresh(group)
-    group.remade += 1
-    group.prompt = group.prompt.again(failed=state == "failed")
+    group.regenerations += 1
+    group.prompt = group.prompt.next_attempt(failed=state == "failed")
     if group.holder is None:
         core.state.reopened[group.id] = None
         core.touched.add(ROOM)
@@ -156,11 +156,11 @@ def _recompute(core: Core, group: Group) -> None:
     """Who computes over the whole group now does so over the wrong members: it finishes without effect."""
     for sample in group.samples:
         sample.leases.pop(core.policy.frozen_by, None)
-    core.may_end_hold()
+    core.recheck_stragglers()
 
 
 def _end_sample(core: Core, key: SampleKey, sample: Sample, state: str) -> None:
-    core.ended(state)
+    core.count_end(state)
     core.losses.lost(sample.length, state)
     core.drop_parts(sample)
     sample.leases.clear()
@@ -222,7 +222,7 @@ def failed_group(core: Core, group: Group) -> None:
     if not policy.group_size or group.prompt is None:
         return
     core.tally("groups_failed")
-    if state.verdict:
+    if state.no_progress:
         return
     state.failed_groups += 1
     if group.prompt.index not in state.prompts and len(state.prompts) < policy.failed_prompts:
@@ -231,9 +231,9 @@ def failed_group(core: Core, group: Group) -> None:
     enough = policy.failed_groups and state.failed_groups >= policy.failed_groups
     if enough and len(state.prompts) >= policy.failed_prompts:
         # From here on failed groups no longer change the verdict's count; their losses are still counted by cause.
-        state.verdict = True
+        state.no_progress = True
         report_losses(core)
-        core.note("no_progress", failed_groups=state.failed_groups, prompts=len(state.prompts))
+        core.log("no_progress", failed_groups=state.failed_groups, prompts=len(state.prompts))
         # The trainer waits for groups, and is to hear of it.
         core.touched.add(policy.step_task)
 
@@ -247,14 +247,14 @@ def count_success(core: Core, group: Group, task: str) -> None:
     state = core.state.progress
     state.passed[task] = state.passed.get(task, 0) + 1
     late = state.late.get(task, {})
-    if group.item in late and all(task in s.done if task else s.generated for s in group.samples if not s.left_out):
+    if group.item in late and all(task in s.done if task else s.generated for s in group.samples if not s.excluded):
         del late[group.item]
 
 
 def reset_failures(core: Core) -> None:
     """Reset the count of consecutive failed groups: a group has all that a step needs, or was trained."""
     state = core.state.progress
-    state.failed_groups, state.prompts, state.verdict = 0, [], False
+    state.failed_groups, state.prompts, state.no_progress = 0, [], False
 
 
 def killed_consumers(core: Core, group: Group, task: str, members: Sequence[int], deaths: int) -> None:
@@ -287,7 +287,7 @@ def reinstate(core: Core, items: Sequence[str]) -> None:
     found = [item for item in dict.fromkeys(items) if item in state.retired]
     for item in found:
         del state.retired[item]
-        core.note("item_reinstated", item=item)
+        core.log("item_reinstated", item=item)
     if found:
         state.revision += 1
         core.changed = True
@@ -306,7 +306,7 @@ def retire(core: Core, group: Group, task: str, failures: Sequence[Failure]) -> 
     state.revision += 1
     report_losses(core)
     core.tally("items_retired")
-    core.note("item_retired", **msgspec.structs.asdict(found))
+    core.log("item_retired", **msgspec.structs.asdict(found))
 
 
 def report(core: Core) -> ProgressReport:
@@ -317,7 +317,7 @@ def report(core: Core) -> ProgressReport:
         failed_groups=state.failed_groups,
         prompts=len(state.prompts),
         most=policy.failed_groups,
-        ended=state.verdict,
+        ended=state.no_progress,
         losses=losses,
         retired=list(state.retired.values()),
         revision=state.revision,
@@ -383,7 +383,7 @@ def _report_cause(core: Core, cause: LossCause) -> None:
     cause.reported, cause.reported_at = cause.loss.members, core.now
     fields = msgspec.structs.asdict(cause.loss)
     row, most = core.state.progress.failed_groups, core.policy.failed_groups
-    core.note("members_lost", gist=cause.gist, **fields, failed_groups=row, most=most)
+    core.log("members_lost", gist=cause.gist, **fields, failed_groups=row, most=most)
 
 
 def _late_again(core: Core, group: Group, item: str, task: str) -> bool:

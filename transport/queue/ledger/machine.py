@@ -163,8 +163,10 @@ class Ledger:
                 event, reply = ev.RequestLease(event.task, event.want, keys), Granted(answer.lease)
             elif (said := handler.apply(core, who, event)) is not None:
                 answer = reply = said
-            # Who is told to wait asks again under the same number.
-            if core.changed and entry.seq and not getattr(answer, "waiting_on", ""):
+            # Who is told to wait asks again under the same number. (A replay does not know the reason of a wait for
+            # samples: it chooses nothing.)
+            waits = not answer.lease if isinstance(answer, LeaseGrant) else getattr(answer, "waiting_on", "")
+            if core.changed and entry.seq and not waits:
                 core.state.callers.keep(who, entry.seq, reply)
         if core.changed:
             core.state.n = entry.n

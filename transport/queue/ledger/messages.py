@@ -21,7 +21,7 @@ CountOrNone = Annotated[int, msgspec.Meta(ge=-1, le=1 << 48)]
 """-1: not known."""
 Finite = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 """NaN has no order."""
-MarkBytes = Annotated[bytes, msgspec.Meta(max_length=4 << 20)]
+PartialBytes = Annotated[bytes, msgspec.Meta(max_length=4 << 20)]
 Origin = Annotated[bytes, msgspec.Meta(max_length=16)]
 Why = Annotated[str, msgspec.Meta(max_length=WHY)]
 
@@ -119,7 +119,7 @@ class PartialChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         issue: of the ticket that it works under.
-        start: the tokens before this one were marked before; those from here on are replaced.
+        start: the tokens before this one were saved before; those from here on are replaced.
         tokens, logprobs: int32 and float32, little-endian, as many of one as of the other.
         versions: of these tokens, in positions of the completion.
         origin: digest of what else the tokens depend on (prompt, temperature), for whoever goes on with them.
@@ -130,17 +130,17 @@ class PartialChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     key: SampleKey
     issue: Count
     start: Count
-    tokens: MarkBytes
-    logprobs: MarkBytes
+    tokens: PartialBytes
+    logprobs: PartialBytes
     versions: list[VersionSpan]
     origin: Origin = b""
-    rows: MarkBytes = b""
+    rows: PartialBytes = b""
 
 
 class SavedPartials(msgspec.Struct, frozen=True, tag="saved_partials"):
-    """Tokens that are kept of the member of each mark, in their order; -1: it is not the caller's to make (any more).
+    """Tokens now held of the member of each chunk, in their order; -1: it is not the caller's to make (any more).
 
-    Fewer than were marked: there was no room, or marks before this one are missing. The next one begins there.
+    Fewer than were sent: there was no room, or chunks before this one are missing. The next one begins there.
     """
 
     held: list[int]

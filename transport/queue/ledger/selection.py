@@ -10,7 +10,13 @@ from typing import Protocol
 
 import msgspec
 
-from relax_rt.transport.queue.ledger.admission import bound, keep_within, outstanding, recycle, surplus
+from relax_rt.transport.queue.ledger.admission import (
+    admission_bound,
+    allowed_surplus,
+    outstanding,
+    recycle,
+    regenerate_stale_members,
+)
 from relax_rt.transport.queue.ledger.core import REFUSED, Core
 from relax_rt.transport.queue.ledger.messages import LeaseRequest, SampleKey
 from relax_rt.transport.queue.ledger.state import Group
@@ -234,7 +240,7 @@ def refuse_stale(core: Core, beyond: int = 0) -> None:
     ]
     core.changed = core.changed or bool(stale)
     for group in stale:
-        if group.recycled and not keep_within(core, group):
+        if group.recycled and not regenerate_stale_members(core, group):
             core.end(group, "dropped(surplus)" if beyond else REFUSED)
     left = beyond - _going_on(core) if beyond else 0
     for group in stale:
@@ -315,10 +321,10 @@ def places(core: Core, groups: int) -> int:
 
 def _beyond_bound(core: Core, late: list[Group]) -> list[Group]:
     """The newest stragglers, as many as are surplus, less what goes on already: the batch does not wait for them."""
-    over = outstanding(core) - bound(core, core.state.trainer_version or 0) - _going_on(core)
+    over = outstanding(core) - admission_bound(core, core.state.trainer_version or 0) - _going_on(core)
     found: list[Group] = []
     for group in reversed(late):
-        if not surplus(core) or over <= 0:
+        if not allowed_surplus(core) or over <= 0:
             break
         over -= group.size
         found.append(group)
@@ -384,7 +390,7 @@ def nothing_ready(core: Core, task: str) -> str:
     blocks = core.blocks.blocks
     for group in islice(core.state.groups.values(), LOOKED_AT):
         for sample in group.samples:
-            if sample.generated and not sample.left_out and task not in sample.done and task not in sample.leases:
+            if sample.generated and not sample.excluded and task not in sample.done and task not in sample.leases:
                 have = {name for part in sample.parts for name in blocks[part.block].ref.fields}
                 lack.update(name for name in core.policy.tasks[task] if name not in have)
     what = f"no sample is ready for task '{task}'"

@@ -188,8 +188,8 @@ class Sample(msgspec.Struct, array_like=True, gc=False):
         leases: lease id by task, for the tasks other than the step task that work on it.
         done: tasks that finished with it.
         deaths: consumers that died or lapsed on it, in a row.
-        left_out: the group goes on without it (see LedgerPolicy.on_failed_member).
-        mark: what its producer has sampled of it so far. most: tokens that were ever marked of it.
+        excluded: the group goes on without it (see LedgerPolicy.on_failed_member).
+        partial: what its producer has sampled of it so far. longest_partial: tokens that it ever had.
     """
 
     generated: bool = False
@@ -200,9 +200,9 @@ class Sample(msgspec.Struct, array_like=True, gc=False):
     leases: dict[str, int] = {}
     done: list[str] = []
     deaths: int = 0
-    left_out: bool = False
-    mark: PartialTokens | None = None
-    most: int = 0
+    excluded: bool = False
+    partial: PartialTokens | None = None
+    longest_partial: int = 0
 
 
 class Group(msgspec.Struct, array_like=True, gc=False):
@@ -214,8 +214,8 @@ class Group(msgspec.Struct, array_like=True, gc=False):
         base: the generating engine's version at admission: the version of the members not yet put.
         holder: who generates members of it. making: which ones.
         lease: lease of the step task that it is part of, or 0.
-        remade: how often members of it were given out again (they count as attempts of its prompt).
-        issue: how many tickets it had. idle: how many of them in a row brought neither a member nor more marked tokens.
+        regenerations: how often members of it were given out again (they count as attempts of its prompt).
+        issue: how many tickets it had. idle: how many of them in a row brought neither a member nor more tokens.
         recycled: its over-stale tokens are context (see LedgerPolicy.on_surplus).
         failed_task: the task at which members failed last. failed: which of them, since one got through it.
         item: id of its data item; empty until a failure named it.
@@ -231,7 +231,7 @@ class Group(msgspec.Struct, array_like=True, gc=False):
     holder: Incarnation | None = None
     making: list[int] = []
     lease: int = 0
-    remade: int = 0
+    regenerations: int = 0
     issue: int = 0
     idle: int = 0
     recycled: bool = False
@@ -246,25 +246,25 @@ class Group(msgspec.Struct, array_like=True, gc=False):
         """Its members, without those left out."""
         size = len(self.samples)
         for sample in self.samples:
-            size -= sample.left_out
+            size -= sample.excluded
         return size
 
     @property
     def complete(self) -> bool:
         """Whether all members are there."""
-        return all(sample.generated for sample in self.samples if not sample.left_out)
+        return all(sample.generated for sample in self.samples if not sample.excluded)
 
     def sample_keys(self) -> list[SampleKey]:
         """The keys of its samples, without those left out."""
-        return [SampleKey(self.id, member) for member, sample in enumerate(self.samples) if not sample.left_out]
+        return [SampleKey(self.id, member) for member, sample in enumerate(self.samples) if not sample.excluded]
 
     def members(self) -> list[tuple[SampleKey, Sample]]:
         """Its samples with their keys, without those left out."""
-        return [(SampleKey(self.id, n), sample) for n, sample in enumerate(self.samples) if not sample.left_out]
+        return [(SampleKey(self.id, n), sample) for n, sample in enumerate(self.samples) if not sample.excluded]
 
     def missing(self) -> list[int]:
         """Members not yet there."""
-        return [n for n, sample in enumerate(self.samples) if not sample.generated and not sample.left_out]
+        return [n for n, sample in enumerate(self.samples) if not sample.generated and not sample.excluded]
 
 
 class Lease(msgspec.Struct, array_like=True, gc=False):
@@ -332,14 +332,14 @@ class ProgressState(msgspec.Struct):
 
     Attributes:
         failed_groups: in a row. prompts: different indices of these, as many as the rule asks for.
-        verdict: the row is as long as the policy allows.
+        no_progress: the row is as long as the policy allows.
         passed: samples that got through each task.
         late: by task and item, the oldest first. retired: items by id. revision: grows with each change of these.
     """
 
     failed_groups: int = 0
     prompts: list[int] = []
-    verdict: bool = False
+    no_progress: bool = False
     causes: list[LossCause] = []
     passed: dict[str, int] = {}
     late: dict[str, dict[str, LateItem]] = {}
@@ -366,8 +366,8 @@ class State(msgspec.Struct):
         folded_steps: the path up to this step is kept as the counts `folded` only.
         ended: samples by terminal state. issued: samples that were ever reserved or offered.
         tallies: counts of other events, for the account.
-        marks_bytes: of the marks of unfinished members.
-        asked: groups that may be under way beyond the bound until the next step, as over_provision.
+        partials_bytes: of the partial completions of unfinished members.
+        surplus_requested: groups that may be under way beyond the bound until the next step, as over_provision.
         refused_told: tokens refused as over-stale that the trainer was told of.
         progress: what was lost of what, and whether anything comes of the run.
     """
@@ -399,7 +399,7 @@ class State(msgspec.Struct):
     ended: dict[str, int] = {}
     issued: int = 0
     tallies: dict[str, int] = {}
-    marks_bytes: int = 0
-    asked: int = 0
+    partials_bytes: int = 0
+    surplus_requested: int = 0
     refused_told: int = 0
     progress: ProgressState = msgspec.field(default_factory=ProgressState)

@@ -175,7 +175,7 @@ async def test_programs_wait_for_a_place(tmp_path: Path) -> None:
 
         async def one() -> int:
             nonlocal most
-            async with host.location():
+            async with host.reserve():
                 most = max(most, len(host._running) + 1)
                 return (await host.run(["/bin/sleep", "0.1"], {})).code
 
@@ -243,7 +243,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (300, 420))
 async def main():
     async with ProgramHost(Path(sys.argv[1])) as host:
         async def one(n):
-            async with host.location():
+            async with host.reserve():
                 return (await host.run(["/bin/sh", "-c", f"sleep 0.3; echo {n}"], {})).stdout
         print(host.capacity, await asyncio.gather(*(one(n) for n in range(150))) == [f"{n}\\n" for n in range(150)])
 asyncio.run(main())

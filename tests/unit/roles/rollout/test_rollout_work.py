@@ -37,10 +37,10 @@ def rows(start: int, end: int) -> bytes:
 class Queue:
     """The ledger with prompts, and its first weights announced."""
 
-    def __init__(self, marks_bytes: int = 1 << 20) -> None:
+    def __init__(self, partials_bytes: int = 1 << 20) -> None:
         self.ledger, self.now, self.version = Ledger(), 0.0, 1
         policy = LedgerPolicy(tasks={"train": ("tokens",)}, group_size=SIZE, prompts_per_step=4, max_staleness=1)
-        self.apply(ev.Configure(policy, QueueLimits(lease_s=1e6, marks_bytes=marks_bytes)))
+        self.apply(ev.Configure(policy, QueueLimits(lease_s=1e6, partials_bytes=partials_bytes)))
         self.apply(ev.OpenRun("run"))
         self.join(TRAINER)
         self.apply(ev.Rollback(0, VersionRecord(1, 0, 0)), TRAINER)
@@ -168,7 +168,7 @@ def test_ended_members_make_room_before_their_group_is_complete_but_not_before_t
 
 
 def test_what_found_no_room_is_marked_with_what_comes_next(rng: random.Random) -> None:
-    q = Queue(marks_bytes=0)
+    q = Queue(partials_bytes=0)
     r = Rollout(q, 1, rng)
     r.ask(1)
     r.sample((1, 0), EVERY)
@@ -184,7 +184,7 @@ def test_what_finds_no_room_is_tried_ever_less_often_and_by_its_first_piece_alon
     rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("relax_rt.roles.rollout.work.MARK_BYTES", (8 + ROW) * EVERY)
-    q = Queue(marks_bytes=0)
+    q = Queue(partials_bytes=0)
     r = Rollout(q, 1, rng)
     r.ask(1)
     sent = []
@@ -272,7 +272,7 @@ def test_much_is_marked_in_pieces_of_which_those_are_kept_that_there_is_room_for
     rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(works, "MARK_BYTES", 10 * (8 + ROW))
-    q = Queue(marks_bytes=64 + 32 + 25 * (8 + ROW))
+    q = Queue(partials_bytes=64 + 32 + 25 * (8 + ROW))
     r = Rollout(q, 1, rng)
     (ticket,) = r.ask(1)
     r.sample((1, 0), 38)
@@ -340,6 +340,6 @@ def test_whoever_goes_on_has_every_acknowledged_token(seed: int) -> None:
         assert completion.routing == rows(0, len(completion.tokens))
         assert sum(span.end - span.start for span in completion.versions) == len(completion.tokens)
         before = known.get(key, [])
-        if q.ledger.account().get("marks_given_up", 0) == 0:
+        if q.ledger.account().get("partials_dropped", 0) == 0:
             assert completion.tokens[: len(before)] == before
     assert q.ledger.audit() == []

@@ -14,7 +14,8 @@ from relax_rt.roles.config.checks import batch_samples, needed_bytes, retained_b
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.models.settings import ShardedSettings, TrainedSettings
 from relax_rt.roles.models.shape import ModelShape
-from relax_rt.roles.planning.links import Communicator, gang_sizes, loads_from_folder, published_width
+from relax_rt.roles.planning.communicators import Communicator, loads_from_folder, published_width
+from relax_rt.roles.planning.division import gang_sizes
 from relax_rt.roles.planning.memory import MASTER, MIB, WIDTH, kv_bytes, kv_token_bytes, micro_batches
 from relax_rt.roles.planning.placement import Placed
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings

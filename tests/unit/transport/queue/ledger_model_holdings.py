@@ -61,7 +61,7 @@ class Holdings:
         if self.policy.on_straggler == "mask" or group.recycled:
             return max((self.unmasked(sample) for sample in members if sample.versions), default=0)
         versions = {version for sample in members for version in sample.versions}
-        versions |= {version for sample in members for _, version in sample.mark}
+        versions |= {version for sample in members for _, version in sample.partial}
         if not all(sample.versions for sample in members):
             versions.add(group.base)
         return max(self.lag(version) for version in versions)
@@ -89,8 +89,8 @@ class Holdings:
             found.update(lease.pins)
         return found
 
-    def marks_bytes(self) -> int:
-        return sum(sample.mark_bytes() for sample in self.all_samples())
+    def partials_bytes(self) -> int:
+        return sum(sample.partial_bytes() for sample in self.all_samples())
 
     def payload_bytes(self) -> int:
         return sum(extent.nbytes for extent in self.references() if not extent.slab.startswith("spill"))

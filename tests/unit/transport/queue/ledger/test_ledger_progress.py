@@ -176,14 +176,14 @@ def test_what_one_line_raises_is_one_cause_and_causes_are_bounded() -> None:
 
 def test_a_loss_is_reported_at_once_and_then_at_doublings_or_every_few_seconds() -> None:
     q, told = Queue(failures_per_prompt=10_000), []
-    real = q.d.ledger.core.note
+    real = q.d.ledger.core.log
 
     def note(kind: str, **fields: Any) -> None:
         real(kind, **fields)
         if kind == "members_lost":
             told.append(fields)
 
-    q.d.ledger.core.note = note  # type: ignore[method-assign]
+    q.d.ledger.core.log = note  # type: ignore[method-assign]
     for _ in range(32):
         q.scored()
     assert [fields["members"] for fields in told] == [1, 2, 4, 8, 16, 32, 64]

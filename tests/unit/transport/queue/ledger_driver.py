@@ -13,7 +13,7 @@ import msgspec
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent, owner_key
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.admission import crowded, obstacle
+from relax_rt.transport.queue.ledger.admission import admission_blocker, full_reason
 from relax_rt.transport.queue.ledger.core import ROOM
 from relax_rt.transport.queue.ledger.events import Entry
 from relax_rt.transport.queue.ledger.machine import Ledger, Outcome
@@ -136,8 +136,8 @@ class Driver:
             # Parts are granted beside others, whole batches are not.
             found[step_task] |= {("whole", id_) for id_ in core.step_ready if step_task not in at_work}
         announced = core.state.trainer_version
-        may_admit = core.policy.group_size and announced is not None and not obstacle(core, announced)
-        room = may_admit if core.policy.group_size else not crowded(core)
+        may_admit = core.policy.group_size and announced is not None and not admission_blocker(core, announced)
+        room = may_admit if core.policy.group_size else not full_reason(core)
         found[ROOM] = {*core.state.reopened, *(["room"] if room else [])}
         return found
 

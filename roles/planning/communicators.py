@@ -11,11 +11,11 @@ import msgspec
 from relax_rt.config.inventory import Inventory, NodeTable
 from relax_rt.config.problems import Problem
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.models.parallel import Group, Sizes, groups, stage_layers
+from relax_rt.roles.models.parallel import Sizes, stage_layers
 from relax_rt.roles.models.settings import ShardedSettings
 from relax_rt.roles.models.shape import ModelShape
+from relax_rt.roles.planning.division import gang_groups, gang_sizes, is_pool
 from relax_rt.roles.planning.memory import WIDTH
-from relax_rt.roles.planning.models import is_pool
 from relax_rt.roles.planning.placement import Placed
 from relax_rt.roles.rollout.engines.settings import EngineSettings
 
@@ -84,27 +84,6 @@ def slowest_link(inventory: Inventory, devices: Sequence[Device]) -> Link:
 
 def _network_gb_s(node: NodeTable) -> float | None:
     return max((interface.gbit_s / 8 for interface in node.interfaces), default=None)
-
-
-def gang_sizes(table: ShardedSettings) -> Sizes:
-    """The division of a gang as its settings have it; of a pool, that of one slot."""
-    if is_pool(table):
-        return Sizes(world=1)
-    if table.backend == "torch":
-        return Sizes(world=table.count)
-    return Sizes(
-        world=table.count,
-        tensor=table.tensor_parallel,
-        pipeline=table.pipeline_parallel,
-        context=table.context_parallel,
-        expert=table.expert_parallel,
-        expert_tensor=table.expert_tensor_parallel,
-    )
-
-
-def gang_groups(table: ShardedSettings, shape: ModelShape) -> list[Group]:
-    """The groups of ranks of a gang."""
-    return groups(gang_sizes(table), tied=shape.tied, experts=bool(shape.experts))
 
 
 def communicators(
