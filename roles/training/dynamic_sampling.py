@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_rt.roles.base.columns import read_sample
-from relax_rt.roles.training.algorithms.filters import Refill, ScoredGroup
+from relax_rt.roles.training.algorithms.filters import RefillPolicy, ScoredGroup
 from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
-from relax_rt.roles.training.algorithms.registry import Bound, bind
+from relax_rt.roles.training.algorithms.registry import BoundPart, bind
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable, RefillOptions
 from relax_rt.transport.rpc.errors import Refused
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from relax_rt.config.schema import RunConfig
     from relax_rt.roles.base.sample import Sample
     from relax_rt.roles.training.algorithms.objective import Objective
-    from relax_rt.roles.training.step import Batch
+    from relax_rt.roles.training.step import StepBatch
     from relax_rt.transport.queue.client import LeasedBatch, QueueClient
 
 
-MOST_ASKED = 65_536
+MAX_EXTRA_GROUPS = 65_536
 """Groups beyond the bound that a queue admits at all."""
 
 
-class Sieve:
+class GroupFilter:
     """Puts into a step's batch what the filters let through, and tells the queue of the rest.
 
     Args:
@@ -38,7 +38,7 @@ class Sieve:
         self,
         queue: QueueClient,
         objective: Objective,
-        rules: Sequence[Bound],
+        rules: Sequence[BoundPart],
         options: RefillOptions,
         *,
         groups: int,
@@ -47,13 +47,13 @@ class Sieve:
     ) -> None:
         self._queue, self._objective, self._groups, self._ahead, self._event = queue, objective, groups, ahead, event
         self.history = PromptHistory()
-        self.refill = Refill(groups, rules, self.history, options)
+        self.refill = RefillPolicy(groups, rules, self.history, options)
         self._settled = self.refill
         self._asked = self._told = 0
 
     @classmethod
-    def of(cls, config: RunConfig, queue: QueueClient, objective: Objective, event: Callable[..., None]) -> Sieve:
-        """The sieve of a run with filters.
+    def of(cls, config: RunConfig, queue: QueueClient, objective: Objective, event: Callable[..., None]) -> GroupFilter:
+        """The group_filter of a run with filters.
 
         Raises:
             Refused: a filter is unknown or wrong.
@@ -75,7 +75,7 @@ class Sieve:
         self._settled = self.refill.copy()
         await self._ask()
 
-    async def sift(self, lease: LeasedBatch, batch: Batch, step: int) -> None:
+    async def filter_lease(self, lease: LeasedBatch, batch: StepBatch, step: int) -> None:
         """Put the groups that are kept into the batch; it is full when the step is to be taken with what there is."""
         kept, left_out = self._judge(lease, batch, step)
         for why, keys in left_out.items():
@@ -85,7 +85,7 @@ class Sieve:
         self._conclude(batch, step)
         await self._ask()
 
-    def _judge(self, lease: LeasedBatch, batch: Batch, step: int) -> tuple[list[Sample], dict[str, list[int]]]:
+    def _judge(self, lease: LeasedBatch, batch: StepBatch, step: int) -> tuple[list[Sample], dict[str, list[int]]]:
         """The samples that are kept, in order, and the groups that are not, by the reason."""
         kept: list[Sample] = []
         left_out: dict[str, list[int]] = {}
@@ -103,7 +103,7 @@ class Sieve:
                 batch.filtered[drop.rule] = batch.filtered.get(drop.rule, 0) + 1
         return kept, left_out
 
-    def _conclude(self, batch: Batch, step: int) -> None:
+    def _conclude(self, batch: StepBatch, step: int) -> None:
         state = self.refill.state
         batch.full = state in ("full", "short")
         if batch.full:
@@ -119,7 +119,7 @@ class Sieve:
 
     async def _ask(self) -> None:
         """Have admission let more groups be under way, where the staleness bound lets too few."""
-        more = int(min(max(0.0, self.refill.spare - self._ahead), MOST_ASKED))
+        more = int(min(max(0.0, self.refill.spare - self._ahead), MAX_EXTRA_GROUPS))
         if more != self._asked:
             await self._queue.request_surplus(more)
             self._asked = more

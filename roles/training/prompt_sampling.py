@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
 from relax_rt.roles.training.algorithms.registry import bind
-from relax_rt.roles.training.algorithms.samplers import Ahead, PromptSampler
+from relax_rt.roles.training.algorithms.samplers import PromptLookahead, PromptSampler
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.rpc.errors import Refused
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from relax_rt.roles.training.algorithms.objective import Objective
     from relax_rt.transport.queue.client import QueueClient
 
-MOST_AHEAD = 4096
+MAX_LOOKAHEAD = 4096
 """Places of the prompt order for which a choice is made at once."""
 
 
-class PromptChoices:
+class PromptCurriculum:
     """What a trainer with a sampler tells the queue.
 
     Args:
         ahead: chooses. recorded: somebody else, as the filters, writes the history that it chooses by.
     """
 
-    def __init__(self, queue: QueueClient, objective: Objective, ahead: Ahead, *, recorded: bool) -> None:
+    def __init__(self, queue: QueueClient, objective: Objective, ahead: PromptLookahead, *, recorded: bool) -> None:
         self._queue, self._objective, self._recorded = queue, objective, recorded
         self.ahead = ahead
 
@@ -43,7 +43,7 @@ class PromptChoices:
         queue: QueueClient,
         objective: Objective,
         history: PromptHistory | None,
-    ) -> PromptChoices:
+    ) -> PromptCurriculum:
         """The choices of a run with a sampler. Reads the data, so call it in a thread.
 
         Args:
@@ -67,7 +67,7 @@ class PromptChoices:
         known = PromptHistory() if history is None else history
         ids = source.train.ids
         sampler = PromptSampler(rule, ids, source.place, seed=seed, history=known, places=Places(ids))
-        ahead = Ahead(sampler, known, places=places(table), end=source.limit)
+        ahead = PromptLookahead(sampler, known, places=lookahead_places(table), end=source.limit)
         return cls(queue, objective, ahead, recorded=history is not None)
 
     async def choose(self, step: int) -> None:
@@ -86,11 +86,11 @@ class PromptChoices:
         await self.choose(step)
 
 
-def places(table: AlgorithmTable) -> int:
+def lookahead_places(table: AlgorithmTable) -> int:
     """Places that admission may give out before the next choice, and a batch more; beyond them the run's order holds.
 
     With filters a step may cost several times its groups.
     """
     steps = table.max_staleness + 2 + (table.refill.most if table.filters else 0)
     most = steps * table.prompts_per_step + table.over_provision
-    return MOST_AHEAD if math.isinf(most) else min(math.ceil(most), MOST_AHEAD)
+    return MAX_LOOKAHEAD if math.isinf(most) else min(math.ceil(most), MAX_LOOKAHEAD)

@@ -13,8 +13,13 @@ import numpy as np
 from relax_rt.roles.base.sample import Sample, content_digest
 from relax_rt.roles.training.algorithms.tensors import Metrics, merge
 from relax_rt.roles.training.backend.interface import StepResult
-from relax_rt.roles.training.batch.rows import chosen, mini_batches
-from relax_rt.roles.training.mismatch import before_updates, beside_gradients, completed, sampled_entropy
+from relax_rt.roles.training.batch.rows import mini_batches, pick
+from relax_rt.roles.training.mismatch import (
+    idle_token_metrics,
+    measured_before_updates,
+    sampled_entropy,
+    with_idle_tokens,
+)
 from relax_rt.transport.base.versions import VersionRecord
 
 if TYPE_CHECKING:
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
     from relax_rt.transport.queue.client import LeasedBatch, LeasedSample
 
 
-class Spent:
+class StepTimer:
     """Where the time of a step goes, without gaps, in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -42,7 +47,7 @@ class Spent:
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class StepBatch:
     """The groups of one step, as far as they are there.
 
     Attributes:
@@ -59,7 +64,7 @@ class Batch:
         spent: on `wait`, `train` and `publish`. stage_wait_s: how long the update waited for the weights to be copied.
     """
 
-    spent: Spent = field(default_factory=Spent)
+    timer: StepTimer = field(default_factory=StepTimer)
     full: bool = False
     leases: list[LeasedBatch] = field(default_factory=list)
     leased: list[LeasedSample] = field(default_factory=list)
@@ -71,8 +76,8 @@ class Batch:
     count: float = 0.0
     scored: int = 0
     filtered: dict[str, int] = field(default_factory=dict)
-    beside: Metrics = field(default_factory=dict)
-    left_out_tokens: int = 0
+    idle_metrics: Metrics = field(default_factory=dict)
+    masked_tokens: int = 0
     refused_tokens: int = 0
     stage_wait_s: float = 0.0
 
@@ -84,14 +89,14 @@ class Batch:
         self.digests += [content_digest(sample) for sample in samples]
         self.groups += len(lease.groups())
 
-    def waiting_tokens(self) -> int:
+    def pending_tokens(self) -> int:
         """Tokens whose gradients are not there yet; those of a common prompt count once."""
         prompts = {(s.meta.group, s.prompt_length) for s in self.samples[self.accumulated :]}
         own = sum(len(s.tokens) - s.prompt_length for s in self.samples[self.accumulated :])
         return own + sum(length for _, length in prompts)
 
 
-def accumulate(batch: Batch, backend: TrainerBackend, objective: Objective, version: int) -> None:
+def accumulate(batch: StepBatch, backend: TrainerBackend, objective: Objective, version: int) -> None:
     """Forward and backward of those samples of a batch whose gradients are not there yet. Blocks.
 
     Args:
@@ -100,14 +105,16 @@ def accumulate(batch: Batch, backend: TrainerBackend, objective: Objective, vers
     """
     samples = batch.samples[batch.accumulated :]
     if "proximal" in objective.needs:
-        set_proximal(samples, backend, version, wanted=objective.proximal_first)
-    batch.left_out_tokens += objective.advantages(samples)
+        set_proximal_logprobs(samples, backend, version, wanted=objective.proximal_first)
+    batch.masked_tokens += objective.advantages(samples)
     batch.count += backend.accumulate(samples).count
     batch.accumulated = len(batch.samples)
     batch.parts += 1
 
 
-def set_proximal(samples: Sequence[Sample], backend: TrainerBackend, version: int, *, wanted: bool = True) -> None:
+def set_proximal_logprobs(
+    samples: Sequence[Sample], backend: TrainerBackend, version: int, *, wanted: bool = True
+) -> None:
     """Give samples the proximal log-probabilities of the backend's weights, or none. Blocks.
 
     What was computed under another version, by an engine or for an earlier publication, has lapsed; what is of this
@@ -128,15 +135,15 @@ def set_proximal(samples: Sequence[Sample], backend: TrainerBackend, version: in
 
 T = TypeVar("T")
 
-OVER_MEASURED = ("ratio_mean", "clip_fraction", "kl_behaviour", "difference_mean", "sampled_entropy")
+TOKEN_MEANS = ("ratio_mean", "clip_fraction", "kl_behaviour", "difference_mean", "sampled_entropy")
 """Fields of a StepResult that are means over its measured tokens; so are those that may be None."""
-PERHAPS = ("drift_mean", "entropy", "kl_reference")
-ADDED = ("tokens", "measured_tokens", "rejected_tokens", "updates")
-LARGEST = ("ratio_max_deviation", "difference_max")
+OPTIONAL_MEANS = ("drift_mean", "entropy", "kl_reference")
+SUMS = ("tokens", "measured_tokens", "rejected_tokens", "updates")
+MAXIMA = ("ratio_max_deviation", "difference_max")
 
 
 def take_updates(
-    batch: Batch,
+    batch: StepBatch,
     backend: TrainerBackend,
     objective: Objective,
     *,
@@ -154,33 +161,33 @@ def take_updates(
 
     Args:
         version: the published one that the step begins with. number: of the step; all its updates have its rate.
-        over: see `beside_gradients`. before_update: called, and may block, before each update.
+        over: see `idle_token_metrics`. before_update: called, and may block, before each update.
     """
     proximal = "proximal" in objective.needs
     if proximal:
-        set_proximal(batch.samples, backend, version)
-    batch.left_out_tokens = objective.advantages(batch.samples)
+        set_proximal_logprobs(batch.samples, backend, version)
+    batch.masked_tokens = objective.advantages(batch.samples)
     if not proximal:
-        batch.beside = beside_gradients(batch.samples, backend, objective, over)
+        batch.idle_metrics = idle_token_metrics(batch.samples, backend, objective, over)
     parts, results = list(_parts(batch.samples, updates)), []
     for part in parts:
         count = backend.accumulate(part).count
         results.append(backend.apply(count, number, before_update))
         batch.parts += 1
     batch.accumulated = len(batch.samples)
-    result = together(results)
+    result = combine_results(results)
     if not proximal:
         return result
     counted = [part for part, one in zip(parts, results, strict=True) if one.applied or not result.applied]
-    return before_updates(result, [sample for part in counted for sample in part])
+    return measured_before_updates(result, [sample for part in counted for sample in part])
 
 
 def _parts(samples: Sequence[Sample], updates: int) -> Iterator[list[Sample]]:
     for places in mini_batches([sample.meta.group for sample in samples], updates):
-        yield chosen(samples, places)
+        yield pick(samples, places)
 
 
-def together(results: Sequence[StepResult]) -> StepResult:
+def combine_results(results: Sequence[StepResult]) -> StepResult:
     """The result of a step with these updates.
 
     Of updates that were thrown away only that they were: what they measured may be no numbers. If all were, the step
@@ -198,10 +205,12 @@ def together(results: Sequence[StepResult]) -> StepResult:
     if moved:
         others["grad_norm_max"] = max(one.grad_norm for one in moved)
     bad = [f"update {place} of {len(results)}: {one.why}" for place, one in enumerate(results, 1) if not one.applied]
-    fields: dict[str, Any] = {name: _mean(counted, name) for name in OVER_MEASURED}
-    fields |= {name: _mean(counted, name) for name in PERHAPS if any(getattr(one, name) is not None for one in counted)}
-    fields |= {name: sum(getattr(one, name) for one in counted) for name in ADDED}
-    fields |= {name: max(getattr(one, name) for one in counted) for name in LARGEST}
+    fields: dict[str, Any] = {name: _mean(counted, name) for name in TOKEN_MEANS}
+    fields |= {
+        name: _mean(counted, name) for name in OPTIONAL_MEANS if any(getattr(one, name) is not None for one in counted)
+    }
+    fields |= {name: sum(getattr(one, name) for one in counted) for name in SUMS}
+    fields |= {name: max(getattr(one, name) for one in counted) for name in MAXIMA}
     return StepResult(
         applied=bool(applied),
         changed=bool(moved),
@@ -224,7 +233,7 @@ def _mean(results: Sequence[StepResult], name: str) -> float:
 
 
 def step_record(
-    batch: Batch, result: StepResult, *, step: int, weights: VersionRecord, epoch: int, elapsed_s: float
+    batch: StepBatch, result: StepResult, *, step: int, weights: VersionRecord, epoch: int, elapsed_s: float
 ) -> dict[str, Any]:
     """The record of a step that is done.
 
@@ -234,7 +243,7 @@ def step_record(
     samples = batch.samples
     rewards = np.array([s.reward or 0.0 for s in samples])
     names = sorted({name for s in samples for name in s.rewards})
-    result = completed(result, batch.beside)
+    result = with_idle_tokens(result, batch.idle_metrics)
     return {
         "kind": "step",
         "step": step,
@@ -255,20 +264,20 @@ def step_record(
         "sampled_entropy": sampled_entropy(samples),
         "refused_tokens": batch.refused_tokens,
         "stale_tokens": sum(end - start for s in batch.leased for start, end in s.masked),
-        "masked_tokens": batch.left_out_tokens,
+        "masked_tokens": batch.masked_tokens,
         "parts": batch.parts,
         **_filtered(batch),
         "skipped": "" if result.applied else result.why,
-        "wait_s": batch.spent["wait"],
-        "train_s": batch.spent["train"],
+        "wait_s": batch.timer["wait"],
+        "train_s": batch.timer["train"],
         "stage_wait_s": batch.stage_wait_s,
-        "publish_s": batch.spent["publish"],
+        "publish_s": batch.timer["publish"],
         "elapsed_s": elapsed_s,
         "digests": batch.digests,
     }
 
 
-def _filtered(batch: Batch) -> dict[str, Any]:
+def _filtered(batch: StepBatch) -> dict[str, Any]:
     """What filters did, where there are any: groups that came, those left out by filter, the share kept."""
     if not batch.scored:
         return {}

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from relax_rt.roles.training.backend.interface import StepResult, TrainerBackend
     from relax_rt.roles.training.checkpoints.store import CheckpointState, CheckpointStore
     from relax_rt.roles.training.collector import Collector
-    from relax_rt.roles.training.critic.client import CriticLink
-    from relax_rt.roles.training.dynamic_sampling import Sieve
-    from relax_rt.roles.training.prompt_sampling import PromptChoices
+    from relax_rt.roles.training.critic.client import CriticClient
+    from relax_rt.roles.training.dynamic_sampling import GroupFilter
+    from relax_rt.roles.training.prompt_sampling import PromptCurriculum
     from relax_rt.roles.training.publication.files import WeightFiles
     from relax_rt.roles.training.publication.publisher import Publisher
-    from relax_rt.roles.training.step import Batch
+    from relax_rt.roles.training.step import StepBatch
     from relax_rt.transport.weights.stage import WeightStage
 
 T = TypeVar("T")
@@ -76,28 +76,28 @@ class TrainerRole(RLRole[TrainerSettings]):
         *MODEL_CODE,
     )
     Settings: ClassVar[type[RoleSettings]] = TrainerSettings
-    critic: CriticLink | None = None
+    critic: CriticClient | None = None
     turns: TrainerTurns | None = None
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
         self.step = 0
         self.weights = VersionRecord(ROOT, ROOT, 0)
-        self._held: Batch | None = None
+        self._held: StepBatch | None = None
         self._saving: asyncio.Task[None] | None = None
         self._saved_version: asyncio.Task[VersionRecord] | None = None
         self._skipped = self._empty = 0
         self._worked = False
         self._longest_s = 0.0
-        self._early = self._skipped_checkpoints = self._empty_why = ""
+        self._early = self._quarantined_checkpoints = self._empty_why = ""
         self._trained_before_s = 0.0
         self._started = time.monotonic()
         self.objective: Objective
         self._follower: Follower | None = None
         self.backend: TrainerBackend
         self.collector: Collector
-        self._sieve: Sieve | None = None
-        self._choices: PromptChoices | None = None
+        self._group_filter: GroupFilter | None = None
+        self._curriculum: PromptCurriculum | None = None
         self.stage: WeightStage
         self.publisher: Publisher
         self.store: CheckpointStore
@@ -138,32 +138,32 @@ class TrainerRole(RLRole[TrainerSettings]):
         await self.open_queue(fetch_s=FETCH_S)
         self._open_collector()
         if algorithm.sampler is not None:
-            from relax_rt.roles.training.prompt_sampling import PromptChoices
+            from relax_rt.roles.training.prompt_sampling import PromptCurriculum
 
-            history = self._sieve.history if self._sieve is not None else None
-            make, objective = PromptChoices.of, self.objective
+            history = self._group_filter.history if self._group_filter is not None else None
+            make, objective = PromptCurriculum.of, self.objective
             with refused_for_good():
-                self._choices = await asyncio.to_thread(make, self.ctx, self.config, self.queue, objective, history)
+                self._curriculum = await asyncio.to_thread(make, self.ctx, self.config, self.queue, objective, history)
         if "values" in self.objective.needs:
-            from relax_rt.roles.training.critic.client import CriticLink
+            from relax_rt.roles.training.critic.client import CriticClient
 
-            self.critic = CriticLink(self.ctx)
+            self.critic = CriticClient(self.ctx)
 
     def _open_collector(self) -> None:
         from relax_rt.roles.training.collector import Collector
 
         table = self.table(AlgorithmTable)
         if table.filters:
-            from relax_rt.roles.training.dynamic_sampling import Sieve
+            from relax_rt.roles.training.dynamic_sampling import GroupFilter
 
             with refused_for_good():
-                self._sieve = Sieve.of(self.config, self.queue, self.objective, self.ctx.event)
+                self._group_filter = GroupFilter.of(self.config, self.queue, self.objective, self.ctx.event)
         self.collector = Collector(
             self.queue,
             self.ctx.progress,
             groups=table.prompts_per_step,
             parts=self._streams,
-            sieve=self._sieve,
+            group_filter=self._group_filter,
         )
 
     @property
@@ -233,11 +233,11 @@ class TrainerRole(RLRole[TrainerSettings]):
 
     async def _give_back(self, reason: str) -> None:
         """All groups that were taken and not trained on."""
-        from relax_rt.roles.training.collector import give_back
+        from relax_rt.roles.training.collector import abort_leases
 
         held, self._held = self._held, None
         leases = held.leases if held is not None else []
-        await give_back(self.queue, [*leases, *self.collector.let_go()], reason)
+        await abort_leases(self.queue, [*leases, *self.collector.pop_leases()], reason)
 
     async def teardown(self) -> None:
         if self._saving is not None:
@@ -273,14 +273,14 @@ class TrainerRole(RLRole[TrainerSettings]):
             parent = known[0].version if known else ROOT
         if not await self._cold_start(found):
             return False
-        version = await self._patiently(self.ctx.registry.issue_version)
+        version = await self._wait_for_peer(self.ctx.registry.issue_version)
         self.weights = VersionRecord(version, parent, self.step, changed=parent == ROOT)
-        if self._choices is not None:
+        if self._curriculum is not None:
             # Before anything is admitted.
-            await self._choices.choose(self.step)
+            await self._curriculum.choose(self.step)
         await self.queue.rollback(found.ledger_step if found is not None else self.step, self.weights)
         await self.publisher.begin(self.weights)
-        self._doing("its groups are gathered")
+        self._report_phase("its groups are gathered")
         return True
 
     async def _cold_start(self, found: CheckpointState | None) -> bool:
@@ -291,14 +291,14 @@ class TrainerRole(RLRole[TrainerSettings]):
         """
         if found is not None or not self.table(ColdStartTable).wanted:
             return True
-        from relax_rt.roles.training.sft.phase import ColdStart
+        from relax_rt.roles.training.sft.phase import ColdStartPhase
 
-        phase = ColdStart(self.ctx, self.config, self.backend, self.store.model)
+        phase = ColdStartPhase(self.ctx, self.config, self.backend, self.store.model)
         async with self._device():
             done = await phase.run()
         if not done:
             return False
-        await phase.take_up(self.objective)
+        await phase.adopt(self.objective)
         return True
 
     def _publisher(self, committed: int, files: WeightFiles | None) -> Publisher:
@@ -323,7 +323,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         Raises:
             BadInput: the run has checkpoints, and none can be read. GivenUp: the queue forgot what one was trained on.
         """
-        from relax_rt.roles.training.checkpoints.resume import take_newest
+        from relax_rt.roles.training.checkpoints.resume import resume_newest
         from relax_rt.roles.training.checkpoints.store import read_sampling
 
         async def take(folder: Path, state: CheckpointState) -> None:
@@ -331,13 +331,13 @@ class TrainerRole(RLRole[TrainerSettings]):
             if self.critic is not None:
                 await self.critic.begin(state.step, folder)
             # An older checkpoint may be taken after this one was refused: what it knows of prompts comes last.
-            if self._sieve is not None:
-                self._sieve.restore(read_sampling(folder))
-            elif self._choices is not None:
-                self._choices.ahead.restore(read_sampling(folder))
+            if self._group_filter is not None:
+                self._group_filter.restore(read_sampling(folder))
+            elif self._curriculum is not None:
+                self._curriculum.ahead.restore(read_sampling(folder))
 
-        found, passed = await take_newest(self.ctx, self.store, take)
-        self._skipped_checkpoints = f" (skipped, and set aside: {', '.join(passed)})" if passed else ""
+        found, passed = await resume_newest(self.ctx, self.store, take)
+        self._quarantined_checkpoints = f" (skipped, and set aside: {', '.join(passed)})" if passed else ""
         if found is None:
             if self.critic is not None:
                 await self.critic.begin(0, None)
@@ -353,7 +353,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         Raises:
             GivenUp: it does not, and would give out those prompts again.
         """
-        known = (await self._patiently(self.queue.api.stats, of="the queue")).step
+        known = (await self._wait_for_peer(self.queue.api.stats, of="the queue")).step
         if known >= step:
             return
         why = f"the queue knows of no step after {known}: its journal has lost what came then, as if its host went down"
@@ -370,33 +370,35 @@ class TrainerRole(RLRole[TrainerSettings]):
         if batch is None:
             return
         if not batch.full:
-            if self._streams and batch.waiting_tokens() >= self._part_tokens:
-                self._doing(f"computing on {batch.groups} of {self.table(AlgorithmTable).prompts_per_step} groups")
+            if self._streams and batch.pending_tokens() >= self._part_tokens:
+                self._report_phase(
+                    f"computing on {batch.groups} of {self.table(AlgorithmTable).prompts_per_step} groups"
+                )
                 await asyncio.to_thread(self._accumulate, batch)
-                batch.spent.on("train")
+                batch.timer.on("train")
             return
         self._held = batch
-        self._doing("computing")
+        self._report_phase("computing")
         if self.critic is not None:
             await self.critic.judge(batch.samples, self.step)
         async with self._device():
             result = await asyncio.to_thread(self._train, batch)
-            batch.spent.on("train")
+            batch.timer.on("train")
             await self._account(batch, result)
         if self.critic is not None:
             # The engines have the new weights by now: it learns while they sample.
             await self.critic.learn(batch.samples, self.objective.returns(batch.samples), self.step - 1)
-        batch.spent.on("publish")
-        self._longest_s = max(self._longest_s, batch.spent["train"] + batch.spent["publish"])
+        batch.timer.on("publish")
+        self._longest_s = max(self._longest_s, batch.timer["train"] + batch.timer["publish"])
         self._record(batch, result)
         await self._save_if_due()
 
-    def _doing(self, what: str) -> None:
+    def _report_phase(self, what: str) -> None:
         """Say what is done for the step that is being made."""
         step, steps = self.step + 1, self.table(AlgorithmTable).steps
-        self.ctx.progress.advance(0, f"step {step} of {steps}: {what}{self._skipped_checkpoints}")
+        self.ctx.progress.advance(0, f"step {step} of {steps}: {what}{self._quarantined_checkpoints}")
 
-    async def _collect(self) -> Batch | None:
+    async def _collect(self) -> StepBatch | None:
         try:
             batch = await self.collector.collect(self.step + 1)
             if batch is None:
@@ -419,7 +421,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         if report.ended:
             raise ending(self.config, report)
         if lost := failure_summary(report):
-            self.ctx.progress.waiting(f"{self.collector.waiting_on}; {lost}")
+            self.ctx.progress.waiting(f"{self.collector.waiting_for}; {lost}")
 
     @asynccontextmanager
     async def _device(self) -> AsyncIterator[None]:
@@ -432,9 +434,9 @@ class TrainerRole(RLRole[TrainerSettings]):
             # They come back to the new weights, not to the old ones first.
             await self.publisher.through()
 
-    def _train(self, batch: Batch) -> StepResult:
+    def _train(self, batch: StepBatch) -> StepResult:
         """The gradients that are not there yet, and the update; or all updates of the step. Blocks."""
-        from relax_rt.roles.training.mismatch import beside_gradients
+        from relax_rt.roles.training.mismatch import idle_token_metrics
         from relax_rt.roles.training.step import take_updates
 
         def before_update() -> None:
@@ -453,10 +455,10 @@ class TrainerRole(RLRole[TrainerSettings]):
                 before_update=before_update,
             )
         self._accumulate(batch)
-        batch.beside = beside_gradients(batch.samples, self.backend, self.objective, over)
+        batch.idle_metrics = idle_token_metrics(batch.samples, self.backend, self.objective, over)
         return self.backend.apply(batch.count, number, before_update)
 
-    def _accumulate(self, batch: Batch) -> None:
+    def _accumulate(self, batch: StepBatch) -> None:
         from relax_rt.roles.training.step import accumulate
 
         accumulate(batch, self.backend, self.objective, self.weights.version)
@@ -468,7 +470,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         divided = table.tensor_parallel * table.pipeline_parallel * table.context_parallel
         return table.tokens_per_micro_batch * max(1, table.count // divided)
 
-    async def _account(self, batch: Batch, result: StepResult) -> None:
+    async def _account(self, batch: StepBatch, result: StepResult) -> None:
         """The step is done: the queue hears of it first, then the weights are published while the next one is made."""
         if result.updates_skipped:
             self._skipped += 1
@@ -486,19 +488,19 @@ class TrainerRole(RLRole[TrainerSettings]):
         # The last step's version is what the other roles take for the end of the run, whatever is in it.
         publishes = not empty or self.step >= self.table(AlgorithmTable).steps
         if publishes:
-            version = await self._patiently(self.ctx.registry.issue_version)
+            version = await self._wait_for_peer(self.ctx.registry.issue_version)
             self.weights = VersionRecord(version, self.weights.version, self.step, changed=result.changed)
         skipped = empty or not result.applied
         advice = await self.queue.complete_step(batch.leases, self.step, self.weights, skipped=skipped)
         self._held = None
         batch.refused_tokens = advice.refused_tokens
-        if self._choices is not None:
-            await self._choices.after_step(batch.samples, self.step)
+        if self._curriculum is not None:
+            await self._curriculum.after_step(batch.samples, self.step)
         if publishes:
             await self.publisher.begin(self.weights)
         self._early = advice.checkpoint_now
 
-    def _note_empty(self, batch: Batch, result: StepResult, *, empty: bool) -> None:
+    def _note_empty(self, batch: StepBatch, result: StepResult, *, empty: bool) -> None:
         """Count consecutive steps that trained nothing: no sample of them had a part in the gradient.
 
         They are reported after `progress.empty_steps` of them, and whenever their number has doubled. A step whose
@@ -511,14 +513,14 @@ class TrainerRole(RLRole[TrainerSettings]):
             self._empty_why = no_token(self.config, batch.samples)
             self.ctx.event("step_empty", step=self.step + 1, why=self._empty_why)
         elif all(self.objective.idle(sample) for sample in batch.samples):
-            self._empty_why = no_advantage(self.config, batch.samples, batch.left_out_tokens)
+            self._empty_why = no_advantage(self.config, batch.samples, batch.masked_tokens)
         self._empty = self._empty + 1 if self._empty_why else 0
         times, rest = divmod(self._empty, self.table(ProgressTable).empty_steps)
         if times and not rest and not times & (times - 1):
             self.ctx.event("steps_empty", step=self.step + 1, steps=self._empty, why=self._empty_why)
             self.ctx.log.warning("steps that trained nothing", steps=self._empty, why=self._empty_why)
 
-    def _record(self, batch: Batch, result: StepResult) -> None:
+    def _record(self, batch: StepBatch, result: StepResult) -> None:
         """The step's record, and a line of the log."""
         from relax_rt.roles.training.step import step_record
 
@@ -533,7 +535,7 @@ class TrainerRole(RLRole[TrainerSettings]):
             self.ctx.event("first_work", what=f"step {self.step}")
         shown = {name: round(record[name], 4) for name in ("reward_mean", "loss", "grad_norm", "wait_s", "train_s")}
         self.ctx.log.info(f"step {self.step} of {steps}", version=self.weights.version, **shown)
-        self.ctx.progress.advance(1, f"step {self.step} of {steps} is done{self._skipped_checkpoints}")
+        self.ctx.progress.advance(1, f"step {self.step} of {steps} is done{self._quarantined_checkpoints}")
 
     async def _save_if_due(self) -> None:
         if self._saving is not None and self._saving.done():
@@ -547,7 +549,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         if due:
             await self._save(final=final)
 
-    async def _patiently(self, call: Callable[[], Awaitable[T]], of: str = "the registry") -> T:
+    async def _wait_for_peer(self, call: Callable[[], Awaitable[T]], of: str = "the registry") -> T:
         """A call that waits out the far end's absence: the step that was just taken must not be lost for it."""
         deadline = time.monotonic() + REGISTRY_WAIT_S
         while True:
@@ -570,9 +572,9 @@ class TrainerRole(RLRole[TrainerSettings]):
             await self.critic.snapshot(self.step)
         elapsed = self._trained_before_s + time.monotonic() - self._started
         assert self.publisher.current is not None
-        sampling = self._choices.ahead.state() if self._choices is not None else {}
-        if self._sieve is not None:
-            sampling = self._sieve.state()
+        sampling = self._curriculum.ahead.state() if self._curriculum is not None else {}
+        if self._group_filter is not None:
+            sampling = self._group_filter.state()
         self._saved_version = self.publisher.current
         self._saving = asyncio.create_task(
             self._write(self.step, elapsed, self._saved_version, self.objective.state(), sampling)
@@ -582,14 +584,14 @@ class TrainerRole(RLRole[TrainerSettings]):
 
     async def _saved(self) -> None:
         """Wait for the checkpoint that is being written, if there is one."""
-        from relax_rt.roles.training.checkpoints.resume import through
+        from relax_rt.roles.training.checkpoints.resume import wait_for_save
         from relax_rt.roles.training.critic.client import SCRATCH
 
         if self._saving is not None:
             # Until its version is committed nothing of it is written.
             await self.publisher.through(self._saved_version)
             critics = self.ctx.run_dir / SCRATCH if self.critic is not None else None
-            await through(self._saving, self.store, self.ctx.progress.advance, critics)
+            await wait_for_save(self._saving, self.store, self.ctx.progress.advance, critics)
 
     async def _write(
         self,
@@ -619,7 +621,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         folder: Path = await asyncio.to_thread(self.store.save, state, fill)
         await self.queue.commit(state.step, folder.name)
         self.ctx.event("checkpoint", step=state.step, folder=folder.name, seconds=round(time.monotonic() - began, 2))
-        self._skipped_checkpoints = ""
+        self._quarantined_checkpoints = ""
 
     def _newest_step(self) -> int:
         found = self.store.newest()

@@ -25,24 +25,24 @@ from relax_rt.config.problems import BadInput
 from relax_rt.roles.base.sample import Sample, SampleMeta
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.backend.channel import GATHER_S, ORDER_S
-from relax_rt.roles.training.backend.interface import AdapterBackend, Partial, StepResult
-from relax_rt.roles.training.batch.rows import Numbered, share
-from relax_rt.roles.training.checkpoints.optimizer_state import failure_of
-from relax_rt.roles.training.checkpoints.store import passing
+from relax_rt.roles.training.backend.channel import COMMAND_S, GATHER_S
+from relax_rt.roles.training.backend.interface import AdapterBackend, GradientPart, StepResult
+from relax_rt.roles.training.batch.rows import Numbered, replica_share
+from relax_rt.roles.training.checkpoints.optimizer_state import failure_file
+from relax_rt.roles.training.checkpoints.store import is_transient
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused
 from relax_rt.transport.weights.manifest import Layout
 from relax_rt.transport.weights.payloads import Lora
 
 T = TypeVar("T")
 
-COPIED_S = ORDER_S + GATHER_S
+COPY_WAIT_S = COMMAND_S + GATHER_S
 """For a rank's copy of its weights: others may have to begin theirs first."""
 UNREADABLE = (SafetensorError, OSError, Refused)
 """What a checkpoint that cannot be used raises."""
 
 
-class Ranks(Protocol):
+class GangRanks(Protocol):
     """This process among the ranks of a gang.
 
     Attributes:
@@ -57,7 +57,7 @@ class Ranks(Protocol):
     @property
     def replicas(self) -> int: ...
     @property
-    def speaks(self) -> bool: ...
+    def reports_loss(self) -> bool: ...
     @property
     def control(self) -> dist.ProcessGroup:
         """Between the processors of all ranks; waits as long as it takes."""
@@ -79,13 +79,13 @@ class RankBackend(Protocol):
     @property
     def takes_branches(self) -> bool: ...
     @property
-    def ranks(self) -> Ranks: ...
-    def together(self, samples: Sequence[Sample]) -> bool:
+    def ranks(self) -> GangRanks: ...
+    def keeps_groups_together(self, samples: Sequence[Sample]) -> bool:
         """Whether the samples of a group go to one replica."""
 
     def use(self, objective: Objective, table: AlgorithmTable, *, temperature: float | None = None) -> None: ...
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]: ...
-    def accumulate(self, samples: Sequence[Sample]) -> Partial: ...
+    def accumulate(self, samples: Sequence[Sample]) -> GradientPart: ...
     def apply(self, count: float, number: int, before_update: Callable[[], None] = ...) -> StepResult: ...
     def layout(self, dtype: str) -> Layout: ...
     def export(self, into: memoryview | None, dtype: str, copied: Callable[[], None] = ...) -> None:
@@ -101,7 +101,7 @@ class RankBackend(Protocol):
     def restore(self, folder: Path) -> None: ...
 
 
-class Member:
+class GangMember:
     """One rank's part of each order. The same code runs on rank 0 and on those that follow it.
 
     Args:
@@ -130,8 +130,10 @@ class Member:
             return
         self._waiting("this rank's copy of its weights for a publication")
         try:
-            if not self._copied.wait(COPIED_S):
-                raise DeadlineExceeded(f"rank {self.ranks.rank} did not copy its weights aside within {COPIED_S:g} s")
+            if not self._copied.wait(COPY_WAIT_S):
+                raise DeadlineExceeded(
+                    f"rank {self.ranks.rank} did not copy its weights aside within {COPY_WAIT_S:g} s"
+                )
         finally:
             self._waiting("")
 
@@ -141,14 +143,14 @@ class Member:
         return self.backend
 
     def _share(self, samples: Sequence[Sample]) -> list[Numbered]:
-        whole = self.backend.together(samples)
-        return share(samples, self.ranks.replica, self.ranks.replicas, whole_groups=whole)
+        whole = self.backend.keeps_groups_together(samples)
+        return replica_share(samples, self.ranks.replica, self.ranks.replicas, whole_groups=whole)
 
     def _log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         """Of the whole batch, on every rank: each replica has computed its share."""
         mine = self._share(samples)
         values = self.backend.log_probabilities([sample for _, sample in mine])
-        speaks = self.ranks.speaks
+        speaks = self.ranks.reports_loss
         told = {str(i): v.tobytes() for (i, _), v in zip(mine, values, strict=True)} if speaks else {}
         found = {int(i): np.frombuffer(v, np.float32) for part in self.ranks.gather(told) for i, v in part.items()}
         return [found[index] for index in range(len(samples))]
@@ -169,7 +171,7 @@ class Member:
         try:
             self.backend.restore(folder)
         except UNREADABLE as error:
-            why, again = str(error) or type(error).__name__, passing(error)
+            why, again = str(error) or type(error).__name__, is_transient(error)
         told = [
             (f"rank {rank}: {why}", again) for rank, (why, again) in enumerate(self.ranks.gather((why, again))) if why
         ]
@@ -179,7 +181,7 @@ class Member:
             raise Refused(f"checkpoint {folder}", why=told[0][0])
 
 
-class Leader(Member):
+class Leader(GangMember):
     """Rank 0: a `TrainerBackend` over all ranks. Batches are whole; each replica takes its share of them."""
 
     def __init__(self, backend: RankBackend) -> None:
@@ -197,7 +199,9 @@ class Leader(Member):
     ) -> Iterator[None]:
         """Give an order; it is carried out on this rank within the context."""
         with self._turn:
-            give(Order(name, sent(samples), dict(options or {}), dict(table or {})), self.ranks.control)
+            send_command(
+                GangCommand(name, encode_samples(samples), dict(options or {}), dict(table or {})), self.ranks.control
+            )
             yield
 
     def _check(self, samples: Sequence[Sample]) -> None:
@@ -230,7 +234,7 @@ class Leader(Member):
         with self._order("log_probabilities", samples):
             return self._log_probabilities(samples)
 
-    def accumulate(self, samples: Sequence[Sample]) -> Partial:
+    def accumulate(self, samples: Sequence[Sample]) -> GradientPart:
         """Forward and backward of a part of the step's batch. What the objective carries from step to step goes along:
         a checkpoint gave it to rank 0 alone.
 
@@ -241,7 +245,7 @@ class Leader(Member):
         objective = self.backend.objective
         with self._order("accumulate", samples, objective.state()):
             self._accumulate(samples)
-        return Partial(objective.count(samples), sum(int(sample.loss_mask.sum()) for sample in samples))
+        return GradientPart(objective.count(samples), sum(int(sample.loss_mask.sum()) for sample in samples))
 
     def apply(self, count: float, number: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
         """The optimizer's step. What `before_update` waits for may need orders of its own, so it is called first."""
@@ -307,7 +311,7 @@ class Leader(Member):
             pass
 
 
-class Follower(Member):
+class Follower(GangMember):
     """Any other rank: does as it is told until it is told to end.
 
     Args:
@@ -328,7 +332,7 @@ class Follower(Member):
     def run(self) -> None:
         """Follow rank 0. Raises what an order, or what ran beside the orders, raised."""
         self._doing("")
-        while (order := take(self.ranks.control)).name != "end":
+        while (order := receive_command(self.ranks.control)).name != "end":
             self._raise_failure()
             self._doing(order.name)
             self._carry_out(order)
@@ -358,8 +362,8 @@ class Follower(Member):
         self._threads[name] = threading.Thread(target=guarded, name=name, daemon=True)
         self._threads[name].start()
 
-    def _carry_out(self, order: Order) -> None:
-        samples, options = received(order.samples), order.options
+    def _carry_out(self, order: GangCommand) -> None:
+        samples, options = decode_samples(order.samples), order.options
         match order.name:
             case "use":
                 self._use(order)
@@ -392,7 +396,7 @@ class Follower(Member):
             case _:
                 raise Refused(f"order {order.name!r}", why="this rank does not know it: are all of one version?")
 
-    def _use(self, order: Order) -> None:
+    def _use(self, order: GangCommand) -> None:
         table, longest = AlgorithmTable(**order.table), order.options.get("longest")
         temperature = order.options.get("temperature")
         objective = Objective.of(
@@ -404,7 +408,7 @@ class Follower(Member):
         try:
             self.backend.write(folder)
         except BaseException as error:
-            failure_of(folder, self.ranks.rank).write_text(str(error))
+            failure_file(folder, self.ranks.rank).write_text(str(error))
             raise
 
 
@@ -420,7 +424,7 @@ COLUMNS: dict[str, type[np.generic]] = {
 """What forward and backward passes read of a sample."""
 
 
-class SentSample(msgspec.Struct, array_like=True, frozen=True):
+class EncodedSample(msgspec.Struct, array_like=True, frozen=True):
     """A sample's columns as bytes, by name, and its reward."""
 
     meta: SampleMeta
@@ -428,7 +432,7 @@ class SentSample(msgspec.Struct, array_like=True, frozen=True):
     reward: float | None = None
 
 
-class Order(msgspec.Struct, array_like=True, frozen=True):
+class GangCommand(msgspec.Struct, array_like=True, frozen=True):
     """A call that every rank makes.
 
     Attributes:
@@ -437,12 +441,12 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
     """
 
     name: str
-    samples: list[SentSample] = []
+    samples: list[EncodedSample] = []
     options: dict[str, str | int | float] = {}
     table: dict[str, Any] = {}
 
 
-def sent(samples: Sequence[Sample]) -> list[SentSample]:
+def encode_samples(samples: Sequence[Sample]) -> list[EncodedSample]:
     """Samples on their way to other ranks."""
     found = []
     for sample in samples:
@@ -451,11 +455,11 @@ def sent(samples: Sequence[Sample]) -> list[SentSample]:
             values = getattr(sample, name)
             if values is not None:
                 columns[name] = np.ascontiguousarray(values, dtype).tobytes()
-        found.append(SentSample(sample.meta, columns, sample.reward))
+        found.append(EncodedSample(sample.meta, columns, sample.reward))
     return found
 
 
-def received(samples: Sequence[SentSample]) -> list[Sample]:
+def decode_samples(samples: Sequence[EncodedSample]) -> list[Sample]:
     """Samples as they were sent; what passes do not read is not with them."""
     found = []
     for sample in samples:
@@ -464,17 +468,17 @@ def received(samples: Sequence[SentSample]) -> list[Sample]:
     return found
 
 
-def give(order: Order, group: dist.ProcessGroup) -> None:
+def send_command(order: GangCommand, group: dist.ProcessGroup) -> None:
     """Rank 0's side: to all others of the group."""
     data = bytearray(msgspec.msgpack.encode(order))
     dist.broadcast(torch.tensor([len(data)]), 0, group=group)
     dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), 0, group=group)
 
 
-def take(group: dist.ProcessGroup) -> Order:
+def receive_command(group: dist.ProcessGroup) -> GangCommand:
     """The others' side: wait for the next order."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.broadcast(size, 0, group=group)
     data = torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(data, 0, group=group)
-    return msgspec.msgpack.decode(data.numpy().data, type=Order)
+    return msgspec.msgpack.decode(data.numpy().data, type=GangCommand)

@@ -15,7 +15,7 @@ import xxhash
 from msgspec.structs import replace
 
 from relax_rt.config.problems import BadInput
-from relax_rt.roles.training.checkpoints.digests import FileDigest, ModelIdentity, compare, digests_of
+from relax_rt.roles.training.checkpoints.digests import FileDigest, ModelIdentity, collect_digests, verify_digests
 from relax_rt.transport.rpc.errors import Corrupt, Refused, RelaxError, StaleEpoch
 
 FORMAT = 1
@@ -72,14 +72,14 @@ class CheckpointState(msgspec.Struct, frozen=True):
     own: str = ""
 
 
-class _Newer(msgspec.Struct):
+class _FormatHeader(msgspec.Struct):
     """What is read before it is known whether the format is."""
 
     format: int = 0
     own: str | None = None
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """A checkpoint folder, and what it says of itself; None: `why` that cannot be read."""
 
     folder: Path
@@ -87,7 +87,7 @@ class Found(NamedTuple):
     why: str
 
 
-def passing(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Whether the file system failed, and not the checkpoint: another try may read it, and it must not be set aside."""
     return isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError)
 
@@ -123,11 +123,11 @@ class CheckpointStore:
             else:
                 replaced.rename(target)
 
-    def found(self) -> list[Found]:
+    def found(self) -> list[FoundCheckpoint]:
         """All checkpoint folders, highest step first; those that were set aside are not among them.
 
         Raises:
-            OSError: the file system refused one, see `passing`.
+            OSError: the file system refused one, see `is_transient`.
         """
         return find_checkpoints(self.folder)
 
@@ -212,9 +212,9 @@ class CheckpointStore:
             done: told of bytes as they are read; called by several threads.
 
         Raises:
-            Corrupt: one is missing, or has other bytes. OSError: the file system refused one, see `passing`.
+            Corrupt: one is missing, or has other bytes. OSError: the file system refused one, see `is_transient`.
         """
-        compare(folder, state.files, done)
+        verify_digests(folder, state.files, done)
 
     def save(self, state: CheckpointState, write: Callable[[Path], None]) -> Path:
         """Have `write` fill a new folder, force it to disk and rename it into place; then remove the oldest ones. A
@@ -230,7 +230,7 @@ class CheckpointStore:
         partial.mkdir()
         try:
             write(partial)
-            _write_state(partial / STATE_FILE, replace(state, files=digests_of(partial, self._count_digested)))
+            _write_state(partial / STATE_FILE, replace(state, files=collect_digests(partial, self._count_digested)))
             for path in partial.rglob("*"):
                 _sync(path, self._count)
             _sync(partial)
@@ -286,7 +286,7 @@ def read_state(folder: Path) -> CheckpointState:
     path = folder / STATE_FILE
     try:
         raw = path.read_bytes()
-        newer = msgspec.json.decode(raw, type=_Newer)
+        newer = msgspec.json.decode(raw, type=_FormatHeader)
         if newer.own is not None and newer.own != (digest := _own_digest(raw)):
             why = f"{STATE_FILE} is not what was written: its xxh3-128 is {digest}, it was {newer.own}"
             raise Corrupt(f"checkpoint {folder}", why=why, hint='if it was changed by hand, take "own" out of it')
@@ -300,25 +300,25 @@ def read_state(folder: Path) -> CheckpointState:
         raise Corrupt(f"checkpoint {folder}", why=str(error), hint="remove it: an older one will be used") from error
 
 
-def find_checkpoints(folder: Path) -> list[Found]:
+def find_checkpoints(folder: Path) -> list[FoundCheckpoint]:
     """All checkpoint folders in a folder, highest step first; those that were set aside are not among them.
 
     Nothing is changed. A checkpoint whose replacement never came is among them, because the next trainer renames it
     back.
 
     Raises:
-        BadInput: one is of a format that only newer versions know. OSError: the file system refused one, see `passing`.
+        BadInput: one is of another format. OSError: the file system refused one, see `is_transient`.
     """
     found = []
     for one in folder.glob(f"{PREFIX}*"):
         if one.name.endswith(REPLACED) and one.with_name(one.name.removesuffix(REPLACED)).exists():
             continue
         try:
-            found.append(Found(one, read_state(one), ""))
+            found.append(FoundCheckpoint(one, read_state(one), ""))
         except (Refused, Corrupt, OSError) as error:
-            if passing(error):
+            if is_transient(error):
                 raise
-            found.append(Found(one, None, error.why if isinstance(error, RelaxError) else str(error)))
+            found.append(FoundCheckpoint(one, None, error.why if isinstance(error, RelaxError) else str(error)))
     return sorted(found, key=lambda one: one.state.step if one.state else _step_of(one.folder), reverse=True)
 
 

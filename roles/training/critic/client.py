@@ -25,7 +25,7 @@ from relax_rt.transport.rpc.interface import idempotent
 CRITIC_SLOT = "critic/0"
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class CriticSample(msgspec.Struct, frozen=True, array_like=True):
     """A sample as the critic sees it: tokens int32 [T], mask uint8 [T], as bytes; and the number of its group.
 
     branches: tokens [start, end) of each, one behind the other, if there are several: none sees what lies before it.
@@ -37,7 +37,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     branches: list[tuple[int, int]] = []
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class TrainingPosition(msgspec.Struct, frozen=True, array_like=True):
     """Where a training is: the trainer's epoch, and the steps it has done."""
 
     epoch: int
@@ -76,7 +76,7 @@ class CriticApi(Protocol):
     """
 
     @idempotent
-    async def begin(self, at: Place, folder: str) -> None:
+    async def begin(self, at: TrainingPosition, folder: str) -> None:
         """Start from a checkpoint's folder, or from the model's own weights if it is empty.
 
         Raises:
@@ -84,26 +84,26 @@ class CriticApi(Protocol):
         """
 
     @idempotent
-    async def values(self, at: Place, first: int, pieces: list[Piece]) -> list[bytes]:
+    async def values(self, at: TrainingPosition, first: int, pieces: list[CriticSample]) -> list[bytes]:
         """Values of these samples of the step, of which `first` is the number of the first one; float32 [T] each.
 
         The value of a token is that of the state before it; tokens under mask 0 have 0.
         """
 
     @idempotent
-    async def returns(self, at: Place, first: int, returns: list[bytes]) -> None:
+    async def returns(self, at: TrainingPosition, first: int, returns: list[bytes]) -> None:
         """What those values should have been, float32 [T]; empty: the sample is not learnt from."""
 
     @idempotent
-    async def learn(self, at: Place) -> CriticReport:
+    async def learn(self, at: TrainingPosition) -> CriticReport:
         """Take the updates of a step on what `values` and `returns` gave; the critic is at the next step then."""
 
     @idempotent
-    async def snapshot(self, at: Place) -> None:
+    async def snapshot(self, at: TrainingPosition) -> None:
         """Copy the state aside."""
 
     @idempotent
-    async def write(self, at: Place, folder: str) -> None:
+    async def write(self, at: TrainingPosition, folder: str) -> None:
         """Write the snapshot of that step into a folder."""
 
 
@@ -112,11 +112,11 @@ SCRATCH = "critic"
 """Folder of the run where the critic writes what goes into a checkpoint."""
 SKIPPED_IN_A_ROW = 5
 """Of its steps one after the other, thrown away or with an update that was, before the run ends; as of the policy."""
-PIECE_BYTES = 8 << 20
+CALL_BYTES = 8 << 20
 """Of tokens and masks in one call; an answer has about as many."""
 
 
-class CriticLink:
+class CriticClient:
     """Takes the critic along with the trainer: to a checkpoint, through each step, into the next checkpoint.
 
     Raises (all methods):
@@ -148,13 +148,15 @@ class CriticLink:
             Refused: the checkpoint does not hold the critic's state.
         """
         async with self._waiting("its state") as api:
-            await api.begin(Place(self._epoch, step), str(folder) if folder is not None else "")
+            await api.begin(TrainingPosition(self._epoch, step), str(folder) if folder is not None else "")
 
     async def judge(self, samples: Sequence[Sample], step: int) -> None:
         """Give each sample its values, float32 [T], of the critic at this step."""
         async with self._waiting("values") as api:
             for first, part in _parts(samples):
-                found = await api.values(Place(self._epoch, step), first, [_piece(sample) for sample in part])
+                found = await api.values(
+                    TrainingPosition(self._epoch, step), first, [_piece(sample) for sample in part]
+                )
                 for sample, raw in zip(part, found, strict=True):
                     values = np.frombuffer(raw, np.float32)
                     if len(values) != len(sample.tokens):
@@ -170,7 +172,7 @@ class CriticLink:
         Raises:
             GivenUp: too many of its steps in a row had a loss or gradient that is not finite.
         """
-        at = Place(self._epoch, step)
+        at = TrainingPosition(self._epoch, step)
         async with self._waiting("its step") as api:
             for first, part in _parts(samples):
                 raw = [b"" if one is None else one.tobytes() for one in returns[first : first + len(part)]]
@@ -186,14 +188,14 @@ class CriticLink:
     async def snapshot(self, step: int) -> None:
         """Copy its state aside, for the checkpoint of this step."""
         async with self._waiting("a copy of its state") as api:
-            await api.snapshot(Place(self._epoch, step))
+            await api.snapshot(TrainingPosition(self._epoch, step))
 
     async def written(self, step: int) -> CriticFiles:
         """Its snapshot of this step, on disk. Training may go on meanwhile."""
         folder = self._scratch / f"step-{step:06d}-{self._epoch}"
         shutil.rmtree(self._scratch, ignore_errors=True)
         folder.mkdir(parents=True)
-        await (await self._api()).write(Place(self._epoch, step), str(folder))
+        await (await self._api()).write(TrainingPosition(self._epoch, step), str(folder))
         return CriticFiles(folder)
 
 
@@ -210,10 +212,10 @@ class CriticFiles:
         shutil.rmtree(self._folder)
 
 
-def _piece(sample: Sample) -> Piece:
+def _piece(sample: Sample) -> CriticSample:
     tokens = np.ascontiguousarray(sample.tokens, np.int32).tobytes()
     mask = np.ascontiguousarray(sample.loss_mask, np.uint8).tobytes()
-    return Piece(sample.meta.group, tokens, mask, sample.meta.branches)
+    return CriticSample(sample.meta.group, tokens, mask, sample.meta.branches)
 
 
 def _parts(samples: Sequence[Sample]) -> Iterator[tuple[int, Sequence[Sample]]]:
@@ -221,7 +223,7 @@ def _parts(samples: Sequence[Sample]) -> Iterator[tuple[int, Sequence[Sample]]]:
     first, size = 0, 0
     for index, sample in enumerate(samples):
         nbytes = 5 * len(sample.tokens)
-        if size and size + nbytes > PIECE_BYTES:
+        if size and size + nbytes > CALL_BYTES:
             yield first, samples[first:index]
             first, size = index, 0
         size += nbytes

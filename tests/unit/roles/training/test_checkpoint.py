@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from relax_rt.config.problems import BadInput
 from relax_rt.roles.training.checkpoints import store as checkpoint
 from relax_rt.roles.training.checkpoints.digests import ModelIdentity, identity_of
-from relax_rt.roles.training.checkpoints.resume import take_newest, through
+from relax_rt.roles.training.checkpoints.resume import resume_newest, wait_for_save
 from relax_rt.roles.training.checkpoints.store import (
     FORMAT,
     KEEP_DAMAGED,
@@ -251,7 +251,7 @@ def taken(store: CheckpointStore) -> tuple[list[str], list[tuple[str, dict[str, 
         names.append(folder.name)
 
     ctx: Any = Context()
-    asyncio.run(take_newest(ctx, store, take))
+    asyncio.run(resume_newest(ctx, store, take))
     return names, ctx.events
 
 
@@ -346,7 +346,7 @@ async def told_of(
         assert n >= 1
         told.append(line)
 
-    await through(asyncio.create_task(work()), store, tell, beside, look_s=0.02)
+    await wait_for_save(asyncio.create_task(work()), store, tell, beside, look_s=0.02)
     return told
 
 

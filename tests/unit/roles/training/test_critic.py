@@ -25,7 +25,13 @@ from relax_rt.roles.base.sample import Sample  # noqa: E402
 from relax_rt.roles.training.algorithms.objective import Objective  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.critic import client as link_module  # noqa: E402
-from relax_rt.roles.training.critic.client import SKIPPED_IN_A_ROW, CriticLink, CriticReport, Piece, Place  # noqa: E402  # noqa: E402
+from relax_rt.roles.training.critic.client import (  # noqa: E402  # noqa: E402
+    SKIPPED_IN_A_ROW,
+    CriticClient,
+    CriticReport,
+    CriticSample,
+    TrainingPosition,
+)
 from relax_rt.roles.training.critic.model import MODEL_FILE, CriticModel  # noqa: E402
 from relax_rt.roles.training.critic.role import CriticService  # noqa: E402
 from relax_rt.roles.training.critic.settings import CriticSettings  # noqa: E402
@@ -180,16 +186,16 @@ class World:
             self.model, lambda _: None, lambda step, report: self.reports.append((step, report))
         )
 
-    def link(self, epoch: int) -> CriticLink:
+    def link(self, epoch: int) -> CriticClient:
         async def peer(slot: str, api: type, *, timeout_s: float) -> CriticService:
             assert slot == "critic/0"
             return self.service
 
         silent = SimpleNamespace(waiting=lambda _: None)
         ctx = SimpleNamespace(who=SimpleNamespace(epoch=epoch), run_dir=self.run_dir, peer=peer, progress=silent)
-        return CriticLink(ctx)  # type: ignore[arg-type]
+        return CriticClient(ctx)  # type: ignore[arg-type]
 
-    async def step(self, link: CriticLink, step: int) -> None:
+    async def step(self, link: CriticClient, step: int) -> None:
         samples = copy.deepcopy(SAMPLES)
         await link.judge(samples, step)
         await link.learn(samples, RETURNS, step)
@@ -292,8 +298,8 @@ async def test_a_critic_at_another_place_refuses(model_dir: Path, tmp_path: Path
 
 async def test_calls_may_come_twice(model_dir: Path, tmp_path: Path) -> None:
     world = World(model_dir, tmp_path)
-    at = Place(1, 0)
-    pieces = [Piece(s.meta.group, s.tokens.tobytes(), s.loss_mask.tobytes()) for s in SAMPLES]
+    at = TrainingPosition(1, 0)
+    pieces = [CriticSample(s.meta.group, s.tokens.tobytes(), s.loss_mask.tobytes()) for s in SAMPLES]
     raw = [r.tobytes() for r in RETURNS]
     calls: list[Callable[[], Any]] = [
         lambda: world.service.begin(at, ""),
@@ -305,10 +311,10 @@ async def test_calls_may_come_twice(model_dir: Path, tmp_path: Path) -> None:
         assert await call() == await call()
     assert [step for step, _ in world.reports] == [1]
     with pytest.raises(Refused, match="were asked for"):
-        await world.service.returns(Place(1, 1), 0, raw)
-    await world.service.values(Place(1, 1), 0, pieces)
+        await world.service.returns(TrainingPosition(1, 1), 0, raw)
+    await world.service.values(TrainingPosition(1, 1), 0, pieces)
     with pytest.raises(Refused, match="not all have returns"):
-        await world.service.learn(Place(1, 1))
+        await world.service.learn(TrainingPosition(1, 1))
 
 
 class Slow:
@@ -356,13 +362,15 @@ class Slow:
 
 async def test_a_step_whose_caller_is_gone_is_alone_to_its_end_and_done_once(tmp_path: Path) -> None:
     model: Any = Slow()
-    service, at = CriticService(model, lambda _: None, lambda *_: None), Place(1, 0)
+    service, at = CriticService(model, lambda _: None, lambda *_: None), TrainingPosition(1, 0)
     await service.begin(at, "")
-    await service.values(at, 0, [Piece(s.meta.group, s.tokens.tobytes(), s.loss_mask.tobytes()) for s in SAMPLES])
+    await service.values(
+        at, 0, [CriticSample(s.meta.group, s.tokens.tobytes(), s.loss_mask.tobytes()) for s in SAMPLES]
+    )
     await service.returns(at, 0, [r.tobytes() for r in RETURNS])
     model.again.clear()
     found = await model.left_at_work(
-        lambda: service.learn(at), lambda: service.learn(at), lambda: service.begin(Place(2, 0), "")
+        lambda: service.learn(at), lambda: service.learn(at), lambda: service.begin(TrainingPosition(2, 0), "")
     )
     assert isinstance(found[0], CriticReport) and found[1] is None
     assert model.said == ["reset", "learn begins", "learn ends", "reset"]
@@ -370,7 +378,7 @@ async def test_a_step_whose_caller_is_gone_is_alone_to_its_end_and_done_once(tmp
 
 async def test_a_write_whose_caller_is_gone_is_alone_in_its_folder(tmp_path: Path) -> None:
     model: Any = Slow()
-    service, at = CriticService(model, lambda _: None, lambda *_: None), Place(1, 0)
+    service, at = CriticService(model, lambda _: None, lambda *_: None), TrainingPosition(1, 0)
     await service.begin(at, "")
     await service.snapshot(at)
     model.again.clear()

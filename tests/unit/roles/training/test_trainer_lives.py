@@ -174,8 +174,8 @@ async def test_nothing_of_a_checkpoint_that_the_critic_refuses_stays(lives: Live
 
         async def restored() -> Any:
             found = await restore()
-            assert role._sieve is not None
-            seen.append(role._sieve.history.outcomes("i").groups)
+            assert role._group_filter is not None
+            seen.append(role._group_filter.history.outcomes("i").groups)
             role.critic = None
             return found
 
