@@ -204,7 +204,7 @@ class World:
 async def test_trainer_and_critic_go_through_steps_and_checkpoints_together(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "PIECE_BYTES", 60)
+    monkeypatch.setattr(link_module, "CALL_BYTES", 60)
     world = World(model_dir, tmp_path)
     link = world.link(1)
     await link.begin(0, None)

@@ -41,7 +41,7 @@ def test_a_digest_is_of_all_bytes_and_the_file_is_never_in_memory(
 ) -> None:
     path, content = tmp_path / "file", bytes(range(251)) * (24 * MIB // 251)
     path.write_bytes(content)
-    monkeypatch.setattr(digests, "TOLD_BYTES", 10 * MIB)
+    monkeypatch.setattr(digests, "PROGRESS_BYTES", 10 * MIB)
     done: list[int] = []
     tracemalloc.start()
     found = digest_of(path, done.append)
@@ -245,7 +245,7 @@ def test_a_start_has_more_time_by_what_comparing_takes(tmp_path: Path, monkeypat
             done(1)
         return digest_of(path)
 
-    monkeypatch.setattr(digests, "AT_ONCE", 1)
+    monkeypatch.setattr(digests, "DIGEST_THREADS", 1)
     monkeypatch.setattr(digests, "digest_of", slow)
     monkeypatch.setattr(keeping, "time", SimpleNamespace(monotonic=lambda: now))
     names, ctx = resumed(store)
