@@ -17,25 +17,18 @@ if TYPE_CHECKING:
 __version__ = VERSION
 __all__ = ["Actor", "BadInput", "RelaxError", "Runtime", "__version__", "discovery"]
 
+_MODULES = {
+    "Actor": "relax_rt.actors",
+    "BadInput": "relax_rt.config.problems",
+    "RelaxError": "relax_rt.transport.rpc.errors",
+    "Runtime": "relax_rt.runtime",
+}
+"""Where each public name is. It is imported at its first use, so that `import relax_rt` stays light."""
+
 
 def __getattr__(name: str) -> Any:
-    # Loaded with the first use, not with the package.
-    if name == "Actor":
-        from relax_rt.actors import Actor
-
-        return Actor
-    if name == "BadInput":
-        from relax_rt.config.problems import BadInput
-
-        return BadInput
-    if name == "RelaxError":
-        from relax_rt.transport.rpc.errors import RelaxError
-
-        return RelaxError
-    if name == "Runtime":
-        from relax_rt.runtime import Runtime
-
-        return Runtime
     if name == "discovery":
         return importlib.import_module("relax_rt.cluster.discovery")
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'relax_rt' has no attribute '{name}'")

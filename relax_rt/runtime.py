@@ -40,7 +40,7 @@ from relax_rt.transport.rpc.errors import RelaxError
 
 T = TypeVar("T")
 ROUTER, DEBUG = "relax_rt.roles.rollout.router", "relax_rt.roles.job.debugging"
-GATEWAY = "relax_rt.roles.gateway.endpoint"
+GATEWAY = "relax_rt.roles.gateway.access"
 POLL_S = 0.1
 STOP_S = 60.0
 """For a run to end in order, beside what supervision.drain_timeout_s gives its roles; then it is ended at once."""
@@ -73,7 +73,7 @@ class Debugged(Protocol):
 
 
 class Served(Protocol):
-    """What `Runtime.gateway` gives: see relax_rt.roles.gateway.endpoint.Endpoint."""
+    """What `Runtime.gateway` gives: see relax_rt.roles.gateway.access.Endpoint."""
 
     @property
     def base_url(self) -> str:

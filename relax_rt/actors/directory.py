@@ -164,7 +164,6 @@ class SlotRoute:
         self._target = directory.target(slot)
 
     async def call(self, method: Method, values: tuple[Any, ...], timeout_s: float) -> Any:
-        """See Client.call; an ActorDied says how the incarnation ended."""
         target = self._target
         target.outstanding += 1
         start_s = asyncio.get_running_loop().time()
@@ -177,7 +176,6 @@ class SlotRoute:
             target.outstanding -= 1
 
     def stream(self, method: Method, values: tuple[Any, ...], timeout_s: float, window: int) -> RemoteStream[Any]:
-        """See Client.stream."""
         known = self._directory
         deaths = DeathLimit(DEATHS, known.alive)
         return self._target.client.stream(method, values, timeout_s, window, known.explained, deaths)

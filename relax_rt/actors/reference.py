@@ -60,7 +60,6 @@ class Reference:
         return function
 
     def with_options(self, *, timeout_s: float | None = None, window: int | None = None) -> Reference:
-        """See Actor.with_options."""
         route, api, options = self.__dict__["_relax_of"]
         changed = Options(
             options.timeout_s if timeout_s is None else timeout_s, options.window if window is None else window
@@ -68,7 +67,6 @@ class Reference:
         return Reference(route, api, changed)
 
     async def all(self) -> list[Reference]:
-        """See Actor.all."""
         route, api, options = self.__dict__["_relax_of"]
         return [Reference(one, api, options) for one in await route.all(options.timeout_s)]
 

@@ -241,7 +241,7 @@ def fallen_behind(evidence: Evidence) -> Iterator[Breach]:
 
 
 def _epoch_of(event: Event) -> int:
-    """Of who wrote it; 0 if it does not say."""
+    """Epoch of the writer; 0 if the event does not say."""
     epoch = str(event.get("by", "")).rpartition("#")[2]
     return int(epoch) if epoch.isdecimal() else 0
 

@@ -44,11 +44,11 @@ def join(given: Joining) -> int:
     """
     from relax_rt.cli.display import say
     from relax_rt.cluster.join import join as take_part
-    from relax_rt.cluster.join import wish_of
+    from relax_rt.cluster.join import join_request
     from relax_rt.config.problems import BadInput
 
     try:
-        wish = wish_of(
+        wish = join_request(
             given.join or "", key=given.key, name=given.name, run_dir=given.dir, host=given.host, wait_s=given.wait
         )
     except RelaxError as error:

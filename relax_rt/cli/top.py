@@ -82,7 +82,6 @@ class Paces:
         self._last: dict[str, tuple[int, float]] = {}
 
     def take(self, seen: Look) -> None:
-        """See how far the slots are."""
         for slot in seen.status.slots:
             pid, epoch, progress, at = self._known.get(slot.slot, (0, 0, 0, 0.0))
             if not slot.pid or (pid, epoch) != (slot.pid, slot.epoch) or slot.progress < progress:

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from relax_rt.actors.directory import CALL_TIMEOUT_S, Directory
-from relax_rt.cluster.nodes.keys import FILE, curve_keys, read_key
-from relax_rt.cluster.nodes.links import Finder
-from relax_rt.cluster.nodes.seat import SEAT, read_keys, read_seat
+from relax_rt.cluster.nodes.join_key import FILE, curve_keys, read_key
+from relax_rt.cluster.nodes.links import AddressResolver
+from relax_rt.cluster.nodes.membership import RECORD, read_keys, read_record
 from relax_rt.interfaces.members import Discovery, Members
 from relax_rt.interfaces.registry import REGISTRY_SLOT, Member, RegistryApi
 from relax_rt.supervision.control import NoRun, find_run
@@ -111,7 +111,7 @@ async def connect(
     if not name or "/" in name:
         raise Refused(f"connecting as {name!r}", why="a name is a word without a slash")
     by_address = isinstance(where, str) and "://" in where
-    found, finder = _at_address(str(where), run_id, key, name) if by_address else _at_run_dir(Path(where), name)
+    found, resolver = _at_address(str(where), run_id, key, name) if by_address else _at_run_dir(Path(where), name)
     try:
         # Asks the registry now, so that a wrong directory or a missing key is said here and not at the first call.
         try:
@@ -122,11 +122,11 @@ async def connect(
         yield found
     finally:
         await found.close()
-        if finder is not None:
-            await finder.close()
+        if resolver is not None:
+            await resolver.close()
 
 
-def _at_run_dir(run_dir: Path, name: str) -> tuple[RunDiscovery, Finder | None]:
+def _at_run_dir(run_dir: Path, name: str) -> tuple[RunDiscovery, AddressResolver | None]:
     run = find_run(run_dir)
     if not run.alive:
         status = run.record.get("status", "over")
@@ -140,17 +140,17 @@ def _at_run_dir(run_dir: Path, name: str) -> tuple[RunDiscovery, Finder | None]:
             return f"unix://{paths.socket_dir / slot_file(slot, '.sock')}"
 
         return RunDiscovery(paths.run_id, name, on_this_node), None
-    run_id = _real_id(paths)
-    finder = Finder(paths.socket_dir, make_hello(run_id, Incarnation(f"{name}/{os.getpid()}", 0)))
-    return RunDiscovery(run_id, name, finder.find, read_keys(paths)), finder
+    run_id = _run_id_of(paths)
+    resolver = AddressResolver(paths.socket_dir, make_hello(run_id, Incarnation(f"{name}/{os.getpid()}", 0)))
+    return RunDiscovery(run_id, name, resolver.resolve, read_keys(paths)), resolver
 
 
-def _real_id(paths: RunPaths) -> str:
-    """The run's own id: a joined node's directories have another one."""
-    return read_seat(paths).joined.seat.run_id if (paths.socket_dir / SEAT).exists() else paths.run_id
+def _run_id_of(paths: RunPaths) -> str:
+    """The run's own id: the directories of a joined node are named by another one."""
+    return read_record(paths).reply.membership.run_id if (paths.socket_dir / RECORD).exists() else paths.run_id
 
 
-def _at_address(address: str, run_id: str, key: str | Path, name: str) -> tuple[RunDiscovery, Finder | None]:
+def _at_address(address: str, run_id: str, key: str | Path, name: str) -> tuple[RunDiscovery, AddressResolver | None]:
     if not run_id:
         raise Refused(f"connecting to {address}", why="run_id is missing", hint="`relax-rt ps` shows it")
     curve = curve_keys(read_key(Path(key)), str(key)) if key else None

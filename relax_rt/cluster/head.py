@@ -23,7 +23,7 @@ from relax_rt.observe.text import clip
 from relax_rt.supervision.agent import run_agent
 from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.plan import plan_roles
-from relax_rt.supervision.protocol import Done
+from relax_rt.supervision.protocol import RunDone
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, write_json
 
 SUMMARY = "summary.json"
@@ -72,7 +72,7 @@ def load_screen(target: str, config: RunConfig, run_dir: Path) -> Screen:
     return make(config, run_dir)
 
 
-def describe(done: Done) -> list[str]:
+def describe(done: RunDone) -> list[str]:
     """The end of a run, in lines for people."""
     # Where there is a diagnosis the cause is told in full by that.
     reason = done.reason if done.diagnosis is None else clip(done.reason, REASON)

@@ -1,6 +1,6 @@
-"""``relax-rt up --join``: takes a seat in a run, stays below it as long as it lasts, and takes another when it is lost.
+"""``relax-rt up --join``: joins a run, runs this node's agent while the membership lasts, joins again when it is lost.
 
-Each seat has a keeper and an agent of its own, so that nothing of a lost one is left in the next.
+Each membership has a keeper and an agent of its own, so that nothing of a lost one is left in the next.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 import msgspec
 
 from relax_rt.cluster.launch import lock_run_dir
-from relax_rt.cluster.nodes.api import DOOR, Facts, HeadApi, NameTaken, Seat
-from relax_rt.cluster.nodes.keys import ENVIRONMENT, FILE, curve_keys, read_key, write_key
+from relax_rt.cluster.nodes.api import HELLO_NAME, HeadApi, NameTaken, NodeFacts, NodeMembership
+from relax_rt.cluster.nodes.join_key import ENVIRONMENT, FILE, curve_keys, read_key, write_key
 from relax_rt.cluster.nodes.machine import count_gpus, physical_mib
-from relax_rt.cluster.nodes.seat import End, Taken, node_paths, read_end, write_seat
-from relax_rt.config.listen import check_listen
+from relax_rt.cluster.nodes.membership import JoinRecord, MembershipEnd, node_paths, read_end, write_record
+from relax_rt.config.checks import check_listen
 from relax_rt.config.version import VERSION
 from relax_rt.process import procfs
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, clean_stale_runs, update_run
@@ -35,21 +35,21 @@ from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError,
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Client, make_hello
 
-ATTEMPT_S = 5.0
-LEAVE_S = 1.0
-AGAIN = BackoffPolicy(base_s=0.5, cap_s=10.0)
+JOIN_TIMEOUT_S = 5.0
+LEAVE_TIMEOUT_S = 1.0
+RETRY = BackoffPolicy(base_s=0.5, cap_s=10.0)
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
+class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
     """How a node wants to join.
 
     Attributes:
-        head: address of the head's door.
+        head: address of the head's listener.
         key: text of the run's key.
-        name: what it wants to be called.
+        name: of the node.
         run_dir: where this node's logs and events go; None: in the run's own directory, under ``nodes/<name>``.
         host: address at which other nodes reach it; empty: the one that it reaches the head from.
-        wait_s: how long to try, each time that there is no seat.
+        wait_s: how long to try, each time it has no membership.
     """
 
     head: str
@@ -60,7 +60,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float = 120.0
 
 
-def wish_of(
+def join_request(
     head: str,
     *,
     key: Path | None = None,
@@ -68,16 +68,16 @@ def wish_of(
     run_dir: Path | None = None,
     host: str = "",
     wait_s: float = 120.0,
-) -> Wish:
-    """What people give, checked.
+) -> JoinRequest:
+    """Check what the command line gives.
 
     Args:
         head: HOST:PORT where the head listens.
         key: file of the run's key; None: its text is in the environment variable RELAX_JOIN_KEY.
-        name, run_dir, host, wait_s: see Wish; the name is the host's own if it is empty.
+        name, run_dir, host, wait_s: see JoinRequest; the name is the host's own if it is empty.
 
     Raises:
-        RelaxError: the address or the key is none.
+        RelaxError: the address or the key is not valid.
     """
     where = check_listen(head)
     text = os.environ.pop(ENVIRONMENT, "") if key is None else read_key(key)
@@ -85,146 +85,153 @@ def wish_of(
         hint = f"--key {FILE} of the run directory on the head, or its text in {ENVIRONMENT}"
         raise Refused(f"joining {head}", why="there is no key", hint=hint)
     curve_keys(text, str(key or ENVIRONMENT))
-    return Wish(head=where, key=text, name=name or own_name(), run_dir=run_dir, host=host, wait_s=wait_s)
+    return JoinRequest(head=where, key=text, name=name or default_name(), run_dir=run_dir, host=host, wait_s=wait_s)
 
 
-def join(wish: Wish, *, say: Callable[[str], None] = lambda line: None) -> int:
-    """Take part in a run until it ends; answers with the exit code.
+def join(request: JoinRequest, *, say: Callable[[str], None] = lambda line: None) -> int:
+    """Take part in a run until it ends; returns the exit code.
 
     Exit codes: that of the run when it has ended; 0 asked to leave (Ctrl-C or SIGTERM once: the node's roles are
     stopped in order and started elsewhere; twice: they are killed, 130); 2 this node cannot take part.
 
     Args:
-        say: takes lines for people.
+        say: prints a line.
 
     Raises:
         RelaxError: no head was reached for wait_s, or it refuses this node.
     """
-    return Joiner(wish, say).run()
+    return Joiner(request, say).run()
 
 
 class Joiner:
-    """The process of `up --join`: one seat after the other."""
+    """The process of `up --join`: one membership after the other."""
 
-    def __init__(self, wish: Wish, say: Callable[[str], None]) -> None:
-        self._wish, self._say = wish, say
-        self._keys = curve_keys(wish.key)
+    def __init__(self, request: JoinRequest, say: Callable[[str], None]) -> None:
+        self._request, self._say = request, say
+        self._keys = curve_keys(request.key)
         self._keeper: subprocess.Popen[bytes] | None = None
-        self._orphan = 0
-        self._asked = 0
+        self._adopted_agent = 0
+        self._signals = 0
 
     def run(self) -> int:
-        """See `join`."""
+        """Join, run the agent to its end, and join again while that makes sense; returns the exit code."""
         clean_stale_runs()
         # An agent whose keeper was killed becomes our child.
         procfs.become_subreaper()
         before = {number: signal.signal(number, self._signalled) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             while True:
-                taken = asyncio.run(self._take_seat())
-                if taken is None:
+                record = asyncio.run(self._join())
+                if record is None:
                     return 128 + signal.SIGINT
-                end = self._sit(taken)
-                self._say(f"{taken.joined.seat}: {end.reason}")
-                if end.over or self._asked:
+                end = self._run_member(record)
+                self._say(f"{record.reply.membership}: {end.reason}")
+                if end.over or self._signals:
                     return end.exit_code
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _signalled(self, number: int, _frame: object) -> None:
-        self._asked += 1
-        if self._orphan:
-            os.kill(self._orphan, number)
+        self._signals += 1
+        if self._adopted_agent:
+            os.kill(self._adopted_agent, number)
         elif self._keeper is not None and number == signal.SIGTERM:
             # Ctrl-C goes to the whole group of the terminal by itself.
             self._keeper.send_signal(number)
 
-    async def _take_seat(self) -> Taken | None:
-        """Join, trying again until wait_s is over; None when told to give up.
+    async def _join(self) -> JoinRecord | None:
+        """Join, trying again until wait_s is over; None after Ctrl-C.
 
         Raises:
             RelaxError: the head refuses this node, or was not reached.
         """
-        deadline = time.monotonic() + self._wish.wait_s
-        token, backoff = secrets.token_hex(8), Backoff(AGAIN, random.Random())
-        self._say(f"joining {self._wish.head} as {self._wish.name}")
-        trouble = ""
-        while not self._asked:
+        deadline = time.monotonic() + self._request.wait_s
+        token, backoff = secrets.token_hex(8), Backoff(RETRY, random.Random())
+        self._say(f"joining {self._request.head} as {self._request.name}")
+        last_error = ""
+        while not self._signals:
             left_s = deadline - time.monotonic()
             try:
-                facts = gather_facts(self._wish)
-                async with self._head(0, min(ATTEMPT_S, max(0.2, left_s))) as head_api:
-                    joined = await head_api.join(facts, token)
-                return Taken(head=self._wish.head, host=facts.host, joined=joined)
+                facts = node_facts(self._request)
+                async with self._head(0, min(JOIN_TIMEOUT_S, max(0.2, left_s))) as head_api:
+                    reply = await head_api.join(facts, token)
+                return JoinRecord(head=self._request.head, host=facts.host, reply=reply)
             except (Unreachable, DeadlineExceeded, NameTaken) as error:
                 if left_s <= 0:
-                    why = f"tried for {self._wish.wait_s:g} s: {error}"
+                    why = f"tried for {self._request.wait_s:g} s: {error}"
                     hint = "does the head run and listen there, and is it this run's key?"
-                    raise Unreachable(f"joining {self._wish.head}", why=why, hint=hint) from error
-                if str(error) != trouble:
+                    raise Unreachable(f"joining {self._request.head}", why=why, hint=hint) from error
+                if str(error) != last_error:
                     self._say(f"not yet: {error}")
-                trouble = str(error)
+                last_error = str(error)
             delay_s = backoff.next_delay_s() or 0.0
             await asyncio.sleep(max(0.0, min(delay_s, deadline - time.monotonic())))
         return None
 
     @asynccontextmanager
     async def _head(self, epoch: int, timeout_s: float) -> AsyncIterator[HeadApi]:
-        client = Client(self._wish.head, make_hello(DOOR, Incarnation(f"{self._wish.name}/0", epoch)), curve=self._keys)
+        client = Client(
+            self._request.head, make_hello(HELLO_NAME, Incarnation(f"{self._request.name}/0", epoch)), curve=self._keys
+        )
         try:
             yield client.bind(HeadApi, timeout_s=timeout_s)
         finally:
             await client.close()
 
-    def _sit(self, taken: Taken) -> End:
-        """Run keeper and agent of one seat; answers with how it ended, once nothing of it is left here."""
-        joined = taken.joined
+    def _run_member(self, record: JoinRecord) -> MembershipEnd:
+        """Run keeper and agent of one membership; returns how it ended, once nothing of it is left here."""
+        reply = record.reply
         try:
-            paths, held = self._prepare(taken)
+            paths, held = self._prepare(record)
         except (OSError, RelaxError) as error:
-            asyncio.run(self._take_leave(joined.seat, f"it cannot take part: {error}"))
+            asyncio.run(self._leave(reply.membership, f"it cannot take part: {error}"))
             raise
         try:
-            self._say(f"joined run {joined.seat.run_id} as {joined.seat.node}; logs in {paths.logs}")
-            code, left = self._keep(paths, held)
+            self._say(f"joined run {reply.membership.run_id} as {reply.membership.node}; logs in {paths.logs}")
+            code, left = self._run_agent(paths, held)
         finally:
             paths.remove_private()
             os.close(held)
-        end = read_end(paths.run_dir, str(joined.seat))
+        end = read_end(paths.run_dir, str(reply.membership))
         if left:
-            # Not a word of leaving: the head waits for the lease, and what is left is fenced by its epochs.
+            # Do not leave: the head waits for the lease to end, and the processes left are fenced by their epochs.
             self._say(f"these processes of the run could not be killed: {', '.join(map(str, left))}")
-            return end or End(seat=str(joined.seat), over=True, exit_code=1, reason="what is left cannot be killed")
+            return end or MembershipEnd(
+                membership=str(reply.membership),
+                over=True,
+                exit_code=1,
+                reason="processes of the run could not be killed",
+            )
         if end is not None and end.over:
             if end.exit_code == 2:
-                asyncio.run(self._take_leave(joined.seat, end.reason))
+                asyncio.run(self._leave(reply.membership, end.reason))
             return end
         reason = end.reason if end is not None else f"its agent died (exit code {code}); its roles were ended"
-        # The keeper has seen all of it dead: the head need not wait for the lease.
-        asyncio.run(self._take_leave(joined.seat, reason))
-        return End(seat=str(joined.seat), over=False, exit_code=code, reason=reason)
+        # The keeper has seen every process dead: the head need not wait for the lease.
+        asyncio.run(self._leave(reply.membership, reason))
+        return MembershipEnd(membership=str(reply.membership), over=False, exit_code=code, reason=reason)
 
-    def _prepare(self, taken: Taken) -> tuple[RunPaths, int]:
-        joined = taken.joined
-        run_dir = self._wish.run_dir or Path(
-            msgspec.json.decode(joined.config)["run"]["dir"], "nodes", joined.seat.node
+    def _prepare(self, record: JoinRecord) -> tuple[RunPaths, int]:
+        reply = record.reply
+        run_dir = self._request.run_dir or Path(
+            msgspec.json.decode(reply.config)["run"]["dir"], "nodes", reply.membership.node
         )
         run_dir = run_dir.absolute()
         held = lock_run_dir(run_dir)
-        paths = node_paths(joined, run_dir)
+        paths = node_paths(reply, run_dir)
         try:
             paths.make_private()
-            write_seat(paths, taken)
-            write_key(paths.socket_dir / FILE, self._wish.key)
-            (run_dir / RESOLVED_CONFIG).write_text(joined.config)
+            write_record(paths, record)
+            write_key(paths.socket_dir / FILE, self._request.key)
+            (run_dir / RESOLVED_CONFIG).write_text(reply.config)
             update_run(
                 run_dir,
                 run_id=paths.run_id,
-                name=joined.seat.node,
+                name=reply.membership.node,
                 status="joined",
-                node=joined.seat.node,
-                head=taken.head,
+                node=reply.membership.node,
+                head=record.head,
                 started_at=time.time(),
                 **dict.fromkeys(("exit_code", "reason", "agent", "ended_at")),
             )
@@ -234,24 +241,24 @@ class Joiner:
             raise
         return paths, held
 
-    def _keep(self, paths: RunPaths, held: int) -> tuple[int, list[int]]:
-        """Start keeper and agent, and wait until nothing of them lives; answers with the exit code and with what would
-        not die."""
+    def _run_agent(self, paths: RunPaths, held: int) -> tuple[int, list[int]]:
+        """Start keeper and agent and wait until they are dead; returns the exit code and the pids that could not be
+        killed."""
         keeper = [sys.executable, "-m", "relax_rt.supervision.keeper"]
         names = ["--run-id", paths.run_id, "--run-dir", str(paths.run_dir)]
-        command = [*keeper, *names, "--", sys.executable, "-m", "relax_rt.cluster.nodes", *names]
+        command = [*keeper, *names, "--", sys.executable, "-m", "relax_rt.cluster.nodes.agent", *names]
         env = {name: value for name, value in os.environ.items() if name != ENVIRONMENT}
         os.set_inheritable(held, True)
         others = procfs.descendants(os.getpid())
         self._keeper = subprocess.Popen(command, env=env, pass_fds=[held], preexec_fn=_end_with_parent)
         try:
-            if self._asked:
+            if self._signals:
                 self._keeper.send_signal(signal.SIGTERM)
             code = self._keeper.wait()
             for pid in procfs.children(os.getpid()):
                 if pid not in others and _is_agent(pid):
-                    # The keeper was killed, which is not the end: the agent has a stand-in by now, and goes on.
-                    code = self._outlast(pid)
+                    # Only the keeper was killed: the agent has started another one and goes on.
+                    code = self._wait_for_agent(pid)
         finally:
             self._keeper = None
         left = procfs.kill_until_none(
@@ -259,54 +266,54 @@ class Joiner:
         )
         return code, left
 
-    def _outlast(self, agent: int) -> int:
-        """Wait for an agent that is our own child."""
-        self._orphan = agent
+    def _wait_for_agent(self, agent: int) -> int:
+        """Wait for an agent that became our child."""
+        self._adopted_agent = agent
         try:
-            # Reaped only once signals are no longer handed on: its pid is its own until then.
+            # Do not reap it while signals are forwarded: until then nothing else can have its pid.
             os.waitid(os.P_PID, agent, os.WEXITED | os.WNOWAIT)
         finally:
-            self._orphan = 0
+            self._adopted_agent = 0
         code = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
         return code if code >= 0 else 128 - code
 
-    async def _take_leave(self, seat: Seat, reason: str) -> None:
-        """Tell the head that nothing is left of this seat, if it can be told."""
+    async def _leave(self, membership: NodeMembership, reason: str) -> None:
+        """Tell the head that nothing is left of this membership, if it answers."""
         try:
-            async with self._head(seat.epoch, LEAVE_S) as head_api:
-                await head_api.leave(seat, reason)
+            async with self._head(membership.epoch, LEAVE_TIMEOUT_S) as head_api:
+                await head_api.leave(membership, reason)
         except RelaxError as error:
             self._say(f"the head could not be told: {error}")
 
 
 def _end_with_parent() -> None:
-    """When the process of `up --join` is killed, the keeper ends this node's part in order."""
+    """When the process of `up --join` is killed, the keeper ends this node's agent in order."""
     procfs.prctl(procfs.PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _is_agent(pid: int) -> bool:
-    """Whether a process is a node's agent, or about to become one."""
+    """Whether a process is a node's agent, or is about to exec it."""
     try:
-        return b"relax_rt.cluster.nodes" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return b"relax_rt.cluster.nodes.agent" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
 
 
-def own_name() -> str:
-    """The host's name, as a node may be called."""
+def default_name() -> str:
+    """The host's name in the form of a node's name."""
     host = socket.gethostname().partition(".")[0]
     return "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in host)[:40] or "node"
 
 
-def gather_facts(wish: Wish) -> Facts:
-    """What this machine is.
+def node_facts(request: JoinRequest) -> NodeFacts:
+    """Describe this machine to the head.
 
     Raises:
         Unreachable: there is no way to the head's network.
     """
-    return Facts(
-        name=wish.name,
-        host=wish.host or own_address(wish.head),
+    return NodeFacts(
+        name=request.name,
+        host=request.host or address_towards(request.head),
         machine=socket.gethostname(),
         cores=len(os.sched_getaffinity(0)),
         memory_mib=physical_mib(),
@@ -317,7 +324,7 @@ def gather_facts(wish: Wish) -> Facts:
     )
 
 
-def own_address(head: str) -> str:
+def address_towards(head: str) -> str:
     """The address of this machine that packets to the head come from.
 
     Raises:

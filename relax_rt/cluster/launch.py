@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from relax_rt.cluster.nodes.checks import check_nodes
-from relax_rt.cluster.nodes.keys import FILE as JOIN_KEY
-from relax_rt.cluster.nodes.keys import make_key, read_key, write_key
+from relax_rt.cluster.nodes.join_key import FILE as JOIN_KEY
+from relax_rt.cluster.nodes.join_key import make_key, read_key, write_key
 from relax_rt.config.job import Job, load_job
 from relax_rt.config.loader import SYSTEM_ROLES, config_digest, load_config, write_resolved
 from relax_rt.config.schema import RunConfig

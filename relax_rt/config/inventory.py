@@ -8,7 +8,6 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from relax_rt.config.mending import certain
 from relax_rt.config.problems import ConfigErrors, KeyPath, Problem, did_you_mean
 from relax_rt.config.schema import Table
 from relax_rt.config.source import read_source
@@ -111,7 +110,7 @@ def load_inventory(path: Path) -> Inventory:
     """
     source, problems = read_source(path, ())
     found = validate(Inventory, source.data)
-    problems += certain(found if isinstance(found, list) else _check(found), source.lost)
+    problems += found if isinstance(found, list) else _check(found)
     if problems or isinstance(found, list):
         raise ConfigErrors(str(path), [source.locate(problem) for problem in problems])
     return found

@@ -16,12 +16,11 @@ from relax_rt.config import RESOLVED_CONFIG
 from relax_rt.config.checks import check_runtime
 from relax_rt.config.inventory import Inventory
 from relax_rt.config.job import Job, Planner, job_names, load_job
-from relax_rt.config.mending import certain, in_doubt, mend
 from relax_rt.config.problems import ConfigErrors, KeyPath, Problem, did_you_mean
 from relax_rt.config.schema import RoleSettings, RunConfig, SupervisionTable
 from relax_rt.config.source import Source, read_source
 from relax_rt.config.target import TargetError, absolute_target, load_target
-from relax_rt.config.validation import validate
+from relax_rt.config.validation import certain, in_doubt, repair, validate
 from relax_rt.transport.rpc.errors import RelaxError
 
 S = TypeVar("S", bound=RoleSettings)
@@ -144,7 +143,7 @@ def _quick(
                 runtime = guessed
             else:
                 runtime, across = _chosen(job, runtime, config_dir, inventory, measured=True)
-        problems += certain(across, in_doubt(problems) | source.lost)
+        problems += certain(across, in_doubt(problems))
     if problems or runtime is None:
         raise ConfigErrors(str(path), _placed(source, problems))
     return runtime
@@ -266,10 +265,10 @@ def _tables(model: type[RunConfig], source: Source, problems: list[Problem]) -> 
     found = validate(model, source.data)
     if not isinstance(found, list):
         return found
-    problems += [problem for problem in found if problem.path not in source.lost]
-    # The runtime's tables are checked also when the job's are wrong beyond mending.
+    problems += found
+    # The runtime's tables are checked also when the job's are wrong beyond repair.
     rest = validate(_AnyJob, source.data)
-    return mend(model, source.data, found) or mend(_AnyJob, source.data, rest if isinstance(rest, list) else [])
+    return repair(model, source.data, found) or repair(_AnyJob, source.data, rest if isinstance(rest, list) else [])
 
 
 def _run_dir(config: RunConfig, problems: list[Problem]) -> str | None:
@@ -300,7 +299,7 @@ def _roles(
         found = validate(settings, table, ("roles", kind), home)
         if isinstance(found, list):
             problems += found
-            sound = mend(settings, table, found, ("roles", kind))
+            sound = repair(settings, table, found, ("roles", kind))
             if sound is not None:
                 roles[kind] = sound
         else:

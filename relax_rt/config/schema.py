@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from relax_rt.config.problems import KeyPath, Problem, dotted
 from relax_rt.transport.rpc.errors import RelaxError
 
 Seconds = Annotated[float, Field(gt=0)]
 Filled = Annotated[str, Field(min_length=1)]
 """A path or a name: empty, it would name the folder that it is relative to."""
 MIB = 1 << 20
+RESERVED_ENV = "RELAX_"
+"""Prefix of the variables by which the agent configures a role's process."""
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 T = TypeVar("T", bound="Table")
 S = TypeVar("S", bound="RoleSettings")
@@ -24,6 +29,14 @@ class Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
     meant: ClassVar[Mapping[str, str]] = {}
     """Keys of other trainers, that are none here -> what to write instead."""
+
+    def problems(self, path: KeyPath) -> Iterable[Problem]:
+        """Check the table's own keys against each other, beyond their types and bounds.
+
+        Args:
+            path: where the table stands in the config.
+        """
+        return ()
 
 
 class RunTable(Table):
@@ -55,6 +68,35 @@ class RestartTable(Table):
     ends the run with a diagnosis."""
     role_period_s: Seconds = 3600.0
     """Length of the window in which restarts of a whole role are counted."""
+
+    @property
+    def longest_backoff_s(self) -> float:
+        """Upper limit of all waits together until the restarts of a window are used up."""
+        return sum(min(self.backoff_first_s * 2.0**n, self.backoff_max_s) for n in range(self.max_restarts))
+
+    def problems(self, path: KeyPath) -> Iterator[Problem]:
+        """Refuse limits that can never fire: intensity and back-off are judged together."""
+        if self.backoff_first_s > self.backoff_max_s:
+            message = f"backoff_first_s = {self.backoff_first_s:g} is above backoff_max_s = {self.backoff_max_s:g}"
+            yield Problem((*path, "backoff_first_s"), message, "the first wait is the shortest one")
+            return
+        waits_s = self.longest_backoff_s
+        if waits_s >= self.period_s:
+            message = (
+                f"a limit of {self.max_restarts} restarts in {self.period_s:g} s can never fire: "
+                f"the waits before them alone may take {waits_s:g} s"
+            )
+            hint = "raise period_s, or lower max_restarts or backoff_max_s"
+            yield Problem((*path, "max_restarts"), message, hint)
+            return
+        # Before a role is restarted as a whole, one of its slots has used up its own restarts; once more at the end.
+        waits_s = waits_s * (self.role_restarts + 1) + self.backoff_max_s * self.role_restarts
+        if self.role_restarts and waits_s >= self.role_period_s:
+            message = (
+                f"a limit of {self.role_restarts} restarts of a role in {self.role_period_s:g} s can never fire: "
+                f"the waits of its slots alone may take {waits_s:g} s"
+            )
+            yield Problem((*path, "role_restarts"), message, "raise role_period_s, or lower role_restarts")
 
 
 class NodesTable(Table):
@@ -88,6 +130,10 @@ class SupervisionTable(Table):
     """Let `relax-rt chaos` inject faults into the roles of this run; false refuses them."""
     nodes: NodesTable = NodesTable()
 
+    def problems(self, path: KeyPath) -> Iterable[Problem]:
+        """Check the inner table [supervision.restart]."""
+        return self.restart.problems((*path, "restart"))
+
 
 class QueueTable(Table):
     """The TransferQueue."""
@@ -115,6 +161,12 @@ class QueueTable(Table):
     """A sample whose consumers died this often is set aside."""
     fsync_every_s: Seconds = 1.0
     """How often the journal is forced to disk (a process's death loses nothing; this is for a host's)."""
+
+    def problems(self, path: KeyPath) -> Iterator[Problem]:
+        """Refuse a slab that the queue has no room for."""
+        if self.slab_mib > self.capacity_mib:
+            message = f"a slab of {self.slab_mib} MiB is larger than the queue's capacity of {self.capacity_mib} MiB"
+            yield Problem((*path, "slab_mib"), message, "lower slab_mib or raise capacity_mib")
 
 
 class EventsTable(Table):
@@ -167,6 +219,19 @@ class RoleSettings(Table):
     """Environment variables of this role."""
     target: str | None = None
     """Class of your own role, `file.py:Class` (relative to the config file) or `package.module:Class`."""
+
+    def problems(self, path: KeyPath) -> Iterator[Problem]:
+        """Refuse a `min_ready` above `count`, and variables that no role can be given."""
+        if self.min_ready is not None and self.min_ready > self.count:
+            message = f"min_ready = {self.min_ready} of {self.count} slots can never be ready"
+            yield Problem((*path, "min_ready"), message, f"raise {dotted(path)}.count, or lower min_ready")
+        for name in self.env:
+            if not _ENV_NAME.fullmatch(name):
+                message = f"'{name}' is no name of an environment variable"
+                yield Problem((*path, "env", name), message, at="key")
+            elif name.startswith(RESERVED_ENV):
+                message = f"variables that begin with {RESERVED_ENV} belong to the runtime"
+                yield Problem((*path, "env", name), message, at="key")
 
 
 class Chosen(Table):

@@ -1,7 +1,12 @@
-"""The text of a config: parsed, overridden by --set, and able to say where each key stands."""
+"""The text of a config: parsed as TOML, overridden by --set, with the place of each key.
+
+tomllib tells what a document says but not where, so the text is scanned once more for positions. It has passed tomllib
+by then: the scanner only has to find ends, never to refuse.
+"""
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,28 +14,59 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.config.positions import Span, scan
-from relax_rt.config.problems import OVERRIDE, BadInput, ConfigErrors, KeyPath, Problem, dotted
-from relax_rt.config.syntax import Text, keys_of, parse
+from relax_rt.config.problems import OVERRIDE, BadInput, ConfigErrors, KeyPath, Place, Problem, dotted
 
 MAX_BYTES = 1 << 20
+_ERROR_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
+_TWICE = ("Cannot overwrite", "Cannot declare", "Cannot mutate", "Cannot redefine")
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+_BLANK = re.compile(r"(?:[ \t\n]|#[^\n]*)*")
+_SPACE = re.compile(r"[ \t]*")
+_SCALAR = re.compile(r"[^,\]}#\n]*")
+_BASIC = re.compile(r'"(?:[^"\\]|\\.)*"')
+_LITERAL = re.compile(r"'[^']*'")
+_MULTI_BASIC = re.compile(r'"""(?:[^"\\]|\\.|"{1,2}(?!"))*"{3,5}', re.DOTALL)
+_MULTI_LITERAL = re.compile(r"'''(?:[^']|'{1,2}(?!'))*'{3,5}", re.DOTALL)
+_STRINGS = (_MULTI_BASIC, _MULTI_LITERAL, _BASIC, _LITERAL)
+
+
+class Text(msgspec.Struct, frozen=True):
+    """A file's or an override's text, named as in messages."""
+
+    name: str
+    text: str
+
+    def place(self, span: tuple[int, int]) -> Place:
+        """Where characters [start, end) stand; a span over several lines is cut at the end of its first."""
+        start, end = span
+        head = self.text.rfind("\n", 0, start) + 1
+        tail = self.text.find("\n", start)
+        line = self.text[head : tail if tail >= 0 else len(self.text)]
+        return Place(
+            file=self.name,
+            line=self.text.count("\n", 0, start) + 1,
+            column=start - head + 1,
+            text=line,
+            width=max(1, min(end, head + len(line)) - start),
+        )
+
+    def end(self) -> Place:
+        """Just after the last line that is not blank."""
+        at = len(self.text.rstrip())
+        return self.place((at, at + 1))
 
 
 class Source:
-    """A config's data and the place of each key of it.
+    """A config's data, and where each of its keys stands.
 
-    Attributes:
-        problems: mistakes of TOML that were read past.
-        lost: keys whose value is not known: it could not be read, or is given twice.
+    Raises:
+        ConfigErrors: the text is not TOML.
     """
 
     def __init__(self, text: Text) -> None:
         self.text = text
-        parsed = parse(text)
-        self.data = parsed.data
-        self.problems = parsed.problems
-        self.lost = parsed.lost
-        self._spans: dict[KeyPath, tuple[Text, Span]] = {path: (text, span) for path, span in scan(parsed.read).items()}
+        self.data = parse(text)
+        self._spans: dict[KeyPath, tuple[Text, Span]] = {path: (text, span) for path, span in scan(text.text).items()}
 
     def override(self, assignment: str) -> Problem | None:
         """Apply one ``a.b=value``: the value is read as TOML, else taken as a string."""
@@ -79,7 +115,7 @@ def read_source(path: Path, overrides: Sequence[str]) -> tuple[Source, list[Prob
 
     Raises:
         BadInput: the file cannot be read.
-        ConfigErrors: it is not TOML.
+        ConfigErrors: it is not UTF-8 or not TOML.
     """
     try:
         raw = path.read_bytes()
@@ -102,7 +138,7 @@ def read_source(path: Path, overrides: Sequence[str]) -> tuple[Source, list[Prob
         raise ConfigErrors(str(path), [problem]) from error
     source = Source(Text(str(path), text.replace("\r\n", "\n")))
     overridden = [found for assignment in overrides if (found := source.override(assignment)) is not None]
-    return source, [*source.problems, *overridden]
+    return source, overridden
 
 
 def _in_folder(folder: Path) -> str:
@@ -144,3 +180,191 @@ def _assignment(text: Text) -> tuple[tuple[str, ...] | None, tuple[int, int], An
 def _shifted(span: Span, by: int) -> Span:
     key = (span.key[0] + by, span.key[1] + by) if span.key != (0, 0) else span.key
     return Span(key, (span.value[0] + by, span.value[1] + by))
+
+
+def parse(text: Text) -> dict[str, Any]:
+    """Parse a text as TOML.
+
+    Raises:
+        ConfigErrors: the first syntax error, as tomllib says it, with its place and a hint.
+    """
+    try:
+        return tomllib.loads(text.text)
+    except RecursionError as error:
+        problem = Problem((), "not TOML: arrays or tables are nested too deeply", place=text.end())
+        raise ConfigErrors(text.name, [problem]) from error
+    except tomllib.TOMLDecodeError as error:
+        message = str(error)
+    place = text.end()
+    if (found := _ERROR_PLACE.search(message)) and found[1]:
+        line, column = int(found[1]), int(found[2])
+        start = sum(len(one) + 1 for one in text.text.split("\n")[: line - 1])
+        span = (start + column - 1, start + column)
+        if message.startswith(_TWICE):
+            # tomllib says where the statement ends; what is given twice is its key.
+            name = text.place(span).text.split("=")[0].rstrip()
+            span = (start + len(name) - len(name.lstrip()), start + len(name))
+        place = text.place(span)
+    problem = Problem((), f"not TOML: {_ERROR_PLACE.sub('', message)}", _syntax_hint(message, place), place=place)
+    raise ConfigErrors(text.name, [problem])
+
+
+def _syntax_hint(message: str, place: Place) -> str:
+    if message.startswith(_TWICE):
+        return "the same name is given twice"
+    rest = place.text[place.column - 1 :].split("#")[0].strip()
+    if "Invalid value" not in message or not rest:
+        return ""
+    if rest in ("True", "False"):
+        return f"TOML writes {rest.lower()}"
+    return "TOML has no null: leave the key out" if rest == "None" else f'text stands in quotes: "{rest}"'
+
+
+def keys_of(text: str) -> tuple[str, ...] | None:
+    """The parts of a dotted key; None when it is none."""
+    try:
+        level: Any = tomllib.loads(f"{text}=0")
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return None
+    keys = []
+    while isinstance(level, dict):
+        if len(level) != 1:
+            return None
+        (key,) = level
+        keys.append(key)
+        level = level[key]
+    return tuple(keys)
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Character offsets of a key and of its value, [start, end) each; (0, 0) for the key of an array's element."""
+
+    key: tuple[int, int]
+    value: tuple[int, int]
+
+
+def scan(text: str) -> dict[KeyPath, Span]:
+    """Positions of every key path of a TOML document that tomllib accepts (line ends as \\n)."""
+    scanner = _Scanner(text)
+    scanner.document()
+    return scanner.spans
+
+
+class _Scanner:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+        self.spans: dict[KeyPath, Span] = {}
+        self.tables_in: dict[KeyPath, int] = {}
+        """Arrays of tables and how many tables each has so far."""
+
+    def document(self) -> None:
+        table: KeyPath = ()
+        self._skip(_BLANK)
+        while self.at < len(self.text):
+            if self.text.startswith("[[", self.at):
+                table = self._header(2)
+            elif self.text[self.at] == "[":
+                table = self._header(1)
+            else:
+                self._pair(table)
+            self._skip(_BLANK)
+
+    def _skip(self, pattern: re.Pattern[str]) -> tuple[int, int]:
+        start = self.at
+        match = pattern.match(self.text, start)
+        self.at = match.end() if match else start
+        return start, self.at
+
+    def _header(self, brackets: int) -> KeyPath:
+        start = self.at
+        self.at += brackets
+        keys = self._keys()
+        self._skip(_SPACE)
+        self.at += brackets
+        whole = (start, self.at)
+        path = self._enter((), keys[:-1], whole)
+        name, key = keys[-1]
+        path = (*path, name)
+        if brackets == 2:
+            index = self.tables_in.get(path, 0)
+            self.tables_in[path] = index + 1
+            self.spans.setdefault(path, Span(key, whole))
+            path = (*path, index)
+        elif path in self.tables_in:
+            path = (*path, self.tables_in[path] - 1)
+        self.spans[path] = Span(key, whole)
+        return path
+
+    def _enter(self, table: KeyPath, keys: list[tuple[str, tuple[int, int]]], whole: tuple[int, int]) -> KeyPath:
+        """Follow keys from a table, into the newest element of arrays of tables; parents seen first are recorded."""
+        for name, key in keys:
+            table = (*table, name)
+            self.spans.setdefault(table, Span(key, whole))
+            if table in self.tables_in:
+                table = (*table, self.tables_in[table] - 1)
+        return table
+
+    def _pair(self, table: KeyPath) -> None:
+        start = self.at
+        keys = self._keys()
+        self._skip(_SPACE)
+        self.at += 1
+        self._skip(_SPACE)
+        path = self._enter(table, keys[:-1], (start, keys[-1][1][1]))
+        name, key = keys[-1]
+        self._value((*path, name), key)
+
+    def _keys(self) -> list[tuple[str, tuple[int, int]]]:
+        keys = []
+        while True:
+            self._skip(_SPACE)
+            quoted = self.text[self.at] in "\"'"
+            pattern = (_BASIC if self.text[self.at] == '"' else _LITERAL) if quoted else _BARE
+            start, end = self._skip(pattern)
+            raw = self.text[start:end]
+            keys.append((next(iter(tomllib.loads(f"{raw} = 0"))) if quoted else raw, (start, end)))
+            self._skip(_SPACE)
+            if not self.text.startswith(".", self.at):
+                return keys
+            self.at += 1
+
+    def _value(self, path: KeyPath, key: tuple[int, int]) -> None:
+        start = self.at
+        first = self.text[start : start + 1]
+        # Recorded before its parts, so that a parent comes before its children.
+        self.spans[path] = Span(key, (start, start))
+        if first == "[":
+            self._array(path)
+        elif first == "{":
+            self._inline_table(path)
+        elif first in ('"', "'"):
+            self.at = next(match.end() for p in _STRINGS if (match := p.match(self.text, start)))
+        else:
+            self._skip(_SCALAR)
+            self.at = start + len(self.text[start : self.at].rstrip())
+        self.spans[path] = Span(key, (start, self.at))
+
+    def _array(self, path: KeyPath) -> None:
+        self.at += 1
+        index = 0
+        self._skip(_BLANK)
+        while self.text[self.at] != "]":
+            self._value((*path, index), (0, 0))
+            index += 1
+            self._separator()
+        self.at += 1
+
+    def _inline_table(self, path: KeyPath) -> None:
+        self.at += 1
+        self._skip(_BLANK)
+        while self.text[self.at] != "}":
+            self._pair(path)
+            self._separator()
+        self.at += 1
+
+    def _separator(self) -> None:
+        self._skip(_BLANK)
+        if self.text[self.at] == ",":
+            self.at += 1
+            self._skip(_BLANK)

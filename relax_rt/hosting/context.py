@@ -1,4 +1,4 @@
-"""The host's implementation of a role's context: registry membership, peers, server, events, metrics, progress."""
+"""The host's implementation of a role's context: registry registry_lease, peers, server, events, metrics, progress."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import socket
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import structlog
 
 from relax_rt.actors.directory import Directory
 from relax_rt.cluster.nodes.api import HEAD
-from relax_rt.cluster.nodes.links import Finder, Links
-from relax_rt.cluster.nodes.memory import FarMemory
+from relax_rt.cluster.nodes.links import AddressResolver, Links, NodePayloads
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.interfaces.registry import QUEUE_SLOT, REGISTRY_SLOT, RegistryApi
 from relax_rt.interfaces.role import Progress
@@ -25,13 +24,11 @@ from relax_rt.observe.events import EventLog
 from relax_rt.observe.metrics import MetricsLog
 from relax_rt.supervision.channel import AddressMsg, ProgressMsg, ReadyMsg, send_now
 from relax_rt.supervision.rundir import slot_file
+from relax_rt.transport.memory.payload_fetcher import Fetcher
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Client, Server, make_hello
-
-if TYPE_CHECKING:
-    from relax_rt.transport.memory.payload import Fetcher
 
 T = TypeVar("T")
 
@@ -69,20 +66,17 @@ class ProgressReporter:
             return self._n, f"waiting: {self._waiting}" if self._waiting else self._detail
 
     def advance(self, n: int = 1, detail: str = "") -> None:
-        """See Progress.advance."""
         with self._changed:
             self._n += n
             self._detail = detail or self._detail
             self._mark()
 
     def waiting(self, reason: str) -> None:
-        """See Progress.waiting."""
         with self._changed:
             self._waiting = reason
             self._mark()
 
     def extend(self, seconds: float, reason: str) -> None:
-        """See Progress.extend."""
         with self._changed:
             self._extend_s += seconds
             self._detail = reason
@@ -169,9 +163,11 @@ class HostContext:
         if durable:
             self.payload_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._links = Links.from_environment()
-        self._far = FarMemory(shm_dir, who, self._links) if self._links and self._links.node != HEAD else None
-        if self._far is not None:
-            self.payload_dir, self.spill_dir = self._far.directory, None
+        self._node_payloads = (
+            NodePayloads(shm_dir, who, self._links) if self._links and self._links.node != HEAD else None
+        )
+        if self._node_payloads is not None:
+            self.payload_dir, self.spill_dir = self._node_payloads.directory, None
         self._fetcher: Fetcher | None = None
         self.seed = derive_seed(config.run.seed, who)
         self.log = structlog.get_logger().bind(slot=who.slot, epoch=who.epoch)
@@ -187,32 +183,29 @@ class HostContext:
         self._hello = make_hello(run_id, who)
         self._clients: dict[str, Client] = {}
         self._server: Server | None = None
-        self._finder = Finder(socket_dir, self._hello) if self._links else None
+        self._resolver = AddressResolver(socket_dir, self._hello) if self._links else None
         self.remote = ""
         self._events = EventLog(run_dir, str(who))
         self._metrics = MetricsLog(run_dir, str(who))
-        self.membership: Membership | None = None
+        self.registry_lease: RegistryLease | None = None
         if who.slot == REGISTRY_SLOT or not has_registry:
             why = "this is the registry" if has_registry else "the run has no registry"
             self.registry = cast(RegistryApi, _NoRegistry(why))
         else:
             self.registry = self._client(REGISTRY_SLOT).bind(RegistryApi, timeout_s=CALL_TIMEOUT_S)
-            self.membership = Membership(self, self._client(REGISTRY_SLOT))
-        self._directory = Directory(self._client, self.registry if self.membership is not None else None)
+            self.registry_lease = RegistryLease(self, self._client(REGISTRY_SLOT))
+        self._directory = Directory(self._client, self.registry if self.registry_lease is not None else None)
 
     async def queue(self) -> QueueApi:
         """The TransferQueue's broker."""
         queue = await self.peer(QUEUE_SLOT, QueueApi, timeout_s=CALL_TIMEOUT_S)
-        if self._far is not None:
-            await self._far.tell(queue)
+        if self._node_payloads is not None:
+            await self._node_payloads.announce(queue)
         return queue
 
     @property
     def fetcher(self) -> Fetcher | None:
-        """See RoleContext."""
         if self._links is not None and self._fetcher is None:
-            from relax_rt.transport.memory.payload import Fetcher
-
             self._fetcher = Fetcher(self._links.keys)
         return self._fetcher
 
@@ -242,8 +235,8 @@ class HostContext:
         first, self.is_ready = not self.is_ready, True
         if first:
             await asyncio.to_thread(send_now, self._control, ReadyMsg())
-        if self.membership is not None:
-            await self.membership.renew_now()
+        if self.registry_lease is not None:
+            await self.registry_lease.renew_now()
 
     def event(self, kind: str, /, **fields: Any) -> None:
         """Append to the run's event log."""
@@ -267,19 +260,19 @@ class HostContext:
     async def close(self, how: str = FINISHED) -> None:
         """Leave the registry, with the word how this incarnation ends, and end all connections."""
         try:
-            if self.membership is not None:
-                await self.membership.leave(how)
+            if self.registry_lease is not None:
+                await self.registry_lease.leave(how)
             await self._directory.close()
             if self._server is not None:
                 await self._server.close()
             for client in self._clients.values():
                 await client.close()
-            if self._finder is not None:
-                await self._finder.close()
+            if self._resolver is not None:
+                await self._resolver.close()
             if self._fetcher is not None:
                 await self._fetcher.close()
-            if self._far is not None:
-                await self._far.close()
+            if self._node_payloads is not None:
+                await self._node_payloads.close()
         finally:
             self._events.close()
             self._metrics.close()
@@ -287,13 +280,13 @@ class HostContext:
     def _client(self, slot: str) -> Client:
         if slot not in self._clients:
             path = f"unix://{self._socket_dir / slot_file(slot, '.sock')}"
-            self._clients[slot] = self._far_client(slot) if self._links else Client(path, self._hello)
+            self._clients[slot] = self._remote_client(slot) if self._links else Client(path, self._hello)
         return self._clients[slot]
 
-    def _far_client(self, slot: str) -> Client:
+    def _remote_client(self, slot: str) -> Client:
         """To a slot that may run on any node, now on this one and then on that: looked for before every connect."""
-        assert self._finder is not None and self._links is not None
-        return Client(functools.partial(self._finder.find, slot), self._hello, curve=self._links.keys, slot=slot)
+        assert self._resolver is not None and self._links is not None
+        return Client(functools.partial(self._resolver.resolve, slot), self._hello, curve=self._links.keys, slot=slot)
 
     @property
     def node(self) -> str:
@@ -301,7 +294,7 @@ class HostContext:
         return self._links.node if self._links else ""
 
 
-class Membership:
+class RegistryLease:
     """A role's entry in the registry, renewed in the background.
 
     A registry that is away costs nothing but freshness: renewals are tried again until it is back. `keep` returns

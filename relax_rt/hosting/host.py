@@ -48,7 +48,7 @@ from relax_rt.supervision.channel import (
     decode_to_role,
     send_now,
 )
-from relax_rt.supervision.diagnosis import Kind, Report, cause_of, classify_exception
+from relax_rt.supervision.diagnosis import FailureReport, Kind, cause_of, classify_exception
 from relax_rt.supervision.rundir import RESOLVED_CONFIG
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
@@ -280,7 +280,6 @@ async def _threads_left() -> bool:
 
 
 def _tie_to_agent(orders: Orders) -> socket.socket:
-    """See to it that this process dies with the agent and can show its stacks; the control socket."""
     procfs.prctl(procfs.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != orders.agent_pid:
         os._exit(EXIT_ORPHANED)
@@ -311,8 +310,8 @@ async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], 
         # A role that is asked to stop during setup is not set up to the end.
         if whole := await _first(role.setup(), stop_wait):
             await ctx.listen()
-            if ctx.membership is not None:
-                watches.append(asyncio.create_task(ctx.membership.keep()))
+            if ctx.registry_lease is not None:
+                watches.append(asyncio.create_task(ctx.registry_lease.keep()))
             if ctx.settings.live_every_s is not None:
                 watches.append(asyncio.create_task(probe(role, ctx.settings.live_every_s)))
             await _first(role.run(), *watches)
@@ -425,7 +424,7 @@ def _fail(control: socket.socket, kind: Kind, error: BaseException, exit_code: i
     cause = cause_of(error)
     structlog.get_logger().error("role failed", kind=kind, cause=cause)
     sys.stderr.write(trace)
-    send_now(control, FailedMsg(Report(kind=kind, cause=cause[:2000], trace=trace[-TRACE_BYTES:])))
+    send_now(control, FailedMsg(FailureReport(kind=kind, cause=cause[:2000], trace=trace[-TRACE_BYTES:])))
     return exit_code
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from relax_rt.cluster.nodes.links import Links
 from relax_rt.config.job import advice, load_job
 from relax_rt.interfaces.role import Role
+from relax_rt.transport.memory.payload_server import PayloadServer
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.broker import Broker
 from relax_rt.transport.queue.ledger.failures import REPORT_EVERY_S
 from relax_rt.transport.queue.ledger.policy import QueueLimits
-from relax_rt.transport.weights.served import STAGE_DIR, StageApi
-
-if TYPE_CHECKING:
-    from relax_rt.transport.memory.payload import PayloadServer
+from relax_rt.transport.weights.stage_server import STAGE_DIR, StageApi, stage_server
 
 METRICS_EVERY_S = 2.0
 REPORTED = ("by_state", "outstanding", "bound", "payload_bytes", "refused_stale")
@@ -28,7 +26,6 @@ class Stage:
         self._address = address
 
     async def where(self) -> str:
-        """See StageApi."""
         return self._address
 
 
@@ -72,8 +69,6 @@ class QueueRole(Role):
         """Give the payloads of this node out to other nodes, if the run has any."""
         if (links := Links.from_environment()) is None:
             return None
-        from relax_rt.transport.memory.payload import PayloadServer
-
         server = PayloadServer(self.ctx.payload_dir, self.ctx.spill_dir, keys=links.keys)
         await server.listen(links.listen)
         return server
@@ -83,8 +78,6 @@ class QueueRole(Role):
         them while no trainer is there."""
         if (links := Links.from_environment()) is None:
             return None
-        from relax_rt.transport.weights.served import stage_server
-
         server = stage_server(self.ctx.shm_dir / STAGE_DIR, links.keys)
         await server.listen(links.listen)
         return server

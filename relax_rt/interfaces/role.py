@@ -15,7 +15,7 @@ from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.rpc.identity import Incarnation
 
 if TYPE_CHECKING:
-    from relax_rt.transport.memory.payload import Fetcher
+    from relax_rt.transport.memory.payload_fetcher import Fetcher
 
 T = TypeVar("T")
 

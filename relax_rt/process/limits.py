@@ -26,7 +26,7 @@ AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 AUTOGROUP_ATTEMPTS = 20
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one process.
 
     Attributes:
@@ -42,7 +42,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
 
 
-def apply(limits: Limits, pid: int = 0) -> list[str]:
+def apply(limits: ProcessLimits, pid: int = 0) -> list[str]:
     """Apply limits to a process (0: ourselves) that has just started; threads that it already has keep their own.
 
     Returns:

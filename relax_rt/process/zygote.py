@@ -83,7 +83,7 @@ class ForkMsg(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", tag="for
     owner: int
     descriptors: tuple[str, ...] = ("RELAX_CONTROL_FD",)
     tags: tuple[str, ...] = ()
-    limits: limits.Limits = limits.Limits()
+    limits: limits.ProcessLimits = limits.ProcessLimits()
 
 
 class LoadedMsg(msgspec.Struct, frozen=True, tag_field="t", tag="loaded"):
@@ -94,7 +94,7 @@ class LoadedMsg(msgspec.Struct, frozen=True, tag_field="t", tag="loaded"):
     failed: str = ""
 
 
-class ReadyMsg(msgspec.Struct, frozen=True, tag_field="t", tag="ready"):
+class PreloadedMsg(msgspec.Struct, frozen=True, tag_field="t", tag="ready"):
     """Everything is imported."""
 
     seconds: float
@@ -122,7 +122,7 @@ class RefusedMsg(msgspec.Struct, frozen=True, tag_field="t", tag="refused"):
 
 
 ToZygote = PreloadMsg | ForkMsg
-FromZygote = LoadedMsg | ReadyMsg | UnsafeMsg | ForkedMsg | RefusedMsg
+FromZygote = LoadedMsg | PreloadedMsg | UnsafeMsg | ForkedMsg | RefusedMsg
 
 encode = msgspec.json.Encoder().encode
 _to_zygote: msgspec.json.Decoder[ToZygote] = msgspec.json.Decoder(ToZygote)
@@ -233,7 +233,7 @@ class Zygote:
         # What exists now stays for good: a collection in a child must not touch, and so copy, its pages.
         gc.collect()
         gc.freeze()
-        self._send(ReadyMsg(round(time.monotonic() - began, 4)))
+        self._send(PreloadedMsg(round(time.monotonic() - began, 4)))
 
     def _load(self, name: str, load: Callable[[], object]) -> None:
         began = time.monotonic()

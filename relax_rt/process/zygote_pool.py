@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from relax_rt.process.child import Child, Notifier, PacketReader, describe_exit, packet_pair
-from relax_rt.process.limits import Limits
+from relax_rt.process.limits import ProcessLimits
 from relax_rt.process.zygote import (
     GO,
     MAX_FDS,
@@ -30,8 +30,8 @@ from relax_rt.process.zygote import (
     ForkMsg,
     FromZygote,
     LoadedMsg,
+    PreloadedMsg,
     PreloadMsg,
-    ReadyMsg,
     RefusedMsg,
     UnsafeMsg,
     decode_from_zygote,
@@ -88,7 +88,7 @@ class ForkRequest(NamedTuple):
     target: str = ""
     needs: Sequence[str] = ()
     tags: tuple[str, ...] = ()
-    limits: Limits = Limits()
+    limits: ProcessLimits = ProcessLimits()
 
 
 class Spawn(Protocol):
@@ -201,7 +201,7 @@ class ZygoteProcess:
             case LoadedMsg(module=module):
                 self.loaded.add(module)
                 self._changed.notify()
-            case ReadyMsg():
+            case PreloadedMsg():
                 self.ready = True
                 self._changed.notify()
             case UnsafeMsg(module=module, reason=reason):

@@ -28,8 +28,8 @@ from relax_rt.supervision.executor import (
     Executor,
     GangOrder,
     Nodes,
+    PendingStart,
     PendingStarts,
-    StartAttempt,
     StartOrder,
     gang_orders,
 )
@@ -38,7 +38,6 @@ from relax_rt.supervision.placement import Placer
 from relax_rt.supervision.plan import RolePlan, check_count
 from relax_rt.supervision.protocol import (
     Action,
-    Done,
     DrainRequested,
     DumpStacks,
     Emit,
@@ -47,6 +46,7 @@ from relax_rt.supervision.protocol import (
     KillRequested,
     NodeLost,
     RestartRequested,
+    RunDone,
     RunStarted,
     ScaleRequested,
     SlotExited,
@@ -138,7 +138,7 @@ class Agent:
         self._keeper = KeeperWatch(paths, self._local, self._events.emit)
         self._keeper_pid = keeper_pid
         self._starts = PendingStarts()
-        self._preparing: dict[StartAttempt, asyncio.Task[list[tuple[Executor, StartOrder]]]] = {}
+        self._preparing: dict[PendingStart, asyncio.Task[list[tuple[Executor, StartOrder]]]] = {}
         self._processes: dict[str, LiveProcess] = {}
         self._placed: dict[str, str] = {}
         """The node of each slot's newest start."""
@@ -149,9 +149,9 @@ class Agent:
         self._interrupts = 0
         self._next_tick = 0.0
         self._tick_earlier = asyncio.Event()
-        self._done: asyncio.Future[Done] | None = None
+        self._done: asyncio.Future[RunDone] | None = None
 
-    async def run(self) -> Done:
+    async def run(self) -> RunDone:
         """Run to the end; no process of the run lives when this returns."""
         loop = asyncio.get_running_loop()
         self._done = loop.create_future()
@@ -265,7 +265,7 @@ class Agent:
             case Emit(kind=kind, fields=fields):
                 self._events.emit(kind, **fields)
                 self._log.info(kind, **{k: v for k, v in fields.items() if k != "diagnosis"})
-            case Done():
+            case RunDone():
                 assert self._done is not None
                 self._done.set_result(action)
         if self._supervisor.draining and self._status in ("starting", "running"):
@@ -299,7 +299,7 @@ class Agent:
         at = await self._living_executor(first.node).rendezvous(first.slot, gang.generation)
         return gang_orders(gang, at)
 
-    def _hand_over(self, attempt: StartAttempt) -> None:
+    def _hand_over(self, attempt: PendingStart) -> None:
         """Give the orders to their executors, which answer for the slots from then on."""
         task = self._preparing.pop(attempt)
         kind: Kind = "killed"
@@ -323,7 +323,7 @@ class Agent:
         self._cancel(attempt)
         return None
 
-    def _cancel(self, attempt: StartAttempt) -> None:
+    def _cancel(self, attempt: PendingStart) -> None:
         """Cancel its preparation: it is settled in a later turn of the loop, or is being settled now."""
         if (task := self._preparing.get(attempt)) is not None:
             task.cancel()
@@ -420,7 +420,7 @@ class Agent:
         """Return every node of the run."""
         return self._node_statuses()
 
-    def _run_status(self, done: Done | None = None) -> RunStatus:
+    def _run_status(self, done: RunDone | None = None) -> RunStatus:
         now = time.monotonic()
         return RunStatus(
             run_id=self.paths.run_id,
@@ -527,7 +527,7 @@ class Agent:
         self._events.emit("supervisor_fault", error=fault, trace="".join(traceback.format_exception(error)))
         self.post(KillRequested(f"fault of the supervisor: {fault}"))
 
-    async def _close(self, server: Server, done: Done) -> None:
+    async def _close(self, server: Server, done: RunDone) -> None:
         status = self._end_asked or ("finished" if done.exit_code == 0 else "failed")
         if self._end_asked and done.diagnosis is not None:
             status = "failed"
@@ -558,10 +558,10 @@ def run_agent(
     *,
     keeper_pid: int = 0,
     on_state: OnState | None = None,
-) -> Done:
+) -> RunDone:
     """Run the head's part of a run to its end; see Agent."""
 
-    async def run() -> Done:
+    async def run() -> RunDone:
         return await Agent(config, paths, plans, nodes, keeper_pid=keeper_pid, on_state=on_state).run()
 
     return uvloop.run(run())

@@ -1,4 +1,4 @@
-"""Interface of the node agent: how a run does, and how people end it or restart a slot."""
+"""Interface of the agent on agent.sock: the state of a run, and the requests of operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relax_rt.transport.rpc.rpc import idempotent
 
 
 class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How one slot does.
+    """The state of one slot.
 
     Attributes:
         slot, kind, tier: which one, and its place in the start order.
@@ -26,9 +26,9 @@ class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
         log: its log file.
         last: why its previous incarnation ended.
         node: where it runs or last ran; empty is the head's own node in a run of one node.
-        policy_version: the role's, as it reported it; -1 when it has not.
+        policy_version: as the role reported it; -1 when it has not.
         ready_s: time its living process took from spawn to ready, 0 until it is.
-        given_up: it used up its restarts and was set aside while enough others of its role go on.
+        given_up: it used up its restarts, and its role continues without it.
         generation: of the gang it belongs to; 0 outside gangs.
         kill_s, kill_latest_s: of a stopping slot, the time until it is killed: unless it makes progress before, and
             whatever it does; else None.
@@ -59,7 +59,7 @@ class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How one node of the run does.
+    """The state of one node.
 
     Attributes:
         node: its name; the head's is empty in a run of one node.
@@ -83,7 +83,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How the run does.
+    """The state of the run.
 
     Attributes:
         status: starting, running or draining; finished, stopped, killed, failed or "agent died" once it has ended.
@@ -120,7 +120,7 @@ class AgentApi(Protocol):
 
     @idempotent
     async def status(self) -> RunStatus:
-        """Every slot and how the run does."""
+        """Return every slot and the state of the run."""
 
     @idempotent
     async def stop(self, reason: str) -> None:
@@ -149,13 +149,13 @@ class AgentApi(Protocol):
         Refused when there is no such slot, role or node, or the run is ending."""
 
     async def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
-        """Have a role do itself harm, for tests of the others; see FaultMsg for the names of faults.
+        """Inject a fault (see FaultMsg) into a role, to test the others.
 
         Refused for an unknown fault, a slot without a process, or a run with [supervision] chaos = false."""
 
     @idempotent
     async def nodes(self) -> list[NodeStatus]:
-        """Every node of the run."""
+        """Return every node of the run."""
 
 
 class WhereApi(Protocol):
@@ -163,4 +163,4 @@ class WhereApi(Protocol):
 
     @idempotent
     async def where(self, slot: str) -> str:
-        """The address at which a process of this node reaches the slot; empty while it runs nowhere."""
+        """Return the address at which a process of this node reaches the slot; empty while it runs nowhere."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from relax_rt.supervision.diagnosis import Report
+from relax_rt.supervision.diagnosis import FailureReport
 
 MAX_PACKET_BYTES = 64 << 10
 
@@ -46,7 +46,7 @@ class FinishedMsg(msgspec.Struct, frozen=True, tag_field="t", tag="finished"):
 class FailedMsg(msgspec.Struct, frozen=True, tag_field="t", tag="failed"):
     """The role is about to exit because of this."""
 
-    diagnosis: Report
+    diagnosis: FailureReport
 
 
 class PreparedMsg(msgspec.Struct, frozen=True, tag_field="t", tag="prepared"):

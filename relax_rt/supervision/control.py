@@ -1,4 +1,4 @@
-"""Talking to a run from outside, by its run directory; synchronous, for the command line and for tests."""
+"""Client of a run's agent, by run directory; synchronous, for the command line and for tests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FoundRun(msgspec.Struct, frozen=True):
 
     @property
     def joined(self) -> bool:
-        """It is another machine's run, of which a part lives here: its agent answers only the roles of this node."""
+        """It is part of a run that another machine leads: its agent serves only the roles of this node."""
         return self.alive and self.record["status"] == "joined"
 
 
@@ -59,7 +59,7 @@ def check_format(run_dir: Path, record: dict[str, Any]) -> None:
 
 
 def find_run(run_dir: Path) -> FoundRun:
-    """The newest run of a run directory, alive or ended.
+    """Return the newest run of a run directory, alive or ended.
 
     Raises:
         NoRun: the directory holds no run at all, or one of another format.
@@ -74,7 +74,7 @@ def find_run(run_dir: Path) -> FoundRun:
 
 
 def status(run_dir: Path) -> RunStatus:
-    """How a run does; of an ended one, how it ended.
+    """Return the state of a run; of an ended one, how it ended.
 
     Raises:
         NoRun: the directory holds no run.
@@ -85,7 +85,7 @@ def status(run_dir: Path) -> RunStatus:
         try:
             return _ask(run, lambda agent: agent.status())
         except Unreachable:
-            # It may have ended between the look and the call.
+            # It may have ended before the call.
             run = find_run(run_dir)
             if run.alive:
                 raise
@@ -93,7 +93,7 @@ def status(run_dir: Path) -> RunStatus:
 
 
 def stop(run_dir: Path, reason: str = "relax-rt down", wait_s: float = 0.0) -> None:
-    """Drain a run; with wait_s, stay until it has ended.
+    """Drain a run; with wait_s, wait until it has ended.
 
     Raises:
         NoRun: no run lives there.
@@ -138,7 +138,7 @@ def drain(run_dir: Path, what: str) -> None:
 
 
 def inject(run_dir: Path, slot: str, fault: str, seconds: float = 0.0, amount: float = 0.0) -> None:
-    """Have a role do itself harm.
+    """Inject a fault into a role.
 
     Raises:
         NoRun: no run lives there.
@@ -148,7 +148,7 @@ def inject(run_dir: Path, slot: str, fault: str, seconds: float = 0.0, amount: f
 
 
 def nodes(run_dir: Path) -> list[NodeStatus]:
-    """The nodes of a run.
+    """Return the nodes of a run.
 
     Raises:
         NoRun: no run lives there.
@@ -193,7 +193,7 @@ def _living(run_dir: Path) -> FoundRun:
 
 
 def _final(run: FoundRun) -> RunStatus:
-    """run.json as a status. One that says it runs, but has no agent, died with its keeper."""
+    """Return run.json as a status. A run that should be running, but has no agent, died with its keeper."""
     record = run.record
     state = record.get("status", "")
     fields = {

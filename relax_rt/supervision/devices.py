@@ -1,8 +1,8 @@
-"""GPUs of a process: how it is told of them, and that the memory of whoever had them before is gone.
+"""GPUs of a process: the variables that select them, and the wait for memory that dead processes still hold.
 
-Which slot gets which devices is decided by the placement. A process that was killed is seen dead before the driver has
-given its memory back; who starts on the device at once then fails for want of memory, and its restart is counted. So a
-device on which a process has died is looked at before it is given again.
+The placement decides which slot gets which devices. A killed process is seen dead before the driver has freed its
+memory; a process that starts on the device at once fails for want of memory, and its restart is counted. So a device
+on which a process has died is checked before it is used again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import NamedTuple
 from relax_rt.process import procfs
 from relax_rt.transport.rpc.errors import RelaxError
 
-FREE_WITHIN_S = 30.0
-ASK_WITHIN_S = 10.0
-ASK_AGAIN_S = 0.1
+FREE_TIMEOUT_S = 30.0
+NVIDIA_SMI_TIMEOUT_S = 10.0
+ASK_EVERY_S = 0.1
 INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 
 
@@ -28,23 +28,23 @@ class DeviceBusy(RelaxError):
     """A device still holds memory of a process that is dead."""
 
 
-class CannotAsk(Exception):
-    """The devices cannot be asked; the text says why."""
+class DeviceQueryFailed(Exception):
+    """The devices cannot be queried; the message says why."""
 
 
-class App(NamedTuple):
+class DeviceProcess(NamedTuple):
     """A process that holds memory of a device, in MiB; 0 where the driver does not say how much."""
 
     pid: int
     used_mib: int
 
 
-AskDevice = Callable[[str], Awaitable[list[App]]]
-"""Who holds memory of the device of this name (as in CUDA_VISIBLE_DEVICES); raises CannotAsk."""
+AskDevice = Callable[[str], Awaitable[list[DeviceProcess]]]
+"""Who holds memory of the device of this name (as in CUDA_VISIBLE_DEVICES); raises DeviceQueryFailed."""
 
 
 def device_names(numbers: Sequence[int], visible: str | None) -> list[str]:
-    """Names of devices, by their place among those that CUDA_VISIBLE_DEVICES lets this process see (None: all)."""
+    """Return the names of devices, by their index in CUDA_VISIBLE_DEVICES of this process (None: all)."""
     if visible is None:
         return [str(number) for number in numbers]
     names = [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
@@ -52,87 +52,87 @@ def device_names(numbers: Sequence[int], visible: str | None) -> list[str]:
 
 
 def device_environment(numbers: Sequence[int], visible: str | None) -> dict[str, str]:
-    """Variables by which a process sees these devices and no other; none for a process that was given none, which
-    then sees what the agent sees."""
+    """Return the variables by which a process sees these devices and no other; empty for a process without devices,
+    which sees what the agent sees."""
     if not numbers:
         return {}
-    # By place on the bus, as nvidia-smi counts them, not fastest first.
+    # Ordered by bus id, as nvidia-smi does, not fastest first.
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(device_names(numbers, visible))}
 
 
-def parse_apps(text: str) -> list[App]:
-    """Lines ``pid, MiB`` as nvidia-smi prints them; the amount may be ``[N/A]``."""
+def parse_apps(text: str) -> list[DeviceProcess]:
+    """Parse lines ``pid, MiB`` of nvidia-smi; the amount may be ``[N/A]``."""
     apps = []
     for line in text.splitlines():
         pid, _, used = (part.strip() for part in line.partition(","))
         if pid.isdigit():
-            apps.append(App(int(pid), int(used) if used.isdigit() else 0))
+            apps.append(DeviceProcess(int(pid), int(used) if used.isdigit() else 0))
     return apps
 
 
-async def ask_nvidia_smi(device: str) -> list[App]:
-    """Ask nvidia-smi who computes on a device.
+async def ask_nvidia_smi(device: str) -> list[DeviceProcess]:
+    """Ask nvidia-smi which processes use a device.
 
     Raises:
-        CannotAsk: it is not there, fails or takes too long.
+        DeviceQueryFailed: it is not there, fails or takes too long.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
-        raise CannotAsk("nvidia-smi is not installed")
+        raise DeviceQueryFailed("nvidia-smi is not installed")
     command = [program, f"--id={device}", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    # In a thread: the agent reaps every dead child that it does not know, which the loop's own way cannot bear.
+    # In a thread: the agent reaps every dead child that it does not know, which breaks asyncio's own subprocesses.
     return await asyncio.to_thread(_run, command)
 
 
-def _run(command: list[str]) -> list[App]:
+def _run(command: list[str]) -> list[DeviceProcess]:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_WITHIN_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise CannotAsk(f"nvidia-smi did not answer within {ASK_WITHIN_S:g} s") from None
+        raise DeviceQueryFailed(f"nvidia-smi did not answer within {NVIDIA_SMI_TIMEOUT_S:g} s") from None
     except OSError as error:
-        raise CannotAsk(f"nvidia-smi cannot be run: {error}") from error
+        raise DeviceQueryFailed(f"nvidia-smi cannot be run: {error}") from error
     if done.returncode != 0:
-        raise CannotAsk(f"nvidia-smi: {(done.stdout + done.stderr).strip()[:300]}")
+        raise DeviceQueryFailed(f"nvidia-smi: {(done.stdout + done.stderr).strip()[:300]}")
     return parse_apps(done.stdout)
 
 
-def left_behind(apps: Iterable[App], lives: Callable[[int], object]) -> list[App]:
-    """Those whose process is dead. Pure, given who lives."""
+def held_by_dead(apps: Iterable[DeviceProcess], lives: Callable[[int], object]) -> list[DeviceProcess]:
+    """Return the processes that are dead. Pure."""
     return [app for app in apps if not lives(app.pid)]
 
 
 def in_initial_pid_namespace() -> bool:
-    """Whether our pids are those of the host, which the driver tells."""
+    """Return whether our pids are those of the host, which the driver reports."""
     return procfs.pid_namespace() == INITIAL_PID_NAMESPACE
 
 
 class DeviceGate:
-    """Holds the start of a process back until the memory of the dead on its devices is gone.
+    """Delays the start of a process until dead processes hold no memory of its devices.
 
     Args:
-        ask: asks one device.
+        emit: takes `devices_not_checked` (once) and `devices_awaited`.
+        ask: returns the processes of one device.
         visible: CUDA_VISIBLE_DEVICES of the agent.
         lives: whether there is a process of this pid.
-        knows_pids: whether the pids that `ask` tells mean anything to `lives`.
-        say: takes `devices_not_checked` (once) and `devices_awaited`.
+        knows_pids: whether the pids of `ask` are those of `lives`.
     """
 
     def __init__(
         self,
-        say: Callable[..., None],
+        emit: Callable[..., None],
         ask: AskDevice = ask_nvidia_smi,
         visible: str | None = None,
         lives: Callable[[int], object] = procfs.start_time,
-        free_within_s: float = FREE_WITHIN_S,
+        free_timeout_s: float = FREE_TIMEOUT_S,
         knows_pids: Callable[[], bool] = in_initial_pid_namespace,
     ) -> None:
-        self._say, self._ask, self._visible, self._lives = say, ask, visible, lives
-        self._free_within_s, self._knows_pids = free_within_s, knows_pids
+        self._emit, self._ask, self._visible, self._lives = emit, ask, visible, lives
+        self._free_timeout_s, self._knows_pids = free_timeout_s, knows_pids
         self._used: set[str] = set()
-        self._blind = ""
+        self._not_checked = ""
 
     async def free(self, slot: str, numbers: Sequence[int]) -> None:
-        """Return once the devices hold no memory of the dead. At once where nobody of this run had them before.
+        """Return once dead processes hold no memory of the devices; at once for devices that the run has not used.
 
         Raises:
             DeviceBusy: they still do when the time is over.
@@ -140,33 +140,33 @@ class DeviceGate:
         names = device_names(numbers, self._visible)
         again = [name for name in names if name in self._used]
         self._used.update(names)
-        if again and not self._blind:
+        if again and not self._not_checked:
             try:
-                await self._await_all(slot, again)
-            except CannotAsk as error:
-                self._blind = str(error)
-                self._say("devices_not_checked", slot=slot, reason=self._blind)
+                await self._wait_until_free(slot, again)
+            except DeviceQueryFailed as error:
+                self._not_checked = str(error)
+                self._emit("devices_not_checked", slot=slot, reason=self._not_checked)
 
-    async def _await_all(self, slot: str, names: Sequence[str]) -> None:
-        end = time.monotonic() + self._free_within_s
-        told = False
-        while held := [(name, app) for name in names for app in left_behind(await self._ask(name), self._lives)]:
+    async def _wait_until_free(self, slot: str, names: Sequence[str]) -> None:
+        end = time.monotonic() + self._free_timeout_s
+        reported = False
+        while held := [(name, app) for name in names for app in held_by_dead(await self._ask(name), self._lives)]:
             if not self._knows_pids():
-                raise CannotAsk("the driver's pids are those of another pid namespace")
+                raise DeviceQueryFailed("the driver's pids are those of another pid namespace")
             name, app = held[0]
             reason = f"device {name} still holds {app.used_mib or 'some'} MiB of the dead process {app.pid}"
-            if not told:
-                self._say("devices_awaited", slot=slot, reason=reason)
-                told = True
+            if not reported:
+                self._emit("devices_awaited", slot=slot, reason=reason)
+                reported = True
             if time.monotonic() > end:
                 raise DeviceBusy(
                     f"{slot} cannot be started: {reason}",
-                    why=f"it was not given back within {self._free_within_s:g} s",
+                    why=f"it was not given back within {self._free_timeout_s:g} s",
                     hint="see nvidia-smi; a reset of the device, or of the driver, may be needed",
                 )
-            await asyncio.sleep(ASK_AGAIN_S)
+            await asyncio.sleep(ASK_EVERY_S)
 
 
 def outer_devices() -> str | None:
-    """CUDA_VISIBLE_DEVICES of this process."""
+    """Return CUDA_VISIBLE_DEVICES of this process."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")

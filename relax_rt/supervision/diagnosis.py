@@ -35,12 +35,12 @@ OwnKill = Literal["killed", "hang", "oom"]
 
 TAIL_LINES = 20
 TRACE_LINES = 30
-GIST = 80
-"""Characters by which a cause is known again."""
+CAUSE_PREFIX = 80
+"""Characters by which a repeated cause is recognised."""
 
 _CUDA = re.compile(r"CUDA error|CUDA out of memory|cudaError|CUBLAS_STATUS|CUDNN_STATUS|NCCL error|ncclUnhandled", re.I)
 _EXCEPTION_LINE = re.compile(
-    r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Died|Refused|Unreachable))(?:: (.*))?$"
+    r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|ExitFacts|Died|Refused|Unreachable))(?:: (.*))?$"
 )
 _FRAME = re.compile(r'^  File "([^"]+)", line \d+')
 RUNTIME = f"{Path(__file__).parents[1]}/"
@@ -57,8 +57,8 @@ _SIGNAL_CAUSE = {
 }
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a role says about its own failure before it exits."""
+class FailureReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A role's own report of its failure before it exits."""
 
     kind: Kind
     cause: str
@@ -97,14 +97,14 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def final(self) -> bool:
-        """Whether the role itself said that another start would end in the same way."""
+        """Whether the role itself reported that another start would end in the same way."""
         return self.kind in ("config", "given_up")
 
     def evidence(self, trace_lines: int = TRACE_LINES, log_lines: int = TAIL_LINES) -> list[str]:
-        """The end of its traceback, else of its log, without the lines that only repeat the cause.
+        """Return the end of its traceback, else of its log, without lines that only repeat the cause.
 
-        A role that ended because of its input or a limit says all of it in the cause: of its traceback only the lines
-        of the user's own code are left.
+        A role that ended because of its input or a limit explains itself in the cause: of its traceback only the lines
+        of the user's own code remain.
         """
         if self.final:
             trace = _user_frames(self.trace)
@@ -113,16 +113,16 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         return trace[-trace_lines:] or self.last_lines[-log_lines:]
 
     def _repeats(self, line: str) -> bool:
-        """As it is, or behind the name of an exception."""
-        gist = self.cause[:GIST]
-        return bool(gist) and (line.startswith(gist) or line.partition(": ")[2].startswith(gist))
+        """Return whether a line is the cause, alone or behind the name of an exception."""
+        start = self.cause[:CAUSE_PREFIX]
+        return bool(start) and (line.startswith(start) or line.partition(": ")[2].startswith(start))
 
     def __str__(self) -> str:
         return f"{self.slot}#{self.epoch} {self.kind}: {self.cause}"
 
 
 def _user_frames(trace: str) -> list[str]:
-    """Frames of a traceback, with their source lines, of the user's code.
+    """Return the frames of a traceback that are the user's code, with their source lines.
 
     The runtime and the standard library are left out. Installed packages are left out if any other frame remains: a
     user may have installed the code of a reward or an environment.
@@ -144,30 +144,30 @@ def _user_frames(trace: str) -> list[str]:
     return [line for lines in own or [lines for _, lines in frames] for line in lines]
 
 
-class Exit(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts that `diagnose` judges.
+class ExitFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The evidence from which `diagnose` finds the cause.
 
     Attributes:
         exit_code, signal: exit status, or the number of the signal (0: none).
-        report: the role's own word, if it had time for one.
+        report: the role's own report, if it had time for one.
         kill: kind and reason of our own kill, if we killed it.
-        oom: the kernel's word that it was killed for memory.
+        oom: the kernel's statement that it was killed for memory.
         log: the end of this incarnation's part of its log.
     """
 
     exit_code: int | None
     signal: int = 0
-    report: Report | None = None
+    report: FailureReport | None = None
     kill: tuple[OwnKill, str] | None = None
     oom: str = ""
     log: str = ""
 
 
-def diagnose(slot: str, epoch: int, pid: int, facts: Exit, at: float) -> Diagnosis:
-    """Judge an exit. Pure: everything it looks at is in `facts`."""
+def diagnose(slot: str, epoch: int, pid: int, facts: ExitFacts, at: float) -> Diagnosis:
+    """Find the cause of an exit. Pure: all evidence is in `facts`."""
     lines = [line for line in facts.log.splitlines() if line.strip()]
     trace = (facts.report.trace if facts.report else "") or _traceback(lines)
-    kind, cause = _judge(facts, lines)
+    kind, cause = _classify(facts, lines)
     name = (
         signal.Signals(facts.signal).name
         if facts.signal in _SIGNALS
@@ -190,11 +190,11 @@ def diagnose(slot: str, epoch: int, pid: int, facts: Exit, at: float) -> Diagnos
 _SIGNALS = {int(s) for s in signal.Signals}
 
 
-def _judge(facts: Exit, lines: list[str]) -> tuple[Kind, str]:
+def _classify(facts: ExitFacts, lines: list[str]) -> tuple[Kind, str]:
     if facts.kill is not None and facts.signal == signal.SIGKILL:
         return facts.kill
     if facts.signal:
-        return _judge_signal(facts, lines)
+        return _classify_signal(facts, lines)
     if facts.report is not None:
         return facts.report.kind, facts.report.cause
     if facts.exit_code == 0:
@@ -213,7 +213,7 @@ def _judge(facts: Exit, lines: list[str]) -> tuple[Kind, str]:
     return "unknown", f"exit code {facts.exit_code} without a report"
 
 
-def _judge_signal(facts: Exit, lines: list[str]) -> tuple[Kind, str]:
+def _classify_signal(facts: ExitFacts, lines: list[str]) -> tuple[Kind, str]:
     if facts.oom:
         return "oom", facts.oom
     if any(_CUDA.search(line) for line in lines[-TAIL_LINES:]):
@@ -231,7 +231,7 @@ def _first_match(lines: list[str]) -> str:
 
 
 def _exception_line(lines: list[str]) -> str:
-    """The last line that names an exception, when a traceback is in the log."""
+    """Return the last line that names an exception, when a traceback is in the log."""
     if not any(line.startswith("Traceback (most recent call last)") for line in lines):
         return ""
     return next((line.strip() for line in reversed(lines) if _EXCEPTION_LINE.match(line.strip())), "")
@@ -243,10 +243,10 @@ def _traceback(lines: list[str]) -> str:
 
 
 def classify_exception(error: BaseException) -> Kind:
-    """The kind of an exception that ends a role, judged inside the role.
+    """Return the kind of an exception that ends a role; called inside the role.
 
-    BadInput is the role's word that what it was told to do cannot be, GivenUp that it has come to a limit: no restart
-    changes that, and the run ends.
+    BadInput means that the role's input is impossible, GivenUp that it has reached a limit: no restart changes that,
+    and the run ends.
     """
     name, text = type(error).__name__, str(error)
     if isinstance(error, BadInput):
@@ -263,12 +263,12 @@ def classify_exception(error: BaseException) -> Kind:
 
 
 def cause_of(error: BaseException) -> str:
-    """An exception as the cause of a role's end."""
+    """Return an exception as the cause of a role's end."""
     return str(error) if isinstance(error, RelaxError) else f"{type(error).__name__}: {error}"
 
 
 def cgroup_oom_kills(pid: int | None = None) -> int | None:
-    """The kernel's count of memory kills in our cgroup (v2, else v1); None where there is no counter."""
+    """Return the kernel's count of memory kills in our cgroup (v2, else v1); None where there is no counter."""
     for path in _cgroup_files(pid):
         try:
             text = path.read_text()
@@ -297,10 +297,10 @@ def _cgroup_files(pid: int | None) -> list[Path]:
 
 
 class KernelLog:
-    """The kernel's words on processes that it killed for memory, from the making of this object on.
+    """The kernel's log of processes that it killed for memory, from the creation of this object on.
 
-    Begun at the end of the kernel's log, so that a look after a death reads a few new records and not the whole ring,
-    which is megabytes on a machine that is up for long. Where the log may not be read it knows nothing. Thread-safe.
+    Reads from the end of the kernel's log, so that a death costs a few new records and not the whole ring, which is
+    megabytes on a machine that is up for long. Where the log is not readable it knows nothing. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -313,7 +313,7 @@ class KernelLog:
             self._fd = -1
 
     def killed(self, pid: int) -> str:
-        """The line that says that this process was killed for memory, or empty."""
+        """Return the line that says that this process was killed for memory, or empty."""
         with self._lock:
             for record in self._new_records():
                 self._take(record)
@@ -336,7 +336,7 @@ class KernelLog:
                 return
 
     def close(self) -> None:
-        """Read no more."""
+        """Close the log."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -344,7 +344,7 @@ class KernelLog:
 
 
 def memory_kill(pid: int, kills_before: int | None, kernel: KernelLog | None = None) -> str:
-    """Why we think the kernel killed this process for memory, or empty. Blocking: call it off the loop."""
+    """Return why the kernel seems to have killed this process for memory, or empty. Blocking: not on the loop."""
     if kernel is not None and (line := kernel.killed(pid)):
         return line
     now = cgroup_oom_kills()

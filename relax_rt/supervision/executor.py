@@ -1,4 +1,7 @@
-"""What stands between the supervisor's decisions and processes: one executor a node, given self-contained orders."""
+"""Interfaces between the supervisor's decisions and processes: orders, executors (one a node), pending starts, nodes.
+
+local.py implements Executor for this node, cluster/nodes/remote.py for others, cluster/nodes/fleet.py Nodes.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from relax_rt.supervision.protocol import Event, StartGang
 
 
 class GangOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's place in one generation of its gang.
+    """A rank's position in one generation of its gang.
 
     Attributes:
         generation: grows with each start of the gang; ranks of different generations never meet.
         rank, world_size: among all slots of the gang.
         local_rank, local_world_size: among those on the same node.
         master_addr, master_port: of the rendezvous store that rank 0 serves. The socket listens already.
-        key: random, the same for all ranks of one generation; before every key of theirs in the store.
+        key: random, the same for all ranks of one generation; a prefix of all their keys in the store.
     """
 
     generation: int
@@ -37,13 +40,13 @@ class GangOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """One process to start; says all that another node needs to know beside the run's config.
+    """One process to start: all that another node needs to know besides the run's config.
 
     Attributes:
         slot, epoch: who it will be.
         node: where.
         devices: numbers of the GPUs it may use.
-        gang: its place in the gang, if its role is one.
+        gang: its position in the gang, if its role is one.
     """
 
     slot: str
@@ -53,15 +56,15 @@ class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
     gang: GangOrder | None = None
 
 
-class Rendezvous(NamedTuple):
+class GangRendezvous(NamedTuple):
     """Where a gang's ranks meet."""
 
     host: str
     port: int
 
 
-def gang_orders(gang: StartGang, at: Rendezvous) -> list[GangOrder]:
-    """The place of each rank, in their order; ranks of one node are counted in the same order."""
+def gang_orders(gang: StartGang, at: GangRendezvous) -> list[GangOrder]:
+    """Return the position of each rank, in their order; local ranks are counted in the same order."""
     nodes = [start.node for start in gang.ranks]
     key = secrets.token_hex(8)
     return [
@@ -79,12 +82,12 @@ def gang_orders(gang: StartGang, at: Rendezvous) -> list[GangOrder]:
     ]
 
 
-class StartAttempt:
+class PendingStart:
     """One start: of a slot, or of a gang as a whole.
 
     Attributes:
-        slots: what it is to start.
-        broken: it was called off, or one of its slots was forgotten: no order may come of it.
+        slots: what it should start.
+        broken: it was called off, or one of its slots was forgotten: it must lead to no order.
     """
 
     def __init__(self, slots: Iterable[str]) -> None:
@@ -94,44 +97,49 @@ class StartAttempt:
 
 
 class PendingStarts:
-    """The newest attempt of each slot, until it is answered for."""
+    """Starts that were decided and that no executor knows of yet: the newest attempt of each slot. Pure.
+
+    Between the decision and the order lies a wait (for epochs, for a gang's socket) in which the slot may be asked to
+    stop, its node may be lost, and the next start of the same slot may be decided. The result of an attempt concerns a
+    slot only while it is the slot's newest one.
+    """
 
     def __init__(self) -> None:
-        self._newest: dict[str, StartAttempt] = {}
+        self._newest: dict[str, PendingStart] = {}
 
     def __contains__(self, slot: object) -> bool:
-        """Whether a start of the slot is under way."""
+        """Return whether a start of the slot is pending."""
         return slot in self._newest
 
-    def begin(self, slots: Iterable[str]) -> StartAttempt:
-        """A start of these slots; an earlier one has no say in them any more."""
-        attempt = StartAttempt(slots)
+    def begin(self, slots: Iterable[str]) -> PendingStart:
+        """Begin a start of these slots, which supersedes an earlier one."""
+        attempt = PendingStart(slots)
         self.forget(attempt.slots)
         for slot in attempt.slots:
             self._newest[slot] = attempt
         return attempt
 
-    def call_off(self, off: Diagnosis) -> StartAttempt | None:
+    def call_off(self, off: Diagnosis) -> PendingStart | None:
         """End the start of a slot, and of its gang with it; the slot exits with this diagnosis once the attempt is
-        settled. None when no start of it is under way: somebody else answers for the slot."""
+        settled. None when no start of it is pending: an executor answers for the slot."""
         attempt = self._newest.get(off.slot)
         if attempt is not None:
             attempt.broken = True
             attempt._off[off.slot] = off
         return attempt
 
-    def forget(self, slots: Iterable[str]) -> list[StartAttempt]:
-        """Nothing more is to be said of these slots' starts; answers with the attempts that are broken by it."""
+    def forget(self, slots: Iterable[str]) -> list[PendingStart]:
+        """Drop these slots' starts without a result; return the attempts that are broken by it."""
         attempts = {attempt: None for slot in slots if (attempt := self._newest.pop(slot, None)) is not None}
         for attempt in attempts:
             attempt.broken = True
         return list(attempts)
 
-    def settle(self, attempt: StartAttempt) -> Iterator[tuple[str, Diagnosis | None]]:
-        """The attempt is over: each slot that it still answers for, and what it was called off with, if it was.
+    def settle(self, attempt: PendingStart) -> Iterator[tuple[str, Diagnosis | None]]:
+        """End the attempt: yield each slot that it still answers for, and the diagnosis if it was called off.
 
-        What the caller does with one slot may call off the next, or begin another start of it: the account is kept
-        between any two of them.
+        What the caller does with one slot may call off the next, or begin another start of it, so each is looked up
+        when it is its turn.
         """
         for slot in attempt.slots:
             if self._newest.get(slot) is attempt:
@@ -142,10 +150,9 @@ class PendingStarts:
 class Executor(Protocol):
     """Starts, stops and watches the processes of one node.
 
-    What comes of an order is told by events: a start by SlotSpawned and later one SlotExited, or by SlotExited alone
-    when no process came of it; everything else by the SlotExited of the process. Orders for a slot without a process
-    are ignored: the core repeats them when it hears of the process. Nothing here waits or raises, but for what is
-    said below.
+    Results are events: of a start SlotSpawned and later one SlotExited, or SlotExited alone when no process was
+    started; of everything else the SlotExited of the process. Orders for a slot without a process are ignored: the
+    supervisor repeats them when it learns of the process. Methods neither wait nor raise, except as documented.
     """
 
     node: str
@@ -164,14 +171,14 @@ class Executor(Protocol):
         """Have the stacks of all its threads written to its log."""
 
     def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
-        """Have a role do itself harm.
+        """Inject a fault into a role.
 
         Raises:
             Refused: there is no such fault, or the slot has no process.
         """
 
-    async def rendezvous(self, slot: str, generation: int) -> Rendezvous:
-        """Bind the socket that the gang's next rank 0 will serve on; it is handed over by the start of `slot`.
+    async def rendezvous(self, slot: str, generation: int) -> GangRendezvous:
+        """Bind the socket that the gang's next rank 0 serves on; the next start of `slot` passes it on.
 
         Raises:
             OSError: no port can be bound.
@@ -182,7 +189,7 @@ class Executor(Protocol):
 
 
 OnEvent = Callable[[Event], None]
-"""Takes what an executor has to tell."""
+"""Takes an executor's events."""
 
 OnAddress = Callable[[str, str, str], None]
 """Takes (slot, address, remote) of a role that serves, remote for other nodes; empty addresses when it is gone."""

@@ -1,12 +1,12 @@
-"""The keeper: a tiny process above the agent that leaves nothing behind when the agent is gone.
+"""The keeper: a tiny process above the agent that cleans up after it, however the agent ends.
 
 ``python -m relax_rt.supervision.keeper --run-id I --run-dir D -- <agent's command>`` starts the agent in a session
-of its own, hands SIGINT, SIGTERM, SIGHUP and SIGQUIT on to it and ends with its exit status. As a subreaper it becomes
-the parent of every orphan below it, so that after the agent's death it kills until none is left.
+of its own, forwards SIGINT, SIGTERM, SIGHUP and SIGQUIT to it and ends with its exit status. As a subreaper it adopts
+every orphan below it, so that after the agent's death it can kill all processes of the run.
 
-``--watch PID`` is the stand-in that the agent starts when its keeper dies: it watches the agent by pidfd.
+With ``--watch PID`` it is the successor that the agent starts when its keeper dies: it watches the agent by pidfd.
 
-Standard library only, so that it stays small and nothing of the run's own code can take it down.
+Standard library only, so that it stays small and no code of the run can crash it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AWAITED = (*FORWARDED, signal.SIGCHLD)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; answers with the exit status to leave with."""
+    """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="relax_rt.supervision.keeper", description="Internal process of `relax-rt up`."
     )
@@ -38,13 +38,13 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     paths = RunPaths(options.run_id, options.run_dir)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    return stand_in(paths, options.watch) if options.watch else keep(paths, command)
+    return watch(paths, options.watch) if options.watch else keep(paths, command)
 
 
 def keep(paths: RunPaths, command: list[str]) -> int:
     """Start the agent, wait for its end, clean up after it."""
     procfs.become_subreaper()
-    # Blocked and waited for: a handler may be late by one system call that waits, and then come only at its end.
+    # Blocked and waited for: a Python handler runs only after the system call that waits, which may never return.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     agent = subprocess.Popen(
@@ -60,15 +60,15 @@ def keep(paths: RunPaths, command: list[str]) -> int:
     return agent.returncode if agent.returncode >= 0 else 128 - agent.returncode
 
 
-def stand_in(paths: RunPaths, agent_pid: int) -> int:
-    """Watch an agent that is our parent; clean up after its end."""
+def watch(paths: RunPaths, agent_pid: int) -> int:
+    """Watch the agent, our parent; clean up after its end."""
     for number in FORWARDED:
         signal.signal(number, signal.SIG_IGN)
     try:
         pidfd = os.pidfd_open(agent_pid)
     except ProcessLookupError:
         pidfd = -1
-    # Our parent's pid cannot be another's while we are its child.
+    # While we are its child our parent's pid cannot be recycled.
     if pidfd >= 0 and os.getppid() == agent_pid:
         select.select([pidfd], [], [])
     end_run(paths, "keeper", "the agent ended; its keeper had been killed before")
@@ -80,11 +80,11 @@ def _unblock() -> None:
 
 
 def _wait(agent_pid: int) -> int:
-    """Hand signals on to the agent, and reap whatever dies below us until it is the agent."""
+    """Forward signals to the agent, and reap whatever dies below us until it is the agent."""
     while True:
         number = signal.sigwait(AWAITED)
         if number != signal.SIGCHLD:
-            os.kill(agent_pid, number)  # not reaped yet, so it is nobody else
+            os.kill(agent_pid, number)  # not reaped yet, so the pid is still its own
             continue
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == agent_pid:

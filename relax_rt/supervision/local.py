@@ -23,7 +23,7 @@ from relax_rt.config.loader import SYSTEM_ROLES
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.process import procfs
 from relax_rt.process.child import rotate_log, watch_exit
-from relax_rt.process.limits import Limits
+from relax_rt.process.limits import ProcessLimits
 from relax_rt.process.zygote_pool import ZygoteKey
 from relax_rt.supervision.channel import (
     AddressMsg,
@@ -36,12 +36,12 @@ from relax_rt.supervision.channel import (
 )
 from relax_rt.supervision.devices import DeviceGate, device_environment, outer_devices
 from relax_rt.supervision.diagnosis import Diagnosis, Kind
-from relax_rt.supervision.executor import EmitEvent, GangOrder, OnAddress, OnEvent, Rendezvous, StartOrder
+from relax_rt.supervision.executor import EmitEvent, GangOrder, GangRendezvous, OnAddress, OnEvent, StartOrder
 from relax_rt.supervision.plan import RolePlan
-from relax_rt.supervision.protocol import Progress, SlotExited, SlotFinished, SlotReady, SlotSpawned
+from relax_rt.supervision.protocol import SlotExited, SlotFinished, SlotProgress, SlotReady, SlotSpawned
 from relax_rt.supervision.role_process import Launch, RoleProcess, host_argv, role_environment
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths
-from relax_rt.supervision.spawner import SpareSpec, Spawner
+from relax_rt.supervision.spawner import RoleSpawner, SpareSpec
 from relax_rt.transport.rpc.errors import Refused
 
 MIB = 1 << 20
@@ -85,7 +85,7 @@ class LocalExecutor:
         self._plans = {plan.kind: plan for plan in plans}
         self._on_event, self._on_address, self._emit = on_event, on_address, emit
         self._log = structlog.get_logger()
-        self._spawner = Spawner(emit)
+        self._spawner = RoleSpawner(emit)
         self._gate = DeviceGate(emit, visible=outer_devices())
         self._processes: dict[str, RoleProcess] = {}
         self._starts: dict[str, asyncio.Task[None]] = {}
@@ -113,7 +113,7 @@ class LocalExecutor:
         zygotes.start()
 
     def has(self, slot: str) -> bool:
-        """Whether a process of the slot lives here."""
+        """Return whether a process of the slot lives here."""
         return slot in self._processes
 
     def start(self, order: StartOrder) -> None:
@@ -149,14 +149,14 @@ class LocalExecutor:
         if not self._processes[slot].inject(FaultMsg(cast(FaultKind, fault), seconds, amount)):
             raise Refused(what, why="its control channel is full or closed")
 
-    async def rendezvous(self, slot: str, generation: int) -> Rendezvous:
+    async def rendezvous(self, slot: str, generation: int) -> GangRendezvous:
         """Bind the socket that the gang's next rank 0 serves on."""
         self._close_listener(slot)
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listener = socket.create_server((self._host, 0), family=family, backlog=1024)
         self._listeners[slot] = listener
         asyncio.get_running_loop().call_later(RENDEZVOUS_TIMEOUT_S, self._expire, slot, listener)
-        return Rendezvous(self._host, listener.getsockname()[1])
+        return GangRendezvous(self._host, listener.getsockname()[1])
 
     async def close(self) -> list[int]:
         """End all roles; the keeper's successor lives on.
@@ -285,7 +285,7 @@ class LocalExecutor:
                 self._spawner.spares.keep(slot.partition("/")[0])
                 self._on_event(SlotReady(slot))
             case ProgressMsg(n=n, detail=detail, waiting=waiting, extend_s=extend_s):
-                self._on_event(Progress(slot, n, waiting, extend_s, detail))
+                self._on_event(SlotProgress(slot, n, waiting, extend_s, detail))
             case AddressMsg(address=address, remote=remote):
                 self._on_address(slot, address, remote)
             case FinishedMsg():
@@ -309,9 +309,9 @@ class LocalExecutor:
                 return
 
 
-def limits_of(settings: RoleSettings) -> Limits:
+def limits_of(settings: RoleSettings) -> ProcessLimits:
     """Return the limits of a role's processes."""
-    return Limits(
+    return ProcessLimits(
         nice=settings.nice,
         cpus=settings.cpus or [],
         open_files=settings.open_files or 0,

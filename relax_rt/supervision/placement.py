@@ -1,7 +1,7 @@
-"""Which slot runs on which node, and on which of its GPUs. Pure: no I/O, no clock.
+"""Places slots on nodes and on their GPUs. Pure: no I/O, no clock. The supervisor calls it.
 
-GPUs and pins are hard: what does not fit waits, with a reason. Memory and cores are wishes, in this order: a role's
-limit is not what it takes, and threads share cores when there are not enough of them. So nothing ever waits for either.
+GPUs and pins are hard: what does not fit waits, with a reason. Memory and cores are preferences, in this order: a
+role's limit is not what it uses, and threads share cores when there are too few. So nothing ever waits for either.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import msgspec
 from relax_rt.transport.rpc.errors import Refused
 
 PARTS = 1000
-"""A GPU is given out in thousandths, so that shares add up exactly."""
+"""A GPU is allocated in thousandths, so that shares add up exactly."""
 
 
 class Node(msgspec.Struct, frozen=True):
-    """What a node has to give: its cores, its number of GPUs and its memory (0: not known, so any amount)."""
+    """The resources of a node: its cores, its number of GPUs and its memory (0: not known, so any amount)."""
 
     name: str
     cores: int = 1
@@ -27,7 +27,7 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class Need(msgspec.Struct, frozen=True):
-    """What a slot asks of its node.
+    """The resources that a slot needs.
 
     Attributes:
         slot, kind: which one, and its role.
@@ -54,20 +54,20 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class NoRoom(msgspec.Struct, frozen=True):
-    """There is no place for it now, and why."""
+    """There is no room now, and why."""
 
     reason: str
 
 
-class _Taken(msgspec.Struct):
+class _Allocation(msgspec.Struct):
     need: Need
-    place: Placement
+    placement: Placement
     parts: int
     """Of each of its devices."""
 
 
-class _Room:
-    """What is left of a node."""
+class _NodeState:
+    """The free resources of a node."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -78,7 +78,7 @@ class _Room:
         self.closed = ""
 
     def devices(self, gpus: float, ranks: int = 1) -> list[tuple[int, ...]]:
-        """Devices for as many of these ranks as fit, each with its own."""
+        """Return devices for as many of these ranks as fit, each with its own."""
         if gpus <= 0:
             return [()] * ranks
         left, found = list(self.free), []
@@ -92,22 +92,22 @@ class _Room:
         return found
 
     def crowded(self, need: Need) -> bool:
-        """With it, its slots could take more memory than there is."""
+        """Return whether with this slot its slots could use more memory than there is."""
         return 0 < self.node.memory_mib < self.memory_mib + need.memory_mib and need.memory_mib > 0
 
     def in_memory(self, need: Need, ranks: int) -> int:
-        """How many of these ranks fit into its memory."""
+        """Return how many of these ranks fit into its memory."""
         if not self.node.memory_mib or not need.memory_mib:
             return ranks
         return min(ranks, max(0, self.node.memory_mib - self.memory_mib) // need.memory_mib)
 
     def on_cores(self, need: Need, ranks: int) -> int:
-        """How many of these ranks have cores of their own."""
+        """Return how many of these ranks get cores of their own."""
         return min(ranks, max(0, self.node.cores - self.threads) // max(1, need.threads))
 
 
 def _parts(gpus: float) -> int:
-    """Thousandths of each device that a need takes."""
+    """Return the thousandths of each device that a slot needs."""
     return PARTS if gpus >= 1 else max(1, round(gpus * PARTS))
 
 
@@ -122,7 +122,7 @@ def _choose(free: Sequence[int], gpus: float) -> tuple[int, ...] | None:
 
 
 class Placer:
-    """Keeps the account of what is taken where.
+    """Allocates the resources of nodes to slots.
 
     Single slots are spread: to a node with memory to spare before one without, likewise with cores, then to the one
     with the fewest of the same role, then to the least loaded, then to where the slot was before. A gang is packed onto
@@ -130,8 +130,8 @@ class Placer:
     """
 
     def __init__(self, nodes: Iterable[Node] = ()) -> None:
-        self._rooms: dict[str, _Room] = {}
-        self._taken: dict[str, _Taken] = {}
+        self._rooms: dict[str, _NodeState] = {}
+        self._taken: dict[str, _Allocation] = {}
         self._before: dict[str, str] = {}
         self._kept: dict[str, str] = {}
         for node in nodes:
@@ -139,44 +139,44 @@ class Placer:
 
     @property
     def nodes(self) -> list[Node]:
-        """The nodes, in the order in which they came."""
+        """The nodes, in the order in which they joined."""
         return [room.node for room in self._rooms.values()]
 
     def add(self, node: Node) -> None:
-        """A node has come, or come back with everything free.
+        """Add a node, with everything free.
 
         Raises:
             Refused: one of this name is there.
         """
         if node.name in self._rooms:
             raise Refused(f"node {node.name!r}", why="there is one of this name")
-        self._rooms[node.name] = _Room(node)
+        self._rooms[node.name] = _NodeState(node)
 
     def close(self, name: str, reason: str) -> None:
-        """Put nothing more on a node: it is about to leave."""
+        """Place nothing more on a node: it is about to leave."""
         if name in self._rooms:
             self._rooms[name].closed = reason
 
     def open(self, name: str) -> None:
-        """Take the closing of a node back."""
+        """Place slots on a closed node again."""
         if name in self._rooms:
             self._rooms[name].closed = ""
 
     def closed(self, name: str) -> str:
-        """Why nothing more is put on a node; empty when it is open, or not there."""
+        """Return why nothing more is placed on a node; empty when it is open, or unknown."""
         return self._rooms[name].closed if name in self._rooms else ""
 
     def barred(self, slot: str, node: str) -> str:
-        """Why a slot can be nowhere, whatever others give up: the node that it needs is gone or closed, or all are."""
+        """Return why no release by others can make room: the node that the slot needs is gone or closed, or all are."""
         pin = node or self._kept.get(slot, "")
         return "" if self._open(pin) else self._why(Need(slot, "", node=node), pin, 1)
 
     def remove(self, name: str, *, keep: bool = False) -> list[str]:
-        """A node is gone; answers with the slots that were on it.
+        """Remove a node that is gone; return the slots that were on it.
 
         keep: these slots wait for a node of this name, instead of going elsewhere.
         """
-        slots = [slot for slot, taken in self._taken.items() if taken.place.node == name]
+        slots = [slot for slot, taken in self._taken.items() if taken.placement.node == name]
         for slot in slots:
             self.release(slot)
             if keep:
@@ -185,20 +185,20 @@ class Placer:
         return slots
 
     def release(self, slot: str) -> None:
-        """The slot's process is gone: what it had is free."""
+        """Free what the slot had: its process is gone."""
         taken = self._taken.pop(slot, None)
         if taken is None:
             return
-        self._before[slot] = taken.place.node
-        room = self._rooms[taken.place.node]
+        self._before[slot] = taken.placement.node
+        room = self._rooms[taken.placement.node]
         room.threads -= taken.need.threads
         room.memory_mib -= taken.need.memory_mib
         room.kinds[taken.need.kind] -= 1
-        for device in taken.place.devices:
+        for device in taken.placement.devices:
             room.free[device] += taken.parts
 
     def place(self, need: Need) -> Placement | NoRoom:
-        """Find a place for one slot and take it.
+        """Place one slot.
 
         Raises:
             Refused: it has one.
@@ -210,17 +210,17 @@ class Placer:
             return NoRoom(self._why(need, pin, 1))
         order = list(self._rooms)
 
-        def dislike(room: _Room) -> tuple[bool, bool, int, float, bool, int]:
+        def cost(room: _NodeState) -> tuple[bool, bool, int, float, bool, int]:
             load = (room.threads + need.threads) / max(1, room.node.cores)
             elsewhere = self._before.get(need.slot) != room.node.name
             few = room.kinds.get(need.kind, 0)
             return room.crowded(need), load > 1, few, load, elsewhere, order.index(room.node.name)
 
-        room = min(rooms, key=dislike)
+        room = min(rooms, key=cost)
         return self._take(need, room, room.devices(need.gpus)[0])
 
     def place_gang(self, needs: Sequence[Need]) -> list[Placement] | NoRoom:
-        """Find places for all ranks of a gang, in the order of the ranks, or for none.
+        """Place all ranks of a gang, in their order, or none.
 
         Raises:
             Refused: one of them has a place, or the ranks ask for different things.
@@ -248,18 +248,18 @@ class Placer:
 
     def _fresh(self, need: Need) -> None:
         if need.slot in self._taken:
-            raise Refused(f"placing {need.slot}", why=f"it has a place on {self._taken[need.slot].place.node!r}")
+            raise Refused(f"placing {need.slot}", why=f"it has a place on {self._taken[need.slot].placement.node!r}")
 
     def _pin(self, need: Need) -> str:
         return need.node or self._kept.get(need.slot, "")
 
-    def _open(self, pin: str) -> list[_Room]:
+    def _open(self, pin: str) -> list[_NodeState]:
         return [room for name, room in self._rooms.items() if pin in ("", name) and not room.closed]
 
-    def _take(self, need: Need, room: _Room, devices: tuple[int, ...]) -> Placement:
+    def _take(self, need: Need, room: _NodeState, devices: tuple[int, ...]) -> Placement:
         place = Placement(need.slot, room.node.name, devices)
         parts = _parts(need.gpus) if devices else 0
-        self._taken[need.slot] = _Taken(need, place, parts)
+        self._taken[need.slot] = _Allocation(need, place, parts)
         self._kept.pop(need.slot, None)
         room.threads += need.threads
         room.memory_mib += need.memory_mib
@@ -269,7 +269,7 @@ class Placer:
         return place
 
     def _why(self, need: Need, pin: str, ranks: int) -> str:
-        """Why there is no place: what is asked for, and what each node that would do has."""
+        """Return why there is no room: what is needed, and what each eligible node has."""
         if pin and pin not in self._rooms:
             known = ", ".join(self._rooms) or "none"
             kept = "was on" if not need.node else 'is pinned to (node = "…")'
@@ -281,7 +281,7 @@ class Placer:
         having = [self._having(room, need, ranks) for name, room in self._rooms.items() if pin in ("", name)]
         return f"no room for {what}: {', '.join(having) or 'there is no node'}"
 
-    def _having(self, room: _Room, need: Need, ranks: int) -> str:
+    def _having(self, room: _NodeState, need: Need, ranks: int) -> str:
         name = room.node.name or "this node"
         if room.closed:
             return f"{name} ({room.closed})"
@@ -292,9 +292,9 @@ class Placer:
 
 
 def _pack(
-    rooms: Sequence[_Room], fits: dict[str, list[tuple[int, ...]]], need: Need, ranks: int
-) -> list[tuple[_Room, int]] | None:
-    """How many ranks go to which node, or None when they do not fit: as few nodes as possible, in their order.
+    rooms: Sequence[_NodeState], fits: dict[str, list[tuple[int, ...]]], need: Need, ranks: int
+) -> list[tuple[_NodeState, int]] | None:
+    """Return how many ranks go to which node, or None when they do not fit: as few nodes as possible, in their order.
 
     Memory and cores decide only among ways that GPUs allow: a node takes as many ranks as it has both for if that is
     enough all in all, else as many as it has memory for, else as many as its devices hold.

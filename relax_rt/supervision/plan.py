@@ -1,5 +1,4 @@
-"""From a config to the slots of a run: which role classes, how many processes of each, under which rules; and whether
-a living run may have another number of them."""
+"""Plans the slots of a run from its config: role classes, counts, rules; and checks another count of a living run."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ from relax_rt.supervision.tree import RestartClass, RoleSpec, SlotSpec, Strategy
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 NOT_COUNTED_FOR_STALL = (*SYSTEM_ROLES, "writer", "dashboard")
-"""Roles whose progress is that of others, or of their own housekeeping: it does not reset the stall timer."""
+"""Roles whose progress only reflects that of others, or housekeeping: it does not reset the stall timer."""
 
 
 MOST_THREADS_A_CORE = 16
-"""Threads that are ready to compute on one core: `doctor` warns at a quarter of it; above it a run only waits for
-itself, and its agent may not be reached."""
+"""Compute threads for each core: `doctor` warns at a quarter of it; above it the threads mostly wait for each other,
+and the agent may be unreachable."""
 
 
 class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,11 +45,11 @@ class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
     strategy: Strategy = "one_for_one"
 
     def specs(self, rules: SupervisionTable) -> list[SlotSpec]:
-        """Its slots."""
+        """Return its slots."""
         return [self._spec(n, rules) for n in range(self.settings.count)]
 
     def rules(self, rules: SupervisionTable) -> RoleSpec:
-        """What its slots have to do with each other."""
+        """Return how its slots depend on each other."""
         return RoleSpec(
             kind=self.kind,
             strategy=self.strategy,
@@ -88,7 +87,7 @@ class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_roles(config: RunConfig, system: Sequence[str] = SYSTEM_ROLES) -> list[RolePlan]:
-    """The roles of a run: one for each table in config.roles, and the system roles.
+    """Return the roles of a run: one for each table in config.roles, and the system roles.
 
     Args:
         config: the loaded config.
@@ -131,8 +130,8 @@ def _refuse_unknown(kind: str, target: str, what: str, value: str, known: tuple[
 
 
 def _refuse_in_gang(kind: str, settings: RoleSettings) -> None:
-    """A gang's ranks start, fail and come back together: settings that say otherwise cannot be kept."""
-    why = "the role is a gang: its slots start, fail and come back together"
+    """Refuse settings that contradict a gang, whose ranks start, fail and restart together."""
+    why = "the role is a gang: its slots start, fail and restart together"
     if settings.strategy not in (None, "one_for_all"):
         raise RelaxError(f"roles.{kind}.strategy = {settings.strategy!r}", why=why, hint="leave it out")
     if settings.min_ready not in (None, settings.count):
@@ -148,7 +147,7 @@ def table_target(table: Any) -> str | None:
 def check_count(
     config: RunConfig, plans: Iterable[RolePlan], counts: Mapping[str, int], kind: str, count: int, cores: int
 ) -> None:
-    """Refuse a count that the config may not have, or that the machines cannot carry. It may import the job's modules.
+    """Refuse a count that the config may not have, or that the machines cannot run. May import the job's modules.
 
     Args:
         config: the run's.

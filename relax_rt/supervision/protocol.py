@@ -1,4 +1,4 @@
-"""Events that the supervisor's core takes, and the actions it answers with."""
+"""Events that the supervisor takes, and the actions that it returns."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from relax_rt.supervision.placement import Node
 
 
 class RunStarted(msgspec.Struct, frozen=True):
-    """Begin: the lowest tier starts."""
+    """The run begins: the lowest tier starts."""
 
 
 class SlotSpawned(msgspec.Struct, frozen=True):
-    """The process asked for by `Start` exists, on that node."""
+    """The process ordered by `Start` exists, on that node."""
 
     slot: str
     epoch: int
@@ -24,32 +24,32 @@ class SlotSpawned(msgspec.Struct, frozen=True):
 
 
 class SlotReady(msgspec.Struct, frozen=True):
-    """The role does its work from now on."""
+    """The role is ready."""
 
     slot: str
 
 
 class SlotFinished(msgspec.Struct, frozen=True):
-    """The role's work is done; its process is about to exit."""
+    """The role has finished; its process is about to exit."""
 
     slot: str
 
 
 class SlotExited(msgspec.Struct, frozen=True):
-    """The process is gone, or was never spawned. Every `Start` is answered by exactly one of these."""
+    """The process is gone, or was never spawned. Every `Start` leads to exactly one of these."""
 
     slot: str
     diagnosis: Diagnosis
 
 
-class Progress(msgspec.Struct, frozen=True):
+class SlotProgress(msgspec.Struct, frozen=True):
     """The role's progress counter and what it does.
 
     Attributes:
         n: units of work since the process started; only grows.
         waiting: why the role is idle; empty while it is busy.
         extend_s: known slow work announced since the last report: the deadline moves out by this.
-        detail: what is being done, in words.
+        detail: what it does, in words.
     """
 
     slot: str
@@ -74,28 +74,27 @@ class KillRequested(msgspec.Struct, frozen=True):
 
 
 class RestartRequested(msgspec.Struct, frozen=True):
-    """An operator wants this slot restarted, or its whole gang; it is not counted as a failure."""
+    """Restart this slot or its whole gang, by an operator's request; not counted as a failure."""
 
     slot: str
     reason: str = "restart requested"
 
 
 class ScaleRequested(msgspec.Struct, frozen=True):
-    """An operator wants the role to have so many slots; the highest indices are drained first."""
+    """Change the number of a role's slots, by an operator's request; the highest indices are drained first."""
 
     kind: str
     count: int
 
 
 class DrainRequested(msgspec.Struct, frozen=True):
-    """An operator wants a slot or a role down until it is restarted or scaled, or a node emptied: its slots are
-    started elsewhere."""
+    """Stop a slot or a role until it is restarted or scaled, or empty a node: its slots start elsewhere."""
 
     what: str
 
 
 class NodeJoined(msgspec.Struct, frozen=True):
-    """A node has room from now on."""
+    """A node has joined with its resources."""
 
     node: Node
 
@@ -105,7 +104,7 @@ class NodeLost(msgspec.Struct, frozen=True):
 
     Attributes:
         node: its name.
-        reason: how that is known.
+        reason: how it was found.
         keep: its slots wait for a node of this name, instead of being placed elsewhere.
         at: wall-clock time in seconds, for the diagnoses.
     """
@@ -117,7 +116,7 @@ class NodeLost(msgspec.Struct, frozen=True):
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time has passed; deadlines are looked at."""
+    """Time has passed: check deadlines."""
 
 
 Event = (
@@ -126,7 +125,7 @@ Event = (
     | SlotReady
     | SlotFinished
     | SlotExited
-    | Progress
+    | SlotProgress
     | StopRequested
     | KillRequested
     | RestartRequested
@@ -139,7 +138,7 @@ Event = (
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Get an epoch and spawn a process for the slot; answered by SlotSpawned and one SlotExited, or SlotExited only."""
+    """Get an epoch and start a process for the slot; leads to SlotSpawned and one SlotExited, or SlotExited only."""
 
     slot: str
     node: str = ""
@@ -147,7 +146,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class StartGang(msgspec.Struct, frozen=True):
-    """Start all ranks of a gang, in their order, with one new rendezvous; each start is answered as if on its own."""
+    """Start all ranks of a gang, in their order, with one new rendezvous; each leads to the events of a `Start`."""
 
     kind: str
     generation: int
@@ -181,7 +180,7 @@ class Emit(msgspec.Struct, frozen=True):
     fields: dict[str, Any]
 
 
-class Done(msgspec.Struct, frozen=True):
+class RunDone(msgspec.Struct, frozen=True):
     """Every slot has ended: leave with exit_code.
 
     Attributes:
@@ -197,4 +196,4 @@ class Done(msgspec.Struct, frozen=True):
     first: Diagnosis | None = None
 
 
-Action = Start | StartGang | Stop | Kill | DumpStacks | Emit | Done
+Action = Start | StartGang | Stop | Kill | DumpStacks | Emit | RunDone

@@ -19,7 +19,7 @@ import msgspec
 
 from relax_rt.process import procfs
 from relax_rt.process.child import Child, PacketReader, read_tail
-from relax_rt.process.limits import Limits
+from relax_rt.process.limits import ProcessLimits
 from relax_rt.process.zygote_pool import ZygoteKey
 from relax_rt.supervision.channel import (
     MAX_PACKET_BYTES,
@@ -34,10 +34,10 @@ from relax_rt.supervision.channel import (
 )
 from relax_rt.supervision.diagnosis import (
     Diagnosis,
-    Exit,
+    ExitFacts,
+    FailureReport,
     KernelLog,
     OwnKill,
-    Report,
     cgroup_oom_kills,
     diagnose,
     memory_kill,
@@ -69,7 +69,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     argv: list[str]
     env: dict[str, str]
     log: Path
-    limits: Limits = Limits()
+    limits: ProcessLimits = ProcessLimits()
     memory_mib: int = 0
     key: ZygoteKey | None = None
     target: str = ""
@@ -167,7 +167,7 @@ class RoleProcess:
         self._examiners, self._kernel, self._stack_dumpers = examiners, kernel, stack_dumpers
         self._oom_kills = cgroup_oom_kills()
         self._kill: tuple[OwnKill, str] | None = None
-        self._report: Report | None = None
+        self._report: FailureReport | None = None
         self._greeted = False
         self._diagnosing: asyncio.Task[None] | None = None
         self._child = Child(started.pid, self._exited, started.popen)
@@ -229,7 +229,7 @@ class RoleProcess:
 
     async def _diagnose(self, status: int, at: float) -> None:
         code = status if status >= 0 else None
-        facts = Exit(exit_code=code, signal=max(0, -status), report=self._report, kill=self._kill)
+        facts = ExitFacts(exit_code=code, signal=max(0, -status), report=self._report, kill=self._kill)
         try:
             facts = await asyncio.get_running_loop().run_in_executor(self._examiners, self._examine, facts)
         except Exception as error:  # noqa: BLE001 whoever waits for this exit must learn of it, whatever the evidence
@@ -237,7 +237,7 @@ class RoleProcess:
             facts = msgspec.structs.replace(facts, log=missing)
         self._on_exit(diagnose(self.launch.slot, self.launch.epoch, self.pid, facts, at))
 
-    def _examine(self, facts: Exit) -> Exit:
+    def _examine(self, facts: ExitFacts) -> ExitFacts:
         """Kill what the process left behind, and collect what only a look at the machine shows. Blocking."""
         kill_orphans(self.launch.slot, self.launch.epoch, self.pid)
         killed = facts.signal == signal.SIGKILL and facts.kill is None

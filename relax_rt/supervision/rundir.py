@@ -1,4 +1,4 @@
-"""Where a run keeps its things: the run directory, the private socket directory, the shared memory directory.
+"""The directories of a run: run directory, private sockets, shared memory; who owns them, and their removal.
 
 Standard library only: the keeper uses it.
 """
@@ -32,7 +32,7 @@ RUNNING = ("starting", "running", "draining", "joined")
 
 
 def slot_file(slot: str, suffix: str) -> str:
-    """File name of a slot's socket or log: ``rollout/0`` becomes ``rollout-0.log``."""
+    """Return the file name of a slot's socket or log: ``rollout/0`` becomes ``rollout-0.log``."""
     return slot.replace("/", "-").replace(":", "-") + suffix
 
 
@@ -67,7 +67,7 @@ class RunPaths(NamedTuple):
         return self.socket_dir / AGENT_SOCKET
 
     def make_private(self) -> None:
-        """Make the socket and shared memory directories, readable by nobody else, and say whose they are.
+        """Make the socket and shared memory directories, readable by nobody else, and record their owner.
 
         Raises:
             OSError: they cannot be made, or exist.
@@ -77,7 +77,7 @@ class RunPaths(NamedTuple):
         self.own(os.getpid())
 
     def own(self, pid: int) -> None:
-        """Write down which living process these directories belong to."""
+        """Record the living process to which these directories belong."""
         write_json(self.socket_dir / OWNER, {**owner_of(pid), "run_dir": str(self.run_dir)})
 
     def remove_private(self) -> None:
@@ -87,7 +87,7 @@ class RunPaths(NamedTuple):
 
 
 def owner_of(pid: int) -> dict[str, Any]:
-    """What names a process beyond doubt: its pid means something only in this namespace, boot and lifetime."""
+    """Return what identifies a process: its pid alone is unique only in this namespace, boot and lifetime."""
     return {
         "pid": pid,
         "start": procfs.start_time(pid),
@@ -97,7 +97,7 @@ def owner_of(pid: int) -> dict[str, Any]:
 
 
 def owner_lives(owner: dict[str, Any]) -> bool | None:
-    """Whether the process still lives; None when it cannot be known, as it belongs to another pid namespace."""
+    """Return whether the process still lives; None when it is in another pid namespace, where that is unknown."""
     if owner.get("boot") != procfs.boot_id():
         return False
     if owner.get("pid_namespace") != procfs.pid_namespace():
@@ -107,14 +107,14 @@ def owner_lives(owner: dict[str, Any]) -> bool | None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Replace a file as a whole."""
+    """Replace a file atomically."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_text(json.dumps(content, indent=1, default=str) + "\n")
     fresh.replace(path)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A file's content; None when it does not exist or is no JSON object."""
+    """Read a file; None when it does not exist or is no JSON object."""
     try:
         content = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -123,7 +123,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_run(run_dir: Path) -> dict[str, Any] | None:
-    """run.json of a run directory."""
+    """Read run.json of a run directory."""
     return read_json(run_dir / RUN_JSON)
 
 
@@ -136,7 +136,7 @@ def update_run(run_dir: Path, **fields: Any) -> dict[str, Any]:
 
 
 def append_event(run_dir: Path, by: str, kind: str, **fields: Any) -> None:
-    """One line for the event log, for processes that use the standard library only."""
+    """Append a line to the event log, for processes that use the standard library only."""
     line = json.dumps({"t": time.time(), "m": time.monotonic(), "by": by, "kind": kind, **fields}, default=str)
     path = run_dir / "events" / "current.jsonl"
     try:
@@ -153,8 +153,10 @@ def append_event(run_dir: Path, by: str, kind: str, **fields: Any) -> None:
 
 
 def end_run(paths: RunPaths, by: str, cause: str) -> None:
-    """After an agent's death: nothing that bears this run's id lives on, its directories go, run.json says what came
-    to pass. Does the rest of the work when an agent ended in order."""
+    """Clean up after an agent: kill every process of the run, remove its directories, record the end in run.json.
+
+    An agent that ended in order has recorded its end itself.
+    """
     procfs.kill_until_none(
         lambda: (procfs.descendants(os.getpid()) | procfs.members_of_run(paths.run_id)) - {os.getpid()}, reap=True
     )
@@ -166,12 +168,12 @@ def end_run(paths: RunPaths, by: str, cause: str) -> None:
 
 
 def stale_runs() -> list[RunPaths]:
-    """Leftovers of runs of this user whose agent is dead."""
+    """Return runs of this user that left something behind and whose agent is dead."""
     found: dict[str, RunPaths] = {}
     for root in (SOCKET_ROOT, SHM_ROOT):
         for directory in root.glob(f"{PREFIX}*"):
             run_id = directory.name.removeprefix(PREFIX)
-            # Others may name theirs alike: what is no run's is not ours to remove.
+            # Other programs may use a similar name: what is no run's must not be removed.
             if RUN_ID.fullmatch(run_id) and run_id not in found and _is_stale(run_id):
                 owner = read_json(SOCKET_ROOT / directory.name / OWNER) or {}
                 found[run_id] = RunPaths(run_id, Path(owner.get("run_dir", "/nonexistent")))
@@ -190,12 +192,12 @@ def _is_stale(run_id: str) -> bool:
     owner = read_json(paths.socket_dir / OWNER)
     if owner is not None:
         return owner_lives(owner) is False
-    # No word of an owner: one that is just being made, or what is left of a removal.
+    # Without an owner it is being made right now, or is left of a removal.
     return time.time() - max(s.st_mtime for s in stats) > FRESH_S and not procfs.members_of_run(run_id)
 
 
 def clean_stale_runs() -> list[str]:
-    """Kill and remove what dead runs of this user left behind; answers with their ids."""
+    """Kill and remove what dead runs of this user left behind; return their ids."""
     cleaned = []
     for paths in stale_runs():
         procfs.kill_until_none(lambda run_id=paths.run_id: procfs.members_of_run(run_id), reap=False)  # type: ignore[misc]
@@ -214,6 +216,6 @@ def clean_stale_runs() -> list[str]:
 
 
 def machine() -> str:
-    """Identify this machine for comparing step times: host name, cores, CPU model."""
+    """Return a name of this machine for comparing step times: host name, cores, CPU model."""
     model = procfs.cpuinfo_field(procfs.CPU_MODEL) or os.uname().machine
     return f"{os.uname().nodename}, {os.cpu_count()} x {model}"

@@ -55,7 +55,7 @@ def emit_nothing(_kind: str, /, **_fields: Any) -> None:
     """Where there is no event log."""
 
 
-class Spawner:
+class RoleSpawner:
     """Starts processes, on the event loop.
 
     They are spawned from one thread that lives as long as the agent: a child's PR_SET_PDEATHSIG fires when the *thread*

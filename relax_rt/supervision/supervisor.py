@@ -19,7 +19,6 @@ from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.placement import Need, Node, NoRoom, Placement, Placer
 from relax_rt.supervision.protocol import (
     Action,
-    Done,
     DrainRequested,
     DumpStacks,
     Emit,
@@ -28,12 +27,13 @@ from relax_rt.supervision.protocol import (
     KillRequested,
     NodeJoined,
     NodeLost,
-    Progress,
     RestartRequested,
+    RunDone,
     RunStarted,
     ScaleRequested,
     SlotExited,
     SlotFinished,
+    SlotProgress,
     SlotReady,
     SlotSpawned,
     Start,
@@ -42,7 +42,7 @@ from relax_rt.supervision.protocol import (
     StopRequested,
     Tick,
 )
-from relax_rt.supervision.tree import Cohort, RoleNode, RoleRestart, RoleSpec, Slot, SlotSpec, SlotView, State, Tree
+from relax_rt.supervision.tree import Cohort, RoleNode, RoleRestart, RoleSpec, Slot, SlotSpec, SlotTree, SlotView, State
 from relax_rt.transport.rpc.errors import Refused
 
 PAUSE_S = 60.0
@@ -90,7 +90,7 @@ class Supervisor:
         stall_after_s: float | None = None,
         finished: str = "",
     ) -> None:
-        self._tree = Tree(specs, roles)
+        self._tree = SlotTree(specs, roles)
         self._uniform, self._placer = uniform, placer
         self._stall_after_s, self._finished = stall_after_s, finished
         self._now = float("-inf")
@@ -98,7 +98,7 @@ class Supervisor:
         """The actions that the current event has led to."""
         self._started = False
         self._ending: Ending | None = None
-        self._done: Done | None = None
+        self._done: RunDone | None = None
         self._progressed_at = float("-inf")
         """When a slot that counts_for_stall last made progress, or was not expected to."""
 
@@ -110,7 +110,7 @@ class Supervisor:
         return self._ending.reason if self._ending else ""
 
     @property
-    def done(self) -> Done | None:
+    def done(self) -> RunDone | None:
         """Set when every slot has ended."""
         return self._done
 
@@ -208,7 +208,7 @@ class Supervisor:
         assert self._ending is not None
         live = [s for s in self._tree if s.live]
         if not live:
-            self._done = Done(*self._ending)
+            self._done = RunDone(*self._ending)
             self._out.append(Emit("run_done", {"reason": self._ending.reason, "exit_code": self._ending.exit_code}))
             self._out.append(self._done)
             return
@@ -219,11 +219,11 @@ class Supervisor:
 
     # What processes do.
 
-    def _on_slot_event(self, event: SlotSpawned | SlotReady | SlotFinished | SlotExited | Progress) -> None:
+    def _on_slot_event(self, event: SlotSpawned | SlotReady | SlotFinished | SlotExited | SlotProgress) -> None:
         slot = self._tree.slots.get(event.slot)
         if slot is None:
             raise InvalidTransition(f"{type(event).__name__} for {event.slot}, which is no slot of this run")
-        if not isinstance(event, Progress):
+        if not isinstance(event, SlotProgress):
             slot.history.append(f"{self._now:.3f} {slot.state}: {type(event).__name__}")
         if not slot.live:
             raise self._invalid(slot, event)
@@ -236,7 +236,7 @@ class Supervisor:
                 slot.finished = True
                 if slot.state in ("starting", "ready", "hung"):
                     self._enter(slot, "stopping", slot.spec.stop_timeout_s)
-            case Progress():
+            case SlotProgress():
                 self._on_progress(slot, event)
             case SlotExited():
                 self._on_exited(slot, event.diagnosis)
@@ -263,7 +263,7 @@ class Supervisor:
             self._enter(s, "ready", self._hang_timeout_s(s))
             s.role.begin_good_time(s, self._now)
 
-    def _on_progress(self, s: Slot, event: Progress) -> None:
+    def _on_progress(self, s: Slot, event: SlotProgress) -> None:
         if s.spec.counts_for_stall and (event.n > s.progress or event.extend_s > 0):
             self._progressed_at = max(self._progressed_at, self._now + event.extend_s)
         # An idle role's report is itself the sign of life: it comes only if its event loop answered.

@@ -298,7 +298,7 @@ class RoleRestart(NamedTuple):
 class RoleNode:
     """A role and its slots, by index."""
 
-    def __init__(self, rules: RoleSpec, template: SlotSpec, tree: Tree) -> None:
+    def __init__(self, rules: RoleSpec, template: SlotSpec, tree: SlotTree) -> None:
         self.rules, self.template, self._tree = rules, template, tree
         self.slots: list[Slot] = []
         self.generation = 0
@@ -386,7 +386,7 @@ def _listed(slots: list[Slot], most: int = 4) -> str:
     return names + (f" and {more} more" if more > 0 else "")
 
 
-class Tree:
+class SlotTree:
     """All slots of a run."""
 
     def __init__(self, specs: Iterable[SlotSpec], rules: Iterable[RoleSpec]) -> None:

@@ -23,8 +23,7 @@ from relax_rt.roles.agentic.interface import Task, checked
 from relax_rt.roles.agentic.program import Program, Result, passed_limit, result_of
 from relax_rt.roles.agentic.program_host import Ended, ProgramHost
 from relax_rt.roles.agentic.program_link import NotStarted
-from relax_rt.roles.gateway.api import Access, Closed, Said, SessionLimits
-from relax_rt.roles.gateway.remote import Lent, Lessee
+from relax_rt.roles.gateway.api import Access, Closed, OpenSession, Said, SessionClient, SessionLimits
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 
 LAST_LINES, LAST_CHARS = 5, 600
@@ -50,7 +49,7 @@ class Programs:
 
     program: Program
     host: ProgramHost
-    gateway: Lessee
+    gateway: SessionClient
     limits: Limits
     max_tokens: int
     judged: bool
@@ -124,7 +123,7 @@ class Programs:
             closed = await lent.close()
         return self._played(ended, closed)
 
-    async def _run(self, task: Task, lent: Lent, base_url: str) -> Ended:
+    async def _run(self, task: Task, lent: OpenSession, base_url: str) -> Ended:
         """Run the program to its end, within the episode's time and the session's life."""
         limit_s = self.limits.episode_timeout_s
         env = environment(self.program, base_url, lent.access.api_key)

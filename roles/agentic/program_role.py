@@ -16,7 +16,7 @@ from relax_rt.roles.agentic.program import Program
 from relax_rt.roles.agentic.program_episodes import Programs
 from relax_rt.roles.agentic.program_host import ProgramHost
 from relax_rt.roles.agentic.settings import EnvSettings
-from relax_rt.roles.gateway.remote import Lessee
+from relax_rt.roles.gateway.api import SessionClient
 from relax_rt.roles.gateway.settings import GatewaySettings
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 
@@ -56,7 +56,7 @@ async def open_programs(
         ctx.event("programs_bounded", places=host.places, why=why, hint=hint)
         ctx.log.warning("fewer programs at a time than asked for", places=host.places, why=why, hint=hint)
     links = Links.from_environment()
-    async with host, Lessee(ctx, slot) as gateway:
+    async with host, SessionClient(ctx, slot) as gateway:
         for watched in (gateway.fenced, host.broken):
             watched.add_done_callback(lambda done: _tell(done, broken))
         judged = bool(settings.rewards)

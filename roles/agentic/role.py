@@ -298,7 +298,6 @@ class EnvRole(RLRole[EnvSettings]):
 
     async def _work(self) -> None:
         """Evaluate what is due, else play for the trainer, until the last weights are evaluated."""
-        from relax_rt.roles.base.final import is_final
 
         self.ctx.progress.waiting("the first committed weights")
         while True:
@@ -315,7 +314,7 @@ class EnvRole(RLRole[EnvSettings]):
             self._begun = True
             if not last:
                 await self._admit_until_news()
-            elif await is_final(self.ctx, record):
+            elif await self.is_final(record):
                 return
 
     async def _wait_for_the_first_slot(self, record: VersionRecord) -> None:

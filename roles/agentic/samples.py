@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from relax_rt.roles.agentic.episode import Played
 from relax_rt.roles.agentic.interface import Task
 from relax_rt.roles.agentic.tokens import Branch
-from relax_rt.roles.base.columns import generated_columns
-from relax_rt.roles.base.sample import Sample, SampleMeta, TurnSpan, content_digest
+from relax_rt.roles.base.sample import Sample, SampleMeta, TurnSpan, content_digest, generated_columns
 from relax_rt.roles.data.media.pictures import IMAGE, Placed, Shown
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.engines.routing import NO_EXPERT, RoutingShape

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.settings import ModelTable
-from relax_rt.transport.weights.served import STAGE_DIR
-
-if TYPE_CHECKING:
-    from relax_rt.interfaces.role import RoleContext
-
+from relax_rt.transport.weights.stage_server import STAGE_DIR
 
 MODEL_CODE = ("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3")
 """Code of the models that the examples train: transformers imports it only when such a model is made."""
 
 
-def config_dir(ctx: RoleContext) -> Path:
-    """The folder that relative paths of the config start from."""
-    return Path(ctx.config.config_dir)
-
-
 def model_folder(ctx: RoleContext) -> Path:
     """The Hugging Face folder of the model; a package was converted at the launch."""
-    return resolve_model(ctx.config.table(ModelTable).path, config_dir(ctx))
+    return resolve_model(ctx.config.table(ModelTable).path, Path(ctx.config.config_dir))
 
 
 OFFERS_DIR = "broadcasts"

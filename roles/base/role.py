@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from relax_rt.config.schema import MIB, RoleSettings, Table
 from relax_rt.interfaces.role import Role, RoleContext
+from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.client import LeasedBatch, QueueClient
+from relax_rt.transport.rpc.errors import DeadlineExceeded, Unreachable
 
 S = TypeVar("S", bound=RoleSettings)
 T = TypeVar("T", bound=Table)
 
 TAKE_WAIT_S = 30.0
+FINAL_POLL_S = 0.2
 
 
 class RLRole(Role, Generic[S]):
@@ -116,6 +119,27 @@ class RLRole(Role, Generic[S]):
         finally:
             # Cancelled, it gives back what it is granted too late.
             take.cancel()
+
+    async def is_final(self, record: VersionRecord) -> bool:
+        """Wait for the checkpoint of the last step, whose weights these are.
+
+        Queue and registry say when it is written, and both are heard on every node; one that is away is waited for.
+
+        Returns:
+            False: the trainer died before it was written, and works on another version.
+        """
+        self.ctx.progress.waiting("the final checkpoint")
+        queue = await self.ctx.queue()
+        while True:
+            with suppress(Unreachable, DeadlineExceeded):
+                # In this order: a checkpoint that is there is of no newer version than the registry names after that.
+                written = (await queue.stats()).committed >= record.step
+                known = await self.ctx.registry.versions()
+                if known and known[-1].version > record.version:
+                    return False
+                if written:
+                    return True
+            await asyncio.sleep(FINAL_POLL_S)
 
     async def teardown(self) -> None:
         await self.resources.aclose()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field
 
+from relax_rt.config.problems import KeyPath, Problem, dotted
 from relax_rt.config.schema import Filled, Seconds, Table
 
 
@@ -29,3 +31,9 @@ class ProgressTable(Table):
     """End the run after this time without progress in any role: no token, environment step, reward, download or step.
     Unset: twice the slowest deadline of any role; never in runs with [roles.gateway] or your own roles, whose callers
     may pause."""
+
+    def problems(self, path: KeyPath) -> Iterator[Problem]:
+        """Refuse more prompts than groups."""
+        if self.failed_prompts > self.failed_groups:
+            message = f"failed_prompts = {self.failed_prompts}: {self.failed_groups} failed groups are of fewer prompts"
+            yield Problem((*path, "failed_prompts"), message, f"lower it, or raise {dotted(path)}.failed_groups")

@@ -1,32 +1,32 @@
-"""Cheap checks of an RL config across its keys. What cannot work is refused with the reason."""
+"""Cheap checks of an RL config across its tables: what cannot work, and what this version plans but cannot start."""
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import MIB, RoleSettings
 from relax_rt.roles.agentic.checks import check_environment
 from relax_rt.roles.agentic.settings import env_settings, longest_tokens
-from relax_rt.roles.base.progress import slowest_s
 from relax_rt.roles.config.algorithm_checks import check_algorithm
-from relax_rt.roles.config.bound_checks import check_bound
 from relax_rt.roles.config.cold_start_checks import check_cold_start
+from relax_rt.roles.config.progress import slowest_s
 from relax_rt.roles.config.publication_checks import check_publication
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.data.columns import TARGETS
-from relax_rt.roles.data.order import check_weights
-from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.evaluation.checks import check_evaluation
 from relax_rt.roles.evaluation.settings import EvaluatorSettings
+from relax_rt.roles.models.settings import ShardedSettings, TrainedSettings
 from relax_rt.roles.rewards.checks import check_judge, check_reward
 from relax_rt.roles.rewards.settings import RewardSettings
 from relax_rt.roles.rollout.engines.checks import check_engines, check_mode
-from relax_rt.roles.rollout.engines.settings import RolloutSettings
+from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
 from relax_rt.roles.training.algorithms.learning_rate import check_rates
+from relax_rt.roles.training.algorithms.objective import read_parts
 from relax_rt.roles.training.backend.settings import TrainerSettings
+from relax_rt.roles.training.megatron.limits import unsupported
 from relax_rt.roles.training.reference.settings import ReferenceSettings
 
 BYTES_A_TOKEN = 9
@@ -36,14 +36,27 @@ REFERENCE_BYTES_A_TOKEN = 4
 BYTES_A_SAMPLE = 2048
 """Meta (sampling, digests, answer, metadata) and the alignment of the columns."""
 
+HINT = "`relax-rt plan --inventory nodes.toml` plans it"
+FREE = frozenset(
+    {"backend", "engine", "device", "dtype", "tokens_per_micro_batch", "max_sequences", "kv_on_update", "sglang"}
+)
+"""Keys of the planned tables that this version reads; `sglang` is judged by engines.checks."""
+SGLANG_FREE = FREE | {"memory_fraction", "prefill_tokens"}
+"""And those that it reads with engine = "sglang"."""
+NEEDS = {"reference": "reference", "critic": "values"}
+"""What a part of [algorithm] says that needs the work of these roles."""
+USES = {
+    "reference": ("the log-probabilities of a reference", 'algorithm.kl, or name = "dpo" or "distillation"'),
+    "critic": ("the values of a critic", 'name = "ppo"'),
+}
+"""And in words: what they make, and what to set for it."""
+
 
 def check(config: RLConfig) -> list[Problem]:
     """Everything that is wrong with an RL config, as far as it shows without model, data or user code."""
     cheap = (
         _data,
-        _sampling,
         _algorithm,
-        check_bound,
         check_mode,
         check_engines,
         _roles,
@@ -53,7 +66,7 @@ def check(config: RLConfig) -> list[Problem]:
         check_evaluation,
         check_cold_start,
         check_publication,
-        _progress,
+        _stall,
         _capacity,
     )
     return [problem for check in cheap for problem in check(config)]
@@ -78,71 +91,17 @@ def _data(config: RLConfig) -> Iterator[Problem]:
             'give one: task = "chain_sum" (reasoning-gym), path = "prompts.jsonl" or [[data.sources]]',
             at="key",
         )
-    yield from _columns(data)
-    if wrong := check_weights([one.weight for one in data.sources]):
-        yield Problem(("data", "sources"), wrong, "give each its weight, or none")
-    names = [one.name for one in data.sources if one.name is not None]
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        yield Problem(("data", "sources"), f"two sources have the name {name!r}", "give each its own")
-    for key in ("options", "size"):
-        if data.task is None and given and key in data.model_fields_set:
-            message = f"{key} belongs to a reasoning-gym task; with {given[0]} it has no effect"
-            yield Problem(("data", key), message, at="key")
-    for key in ("columns", "form", "split", "ignore"):
-        if data.task is not None and key in data.model_fields_set:
-            yield Problem(("data", key), f"{key} is about rows of files; with task it has no effect", at="key")
-    if "{" not in data.template.replace("{{", ""):
-        message = "the template names no field of the item, so that all prompts would be the same"
-        yield Problem(("data", "template"), message, 'put in {question}, as "Q: {question}"')
-
-
-def _columns(data: DataTable) -> Iterator[Problem]:
-    """Report misspelt targets, and columns without a name."""
-    tables: list[tuple[KeyPath, dict[str, str]]] = [(("data", "columns"), data.columns)]
-    tables += [(("data", "sources", at, "columns"), one.columns or {}) for at, one in enumerate(data.sources)]
-    for place, columns in tables:
-        if "prompt" in columns and "messages" in columns:
-            yield Problem(place, "prompt and messages are both mapped: a row has one of them", "leave one out")
-        for target, column in columns.items():
-            if target not in TARGETS and (meant := difflib.get_close_matches(target, TARGETS, n=1, cutoff=0.75)):
-                yield Problem(place, f"{target!r} is no column of a prompt", f"did you mean {meant[0]!r}?")
-            if not column and target != "answer":
-                yield Problem(place, f"{target!r} is mapped to no column", 'give its name; only answer = "" means none')
-
-
-def _sampling(config: RLConfig) -> Iterator[Problem]:
-    reason = "truncating samplers are refused for training: behaviour log-probabilities are of the full softmax"
-    if config.sampling.top_p < 1:
-        yield Problem(("sampling", "top_p"), f"top_p = {config.sampling.top_p:g}: {reason}", "set top_p = 1.0")
-    if config.sampling.top_k > 0:
-        yield Problem(("sampling", "top_k"), f"top_k = {config.sampling.top_k}: {reason}", "set top_k = 0")
 
 
 def _algorithm(config: RLConfig) -> Iterator[Problem]:
-    table = config.algorithm
-    if math.isnan(table.max_staleness) or (
-        math.isfinite(table.max_staleness) and table.max_staleness != int(table.max_staleness)
-    ):
-        message = f"max_staleness = {table.max_staleness:g} counts publications: a whole number, or inf"
-        yield Problem(("algorithm", "max_staleness"), message)
-    if not all(0 <= beta < 1 for beta in table.adam_betas):
-        yield Problem(("algorithm", "adam_betas"), f"adam_betas = {list(table.adam_betas)} must lie in [0, 1)")
-    yield from check_rates(table, ("algorithm",), table.steps)
-    for name in ("learning_rate", "max_grad_norm", "clip_high", "soft_penalty"):
-        value = getattr(table, name)
-        if value is not None and not math.isfinite(value):
-            yield Problem(("algorithm", name), f"{name} must be finite")
+    yield from check_rates(config.algorithm, ("algorithm",), config.algorithm.steps)
     yield from check_algorithm(config)
 
 
-def _progress(config: RLConfig) -> Iterator[Problem]:
-    table = config.progress
-    if table.failed_prompts > table.failed_groups:
-        message = f"failed_prompts = {table.failed_prompts}: {table.failed_groups} failed groups are of fewer prompts"
-        yield Problem(("progress", "failed_prompts"), message, "lower it, or raise progress.failed_groups")
-    slowest = slowest_s(config)
-    if table.stall_after_s is not None and table.stall_after_s < slowest:
-        message = f"stall_after_s = {table.stall_after_s:g}: a role may take {slowest:g} s by its own deadlines"
+def _stall(config: RLConfig) -> Iterator[Problem]:
+    limit_s, slowest = config.progress.stall_after_s, slowest_s(config)
+    if limit_s is not None and limit_s < slowest:
+        message = f"stall_after_s = {limit_s:g}: a role may take {slowest:g} s by its own deadlines"
         yield Problem(("progress", "stall_after_s"), message, "raise it, or leave it out")
 
 
@@ -213,3 +172,70 @@ def _terms(config: RLConfig) -> str:
     bounded = ["max_staleness"] if math.isfinite(table.max_staleness) else []
     over = ["over_provision / prompts_per_step"] if table.over_provision else []
     return " + ".join(["checkpoint.every_steps", *bounded, *over, "1"])
+
+
+def not_startable(config: RLConfig) -> list[Problem]:
+    """Everything in a config that comes with a later version."""
+    problems = [*_without_use(config)]
+    for kind, table in config.roles.items():
+        if isinstance(table, ShardedSettings | EngineSettings):
+            problems += _role(kind, table)
+    return problems
+
+
+def _without_use(config: RLConfig) -> Iterator[Problem]:
+    """Roles whose work nothing of [algorithm] asks for."""
+    here = [kind for kind in NEEDS if kind in config.roles and not getattr(config.roles[kind], "target", None)]
+    if not here:
+        return
+    parts = read_parts(config.algorithm, base=Path(config.config_dir), longest=config.sampling.max_new_tokens)
+    for kind in here:
+        if not isinstance(parts, list) and not any(NEEDS[kind] in part.needs for part in parts.all()):
+            what, how = USES[kind]
+            message = f"nothing in [algorithm] needs {what}"
+            yield Problem(("roles", kind), message, f"leave the role out, or set {how}", at="key")
+
+
+def _role(kind: str, table: ShardedSettings | EngineSettings) -> Iterator[Problem]:
+    path = ("roles", kind)
+    if isinstance(table, TrainerSettings) and table.backend == "megatron":
+        yield from _megatron(path, table)
+        return
+    if isinstance(table, ShardedSettings):
+        own, here = "backend", "torch"
+        if isinstance(table, TrainerSettings) and table.lora is not None and find_spec("peft") is None:
+            message = "adapters need peft, and it is not installed"
+            yield Problem((*path, "lora"), message, "pip install relax-rt[lora]", at="key")
+        if isinstance(table, TrainedSettings) and not isinstance(table, TrainerSettings) and table.count != 1:
+            message = f"{kind}.count = {table.count}: this version trains in one process"
+            yield Problem((*path, "count"), message, f"set count = 1; {HINT}")
+    else:
+        own, here = "engine", table.engine
+    if (chosen := getattr(table, own)) != here:
+        message = f'{own} = "{chosen}" cannot be started by this version, only planned'
+        yield Problem((*path, own), message, f'set {own} = "{here}"; {HINT}')
+        return
+    free = SGLANG_FREE if isinstance(table, EngineSettings) and table.engine == "sglang" else FREE
+    for key in sorted(planned_keys(table, free)):
+        if getattr(table, key) != type(table).model_fields[key].default:
+            message = f'{key} has no effect with {own} = "{here}" of this version'
+            yield Problem((*path, key), message, f"leave it out; {HINT}", at="key")
+
+
+def _megatron(path: KeyPath, table: ShardedSettings) -> Iterator[Problem]:
+    """What a gang of Megatron-Core's ranks lacks here. Another interpreter's packages are its own affair."""
+    if table.python is None and find_spec("megatron") is None:
+        message = 'backend = "megatron", and megatron-core is not installed'
+        yield Problem((*path, "backend"), message, "pip install relax-rt[megatron]")
+    if isinstance(table, TrainerSettings) and table.lora is not None:
+        message = "adapters are trained by the torch backend alone"
+        yield Problem((*path, "lora"), message, 'leave it out, or set backend = "torch"', at="key")
+    for key, why in unsupported(table):
+        yield Problem((*path, key), f"{key} = {getattr(table, key)}: {why} in this version", f"leave it out; {HINT}")
+
+
+def planned_keys(table: RoleSettings, free: frozenset[str] = FREE) -> frozenset[str]:
+    """The keys of a role's table that say how it is divided over devices, which this version only plans."""
+    bases = (TrainedSettings, ShardedSettings, EngineSettings)
+    base = next((base for base in bases if isinstance(table, base)), RoleSettings)
+    return frozenset(base.model_fields) - frozenset(RoleSettings.model_fields) - free

@@ -1,15 +1,18 @@
-"""Whether the engines can do with the run's model what they are asked for; nothing of it is loaded."""
+"""What of a config does not go with the model that it names. The model's folder is read, no weights are loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from relax_rt.config.problems import Problem
-from relax_rt.config.schema import MIB, RunConfig
-from relax_rt.roles.agentic.settings import env_settings, longest_tokens
+from relax_rt.config.schema import MIB, RoleSettings, RunConfig
+from relax_rt.roles.agentic.settings import env_settings, is_program, longest_tokens
 from relax_rt.roles.config.checks import batch_samples, needed_bytes, retained_batches
 from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.data.media.sight import sees
+from relax_rt.roles.gateway.settings import GatewaySettings
 from relax_rt.roles.rollout.engines.routing import RoutingShape, sparse_layers
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
 from relax_rt.roles.rollout.engines.sglang.options import unlike_the_model
@@ -26,6 +29,11 @@ EPISODE_TOKEN_BYTES = 64
 """Of a token in the message by which a gateway hands over an episode, besides its routing row, at most."""
 MUCH_MEMORY = 2 << 30
 """Bytes of routing rows in one process that are worth a word."""
+BLIND = {
+    "reference": "the reference would compute log-probabilities without the pictures",
+    "critic": "the critic would value what it does not see",
+}
+"""Roles that compute with samples' tokens alone."""
 
 
 def check_engine_model(config: RLConfig, folder: Path) -> Iterator[Problem]:
@@ -41,11 +49,11 @@ def check_engine_model(config: RLConfig, folder: Path) -> Iterator[Problem]:
         except Refused as error:
             yield Problem(ROUTING, f"{error.what}: {error.why}", error.hint)
         else:
-            yield from _capacity(config, shape)
+            yield from _routing_capacity(config, shape)
             yield from _messages(config, shape)
 
 
-def _capacity(config: RLConfig, shape: RoutingShape) -> Iterator[Problem]:
+def _routing_capacity(config: RLConfig, shape: RoutingShape) -> Iterator[Problem]:
     """Rows are the larger part of a sample: the queue must hold them, too."""
     rows = longest_tokens(config) * shape.row_bytes
     need = needed_bytes(config) + int(retained_batches(config) * batch_samples(config) * rows)
@@ -126,6 +134,54 @@ def _journal(config: RLConfig, table: RolloutSettings, shape: RoutingShape) -> I
             f"with routing rows of {shape.row_bytes} bytes a token the journal keeps the first {kept} tokens of an "
             f"unfinished sequence; what an engine that dies has sampled behind them is made again"
         )
+
+
+def check_pictures(config: RLConfig, folder: Path) -> Iterator[Problem]:
+    """What of the config does not go with the model in this folder, if it is one that sees."""
+    if not sees(folder):
+        return
+    if find_spec("PIL") is None:
+        yield Problem(("model", "path"), "the model sees, and Pillow is not installed", "pip install pillow")
+    for kind in ("rollout", "evaluator"):
+        engine = config.roles.get(kind)
+        if isinstance(engine, EngineSettings) and engine.engine == "sglang":
+            message = "the model sees, and pictures are not handed on to SGLang"
+            yield Problem(("roles", kind, "engine"), message, 'set engine = "embedded"')
+    trainer = config.role("trainer", TrainerSettings)
+    if trainer.backend != "torch":
+        message = "the model sees, and gangs of Megatron-Core compute texts alone"
+        yield Problem(("roles", "trainer", "backend"), message, 'set backend = "torch"')
+    elif trainer.count > 1:
+        message = f"count = {trainer.count}: a model that sees is trained in one process"
+        yield Problem(("roles", "trainer", "count"), message, "set it to 1")
+    if trainer.lora is not None:
+        message = "the model sees, and adapters to such a model are not merged"
+        hint = "leave it out: all layers of its text are trained"
+        yield Problem(("roles", "trainer", "lora"), message, hint, at="key")
+    for kind, why in BLIND.items():
+        table = config.roles.get(kind)
+        if isinstance(table, RoleSettings) and table.target is None and table.count:
+            yield Problem(("roles", kind), f"the model sees: {why}", "leave the table out", at="key")
+    yield from _picture_capacity(config)
+
+
+def _picture_capacity(config: RLConfig) -> Iterator[Problem]:
+    """The queue must hold the pictures of episodes, too."""
+    if (env := env_settings(config)) is None:
+        return
+    program = is_program(env)
+    kib = config.role("gateway", GatewaySettings).session_media_kib if program else env.media_kib
+    need = needed_bytes(config) + int(retained_batches(config) * batch_samples(config) * kib * 1024)
+    have = (config.queue.capacity_mib + config.queue.spill_mib) * MIB
+    if need > have:
+        mib = -(-need // MIB)
+        message = (
+            f"an episode may have {kib} KiB of pictures: with them {retained_batches(config):g} batches of "
+            f"{batch_samples(config)} samples need {mib} MiB, and queue.capacity_mib + spill_mib = {have // MIB}"
+        )
+        place = ("roles", "gateway", "session_media_kib") if program else ("roles", "env", "media_kib")
+        hint = f"queue.capacity_mib = {mib}, or a smaller {place[-1]}, checkpoint.every_steps or group"
+        yield Problem(place, message, hint)
 
 
 def check_computed(config: RunConfig, folder: Path) -> Iterator[Problem]:

@@ -84,12 +84,6 @@ def substitute(item: int, attempt: int, count: int) -> int:
     return int.from_bytes(digest, "little") % count
 
 
-def check_weights(weights: Sequence[float | None]) -> str:
-    """Describe what is wrong with the weights of sources; empty if they are valid."""
-    given = [weight for weight in weights if weight is not None]
-    return "some sources have a weight and others have none" if given and len(given) < len(weights) else ""
-
-
 def sample_seed(seed: int, prompt: int, member: int, attempt: int) -> int:
     """Seed of one sample, 63 bits: blake2b-64(prompt, member, attempt; run seed) without its top bit.
 

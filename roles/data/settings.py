@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import Filled, Table
-from relax_rt.roles.data.columns import Form
+from relax_rt.roles.data.columns import TARGETS, Form
 
 
 class DataSource(Table):
@@ -69,3 +72,38 @@ class DataTable(Table):
     overlong: Literal["drop", "truncate_left", "error"] = "drop"
     """What becomes of a prompt with more tokens. truncate_left leaves out its oldest exchanges, then the beginning of
     the last question; system message and marks of turns stay, and a prompt that is too long even so is dropped."""
+
+    def problems(self, path: KeyPath) -> Iterator[Problem]:
+        """Refuse columns, sources and options that cannot be meant."""
+        yield from self._column_problems(path)
+        if len({one.weight is None for one in self.sources}) > 1:
+            message = "some sources have a weight and others have none"
+            yield Problem((*path, "sources"), message, "give each its weight, or none")
+        names = [one.name for one in self.sources if one.name is not None]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield Problem((*path, "sources"), f"two sources have the name {name!r}", "give each its own")
+        given = [name for name in ("path", "sources") if getattr(self, name)]
+        for key in ("options", "size"):
+            if self.task is None and given and key in self.model_fields_set:
+                message = f"{key} belongs to a reasoning-gym task; with {given[0]} it has no effect"
+                yield Problem((*path, key), message, at="key")
+        for key in ("columns", "form", "split", "ignore"):
+            if self.task is not None and key in self.model_fields_set:
+                yield Problem((*path, key), f"{key} is about rows of files; with task it has no effect", at="key")
+        if "{" not in self.template.replace("{{", ""):
+            message = "the template names no field of the item, so that all prompts would be the same"
+            yield Problem((*path, "template"), message, 'put in {question}, as "Q: {question}"')
+
+    def _column_problems(self, path: KeyPath) -> Iterator[Problem]:
+        """Report misspelt targets, and columns without a name."""
+        tables: list[tuple[KeyPath, dict[str, str]]] = [((*path, "columns"), self.columns)]
+        tables += [((*path, "sources", at, "columns"), one.columns or {}) for at, one in enumerate(self.sources)]
+        for place, columns in tables:
+            if "prompt" in columns and "messages" in columns:
+                yield Problem(place, "prompt and messages are both mapped: a row has one of them", "leave one out")
+            for target, column in columns.items():
+                if target not in TARGETS and (meant := difflib.get_close_matches(target, TARGETS, n=1, cutoff=0.75)):
+                    yield Problem(place, f"{target!r} is no column of a prompt", f"did you mean {meant[0]!r}?")
+                if not column and target != "answer":
+                    hint = 'give its name; only answer = "" means none'
+                    yield Problem(place, f"{target!r} is mapped to no column", hint)

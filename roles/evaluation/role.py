@@ -136,7 +136,6 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self) -> None:
-        from relax_rt.roles.base.final import is_final
         from relax_rt.roles.evaluation.branch import Branch
         from relax_rt.roles.training.publication.follower import committed_versions
 
@@ -152,7 +151,7 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
                 course.when(record.step, record.version) for course in self.courses.values()
             ) and await self.follower.follow(record):
                 await self._evaluate_all(record)
-            if record.step >= self.table(AlgorithmTable).steps and await is_final(self.ctx, record):
+            if record.step >= self.table(AlgorithmTable).steps and await self.is_final(record):
                 return
 
     async def _evaluate_all(self, record: VersionRecord) -> None:

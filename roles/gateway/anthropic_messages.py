@@ -7,21 +7,23 @@ from typing import Annotated, Any
 
 import msgspec
 
-from relax_rt.roles.gateway import sampling
+from relax_rt.roles.gateway import request_parts
 from relax_rt.roles.gateway.calls import (
-    MOST_MESSAGES,
+    MAX_MESSAGES,
     Answer,
     Call,
+    CallError,
     Choice,
+    Family,
     Head,
     Message,
     Unsupported,
+    bad,
     decode,
     event,
     stops,
 )
-from relax_rt.roles.gateway.errors import CallError, Family, bad
-from relax_rt.roles.gateway.messages import bounded_tools, content, function_tool, of_user
+from relax_rt.roles.gateway.request_parts import bounded_tools, content, function_tool, user_content
 
 ERROR = "Error: "
 """Before the result of a tool that failed: chat templates know no such mark."""
@@ -33,7 +35,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
 
     model: str
     max_tokens: int
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
@@ -51,14 +53,14 @@ class CountRequest(MessagesRequest, kw_only=True):
     max_tokens: int = 1
 
 
-class Messages:
-    """See Dialect."""
+class MessagesApi:
+    """Translates requests and answers."""
 
     family: Family = "anthropic"
     request: type[MessagesRequest] = MessagesRequest
 
     def parse(self, body: bytes) -> Call:
-        """See Dialect."""
+        """Parse a request body."""
         asked = decode(body, self.request)
         choice = asked.tool_choice or {}
         kind = choice.get("type", "auto")
@@ -72,32 +74,32 @@ class Messages:
             messages=tuple(found),
             tools=tuple(_tools(asked.tools or [])),
             may_call=kind != "none",
-            max_tokens=sampling.length(asked.max_tokens, "max_tokens"),
-            temperature=sampling.temperature(asked.temperature),
+            max_tokens=request_parts.length(asked.max_tokens, "max_tokens"),
+            temperature=request_parts.temperature(asked.temperature),
             stop=stops(asked.stop_sequences, "stop_sequences"),
             stream=bool(asked.stream),
             unsupported=tuple(_unsupported(asked, kind, parallel=not choice.get("disable_parallel_tool_use"))),
         )
 
     def render(self, call: Call, answer: Answer) -> dict[str, Any]:
-        """See Dialect."""
+        """Render the answer's body."""
         choice = answer.choices[0]
         message = _message(answer.head, _blocks(choice), _usage(answer.head, choice.tokens))
         return message | _ending(choice)
 
     def writer(self, call: Call, head: Head) -> MessagesWriter:
-        """See Dialect."""
+        """Return the writer of a stream."""
         return MessagesWriter(head)
 
 
-class Counted(Messages):
+class CountTokensApi(MessagesApi):
     """What a call of `Messages` would be, to count the tokens of its prompt."""
 
     request = CountRequest
 
 
 class MessagesWriter:
-    """See Writer."""
+    """Stream of server-sent events."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
@@ -106,11 +108,11 @@ class MessagesWriter:
         self._open = False
 
     def begin(self) -> bytes:
-        """See Writer."""
+        """Open the stream."""
         return _event("message_start", message=_message(self._head, [], _usage(self._head, 0)))
 
     def text(self, index: int, text: str) -> bytes:
-        """See Writer."""
+        """Write more text of a choice."""
         if not text:
             return b""
         begun = b"" if self._open else self._begin({"type": "text", "text": ""})
@@ -119,7 +121,7 @@ class MessagesWriter:
         return begun + self._delta({"type": "text_delta", "text": text})
 
     def choice(self, choice: Choice) -> bytes:
-        """See Writer."""
+        """Write the rest of a choice."""
         blocks, out = _blocks(choice), b""
         for block in blocks:
             if block["type"] == "text":
@@ -139,11 +141,11 @@ class MessagesWriter:
         return out + _event("message_delta", delta=_ending(choice), usage=usage)
 
     def end(self, answer: Answer) -> bytes:
-        """See Writer."""
+        """End the stream."""
         return _event("message_stop")
 
     def failed(self, error: CallError) -> bytes:
-        """See Writer."""
+        """End the stream with an error."""
         return event(error.body("anthropic", self._head.id), "error")
 
     def _begin(self, block: dict[str, Any]) -> bytes:
@@ -259,7 +261,7 @@ def _others(role: str, parts: Sequence[Mapping[str, Any]], at: str) -> list[Mess
         else:
             rest.append(part)
     if rest:
-        read = of_user if role == "user" else content
+        read = user_content if role == "user" else content
         results.append({"role": role, "content": read(rest, f"{at}.content") or ""})
     return results
 
@@ -277,8 +279,8 @@ def _tools(given: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _unsupported(asked: MessagesRequest, choice: str, *, parallel: bool) -> list[Unsupported]:
     return [
-        *sampling.unneutral({"top_p": asked.top_p, "top_k": asked.top_k}),
-        *sampling.forced_tool(choice),
-        *sampling.one_call_at_a_time(parallel, bool(asked.tools)),
-        *sampling.formatted((asked.output_config or {}).get("format"), "output_config.format"),
+        *request_parts.distribution_changes({"top_p": asked.top_p, "top_k": asked.top_k}),
+        *request_parts.forced_tool(choice),
+        *request_parts.sequential_tools(parallel, bool(asked.tools)),
+        *request_parts.output_format((asked.output_config or {}).get("format"), "output_config.format"),
     ]

@@ -14,19 +14,73 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from relax_rt.roles.gateway.anthropic_messages import Counted, Messages
-from relax_rt.roles.gateway.body import Gone, Memory, Receive, Scope, Send, header, linger, read_body
-from relax_rt.roles.gateway.bounds import LARGE_BYTES, PARSED_TIMES, parsed_bytes
-from relax_rt.roles.gateway.calls import Call, Dialect, Head
-from relax_rt.roles.gateway.errors import CallError, Family
-from relax_rt.roles.gateway.keys import Caller, Keys
-from relax_rt.roles.gateway.openai_chat import Chat
-from relax_rt.roles.gateway.openai_completions import Completions
-from relax_rt.roles.gateway.openai_responses import Responses
-from relax_rt.roles.gateway.outbox import Outbox
-from relax_rt.roles.gateway.server import arrived, is_gone
-from relax_rt.roles.gateway.service import Made, Service, new_id
+from relax_rt.roles.gateway.access import Caller, Keys
+from relax_rt.roles.gateway.anthropic_messages import CountTokensApi, MessagesApi
+from relax_rt.roles.gateway.calls import ApiFormat, Call, CallError, Choice, Family, Head, Writer
+from relax_rt.roles.gateway.openai_chat import ChatApi
+from relax_rt.roles.gateway.openai_completions import CompletionsApi
+from relax_rt.roles.gateway.openai_responses import ResponsesApi
+from relax_rt.roles.gateway.request_body import (
+    LARGE_BYTES,
+    PARSED_TIMES,
+    ClientDisconnected,
+    MemoryBudget,
+    Receive,
+    Scope,
+    Send,
+    drain_body,
+    header,
+    parsed_bytes,
+    read_body,
+)
+from relax_rt.roles.gateway.server import delivered, is_disconnected
+from relax_rt.roles.gateway.service import ServedAnswer, Service, new_id
 from relax_rt.roles.gateway.sessions import Session, Sessions
+
+
+class StreamBuffer:
+    """Takes an answer as it is made and gives it out as server-sent events. What comes between two looks is put
+    together: a caller who reads slowly gets fewer and larger events, and it is bounded by the answer's own length.
+
+    Args:
+        gone: whether the caller's connection is no more.
+    """
+
+    def __init__(self, dialect: ApiFormat, call: Call, gone: Callable[[], bool] = lambda: False) -> None:
+        self._dialect, self._call, self.gone = dialect, call, gone
+        self.writer: Writer | None = None
+        self.head: Head | None = None
+        self.news = asyncio.Event()
+        self._started = False
+        self._texts: dict[int, str] = {}
+        self._choices: list[Choice] = []
+
+    def begin(self, head: Head) -> None:
+        """Take the answer's head."""
+        self.head, self.writer = head, self._dialect.writer(self._call, head)
+        self.news.set()
+
+    def text(self, index: int, text: str) -> None:
+        """Take more text of a choice."""
+        self._texts[index] = self._texts.get(index, "") + text
+        self.news.set()
+
+    def choice(self, choice: Choice) -> None:
+        """Take the end of a choice."""
+        self._choices.append(choice)
+        self.news.set()
+
+    def take(self) -> bytes:
+        """All that there is."""
+        self.news.clear()
+        assert self.writer is not None
+        out = b"" if self._started else self.writer.begin()
+        self._started = True
+        texts, self._texts = self._texts, {}
+        choices, self._choices = self._choices, []
+        out += b"".join(self.writer.text(index, text) for index, text in texts.items())
+        return out + b"".join(self.writer.choice(choice) for choice in choices)
+
 
 T = TypeVar("T")
 Headers = list[tuple[bytes, bytes]]
@@ -36,19 +90,19 @@ log = logging.getLogger(__name__)
 JSON = (b"content-type", b"application/json")
 CLOSE = (b"connection", b"close")
 SLICE = 64 << 10
-STRANGERS_BYTES = 64 << 10
+UNAUTHENTICATED_BYTES = 64 << 10
 """Of a body that are taken, and thrown away, from somebody without a key, so that he sees why he is refused."""
-ROUTES: Mapping[str, tuple[str, Dialect]] = {
-    "/v1/chat/completions": ("chatcmpl-", Chat()),
-    "/v1/completions": ("cmpl-", Completions()),
-    "/v1/responses": ("resp_", Responses()),
-    "/v1/messages": ("msg_", Messages()),
+ROUTES: Mapping[str, tuple[str, ApiFormat]] = {
+    "/v1/chat/completions": ("chatcmpl-", ChatApi()),
+    "/v1/completions": ("cmpl-", CompletionsApi()),
+    "/v1/responses": ("resp_", ResponsesApi()),
+    "/v1/messages": ("msg_", MessagesApi()),
 }
 COUNT = "/v1/messages/count_tokens"
 
 
-class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a connection.
+class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of bodies and answers.
 
     Attributes:
         body_bytes: of one body. held_bytes: of the bodies of all calls at hand.
@@ -74,22 +128,22 @@ class Gateway:
         service: Service,
         sessions: Sessions,
         keys: Keys,
-        bounds: Bounds,
+        bounds: HttpLimits,
         *,
         health: Callable[[], str] = lambda: "",
         worked: Callable[[], None] = lambda: None,
     ) -> None:
         self.service, self.sessions, self.keys, self.bounds = service, sessions, keys, bounds
         self.health, self.worked = health, worked
-        self.memory = Memory(bounds.held_bytes)
+        self.memory = MemoryBudget(bounds.held_bytes)
 
     def application(self) -> Starlette:
         """The ASGI application."""
-        calls = [Route(path, _Endpoint(self, *of), methods=["POST"]) for path, of in ROUTES.items()]
+        calls = [Route(path, _ApiEndpoint(self, *of), methods=["POST"]) for path, of in ROUTES.items()]
         return Starlette(
             routes=[
                 *calls,
-                Route(COUNT, _Count(self, "msg_", Counted()), methods=["POST"]),
+                Route(COUNT, _CountTokensEndpoint(self, "msg_", CountTokensApi()), methods=["POST"]),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/models/{name:path}", self._model, methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
@@ -150,21 +204,21 @@ class Gateway:
         return [name for name in self.service.terms.models if name != "*"]
 
 
-class _Endpoint:
+class _ApiEndpoint:
     """One API's calls."""
 
-    def __init__(self, gateway: Gateway, prefix: str, dialect: Dialect) -> None:
+    def __init__(self, gateway: Gateway, prefix: str, dialect: ApiFormat) -> None:
         self._gateway, self._prefix, self._dialect = gateway, prefix, dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = new_id(self._prefix)
-        out = _Sender(send)
+        out = _ResponseSender(send)
         try:
             # Before anything is read of somebody without a key.
             self._gateway.admitted(scope)
             with self._gateway.memory.share() as hold:
                 await self._answer(scope, receive, out, request, hold)
-        except Gone:
+        except ClientDisconnected:
             pass
         except CallError as error:
             await self._fail(error, receive, out, request)
@@ -174,14 +228,14 @@ class _Endpoint:
             await self._fail(failed, receive, out, request)
 
     async def _answer(
-        self, scope: Scope, receive: Receive, out: _Sender, request: str, hold: Callable[[int], None]
+        self, scope: Scope, receive: Receive, out: _ResponseSender, request: str, hold: Callable[[int], None]
     ) -> None:
         gateway, bounds = self._gateway, self._gateway.bounds
         body = await read_body(scope, receive, bounds.body_bytes, bounds.body_s, hold)
         call = await self._parsed(body, hold)
         del body
         session = gateway.session_of(scope, lambda: call.previous)
-        box = Outbox(self._dialect, call, lambda: is_gone(scope)) if call.stream else None
+        box = StreamBuffer(self._dialect, call, lambda: is_disconnected(scope)) if call.stream else None
         work = asyncio.ensure_future(gateway.service.answer(call, session, request, box))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
@@ -193,13 +247,13 @@ class _Endpoint:
             gateway.worked()
             # One turn of the loop: that the caller hung up meanwhile may not have been read yet.
             await asyncio.sleep(0)
-            delivered = False
+            received = False
             try:
                 if not gone.done():
                     await self._send_end(call, made, session, box, out)
-                    delivered = await arrived(scope, bounds.send_s)
+                    received = await delivered(scope, bounds.send_s)
             finally:
-                if not delivered:
+                if not received:
                     gateway.service.undelivered(made, session)
         finally:
             for task in (gone, work):
@@ -219,7 +273,9 @@ class _Endpoint:
         call = await asyncio.to_thread(parse, body) if large else parse(body)
         return msgspec.structs.replace(call, nbytes=len(body))
 
-    async def _send_end(self, call: Call, made: Made, session: Session, box: Outbox | None, out: _Sender) -> None:
+    async def _send_end(
+        self, call: Call, made: ServedAnswer, session: Session, box: StreamBuffer | None, out: _ResponseSender
+    ) -> None:
         """All of an answer, or what is left of its stream."""
         if box is None:
             headers = _headers(session, made.answer.head, made.versions)
@@ -229,7 +285,12 @@ class _Endpoint:
             await out.more(box.take() + box.writer.end(made.answer), last=True)
 
     async def _stream(
-        self, box: Outbox, work: asyncio.Future[Made], gone: asyncio.Future[None], out: _Sender, session: Session
+        self,
+        box: StreamBuffer,
+        work: asyncio.Future[ServedAnswer],
+        gone: asyncio.Future[None],
+        out: _ResponseSender,
+        session: Session,
     ) -> None:
         """Send what is made until all of it is, or it has failed."""
         while not work.done():
@@ -240,7 +301,7 @@ class _Endpoint:
             finally:
                 news.cancel()
             if gone.done():
-                raise Gone
+                raise ClientDisconnected
             if box.news.is_set() and not work.done():
                 await self._start(out, session, box)
                 await out.more(box.take())
@@ -249,7 +310,7 @@ class _Endpoint:
         elif out.started:
             await out.more(box.take())
 
-    async def _start(self, out: _Sender, session: Session, box: Outbox) -> None:
+    async def _start(self, out: _ResponseSender, session: Session, box: StreamBuffer) -> None:
         if not out.started:
             assert box.head is not None
             kind = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
@@ -257,7 +318,7 @@ class _Endpoint:
             assert box.writer is not None
             out.failed = box.writer.failed
 
-    async def _fail(self, error: CallError, receive: Receive, out: _Sender, request: str) -> None:
+    async def _fail(self, error: CallError, receive: Receive, out: _ResponseSender, request: str) -> None:
         """Tell the caller of an error: in an event, where his answer has begun."""
         if out.started:
             if not out.ended:
@@ -270,15 +331,15 @@ class _Endpoint:
         await out.start(error.status, [JSON, *_length(body), *headers, *([CLOSE] if early else [])])
         await out.more(body)
         if early and error.status != 408:
-            await linger(receive, *([STRANGERS_BYTES] if error.status == 401 else []))
+            await drain_body(receive, *([UNAUTHENTICATED_BYTES] if error.status == 401 else []))
         await out.more(b"", last=True)
 
 
-class _Count(_Endpoint):
+class _CountTokensEndpoint(_ApiEndpoint):
     """Counts tokens, of a call that would begin a conversation: an episode has no call by it."""
 
     async def _answer(
-        self, scope: Scope, receive: Receive, out: _Sender, request: str, hold: Callable[[int], None]
+        self, scope: Scope, receive: Receive, out: _ResponseSender, request: str, hold: Callable[[int], None]
     ) -> None:
         gateway, bounds = self._gateway, self._gateway.bounds
         call = await self._parsed(await read_body(scope, receive, bounds.body_bytes, bounds.body_s, hold), hold)
@@ -287,7 +348,7 @@ class _Count(_Endpoint):
         await out.whole(200, msgspec.json.encode({"input_tokens": count}), headers)
 
 
-class _Sender:
+class _ResponseSender:
     """Sends an answer, in slices, so that a caller who does not take them holds no more than a few in memory."""
 
     def __init__(self, send: Send) -> None:
@@ -323,12 +384,12 @@ async def _unless(gone: asyncio.Future[None], work: asyncio.Future[T]) -> T:
     """The work's result.
 
     Raises:
-        Gone: the caller went before.
+        ClientDisconnected: the caller went before.
     """
     either: list[asyncio.Future[Any]] = [gone, work]
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     if not work.done():
-        raise Gone
+        raise ClientDisconnected
     return work.result()
 
 

@@ -1,4 +1,4 @@
-"""What the gateway's APIs have in common: one form of call that each is translated to, and one of answer. Pure."""
+"""What the HTTP APIs have in common: one form of call that each is translated to, one of answer, and errors. Pure."""
 
 from __future__ import annotations
 
@@ -7,17 +7,74 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
-from relax_rt.roles.gateway.errors import CallError, Family, bad
+Family = Literal["openai", "anthropic"]
+
+KINDS = {
+    400: ("invalid_request_error", "invalid_request_error"),
+    401: ("authentication_error", "authentication_error"),
+    404: ("not_found_error", "not_found_error"),
+    405: ("invalid_request_error", "invalid_request_error"),
+    408: ("timeout_error", "timeout_error"),
+    409: ("conflict_error", "invalid_request_error"),
+    413: ("request_too_large", "request_too_large"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    499: ("cancelled_error", "api_error"),
+    500: ("server_error", "api_error"),
+    503: ("server_error", "overloaded_error"),
+    504: ("timeout_error", "timeout_error"),
+}
+"""Of a status: the kind of error in OpenAI's form and in Anthropic's (both as their clients document them)."""
+
+
+class CallError(Exception):
+    """A call is answered with an error.
+
+    Args:
+        status: of HTTP.
+        message: what is wrong and what to do, in a sentence or two.
+        param: the field of the request that is meant.
+        code: a word for programs.
+        retry_after_s: when to come again, seconds; 0: nothing is said.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: float = 0
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What goes with it: when to come again, in whole seconds, and whether clients should try by themselves."""
+        if self.retry_after_s > 0:
+            after = max(1, round(self.retry_after_s + 0.499))
+            return [(b"retry-after", str(after).encode()), (b"x-should-retry", b"true")]
+        return [] if self.status in (408, 429, 500, 503, 504) else [(b"x-should-retry", b"false")]
+
+    def body(self, family: Family, request_id: str = "") -> dict[str, Any]:
+        """The answer's body."""
+        openai, anthropic = KINDS.get(self.status, KINDS[500] if self.status >= 500 else KINDS[400])
+        if family == "anthropic":
+            error = {"type": anthropic, "message": self.message}
+            return {"type": "error", "error": error, "request_id": request_id or None}
+        return {"error": {"message": self.message, "type": openai, "param": self.param, "code": self.code}}
+
+
+def bad(message: str, param: str | None = None, code: str | None = None) -> CallError:
+    """The request itself is wrong (400)."""
+    return CallError(400, message, param=param, code=code)
+
 
 Message = dict[str, Any]
 """As in OpenAI's Chat Completions: role, content, tool_calls, tool_call_id, name, reasoning_content."""
 FinishReason = Literal["stop", "length", "tool_calls"]
 T = TypeVar("T")
 
-MOST_MESSAGES, MOST_TOOLS, MOST_STOPS, MOST_CHOICES = 4096, 256, 16, 128
-LONGEST_STOP = 256
+MAX_MESSAGES, MAX_TOOLS, MAX_STOPS, MAX_CHOICES = 4096, 256, 16, 128
+MAX_STOP_LENGTH = 256
 """Characters of a stop string: so many are held back from a stream at most."""
-MOST_TOOL_BYTES = 1 << 20
+MAX_TOOL_BYTES = 1 << 20
 """Of all tools of a call, as JSON."""
 
 
@@ -142,12 +199,12 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def completion_tokens(self) -> int:
-        """Of all choices."""
+        """Tokens of all choices."""
         return sum(choice.tokens for choice in self.choices)
 
     @property
     def thought_tokens(self) -> int:
-        """Of all choices."""
+        """Reasoning tokens of all choices."""
         return sum(choice.thought for choice in self.choices)
 
     @property
@@ -182,7 +239,7 @@ class Writer(Protocol):
         """It cannot be gone on with."""
 
 
-class Sink(Protocol):
+class AnswerSink(Protocol):
     """Who looks on while an answer is made."""
 
     gone: Callable[[], bool]
@@ -198,7 +255,7 @@ class Sink(Protocol):
         """A choice has ended."""
 
 
-class Dialect(Protocol):
+class ApiFormat(Protocol):
     """An API of the gateway."""
 
     family: Family
@@ -239,10 +296,10 @@ def stops(given: str | list[str] | None, param: str = "stop") -> tuple[str, ...]
         CallError: too many, too long or empty.
     """
     texts = [given] if isinstance(given, str) else list(given or [])
-    if len(texts) > MOST_STOPS:
-        raise bad(f"{len(texts)} stop strings, at most {MOST_STOPS} are looked for", param)
-    if wrong := [len(text) for text in texts if not 0 < len(text) <= LONGEST_STOP]:
-        raise bad(f"a stop string of {wrong[0]} characters: 1 to {LONGEST_STOP} may be given", param)
+    if len(texts) > MAX_STOPS:
+        raise bad(f"{len(texts)} stop strings, at most {MAX_STOPS} are looked for", param)
+    if wrong := [len(text) for text in texts if not 0 < len(text) <= MAX_STOP_LENGTH]:
+        raise bad(f"a stop string of {wrong[0]} characters: 1 to {MAX_STOP_LENGTH} may be given", param)
     return tuple(texts)
 
 

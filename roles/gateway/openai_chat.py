@@ -7,27 +7,29 @@ from typing import Annotated, Any
 
 import msgspec
 
-from relax_rt.roles.gateway import sampling
+from relax_rt.roles.gateway import request_parts
 from relax_rt.roles.gateway.calls import (
-    MOST_MESSAGES,
+    MAX_MESSAGES,
     Answer,
     Call,
+    CallError,
     Choice,
+    Family,
     Head,
     TokenLogprob,
     Unsupported,
+    bad,
     decode,
     event,
     stops,
 )
-from relax_rt.roles.gateway.errors import CallError, Family, bad
-from relax_rt.roles.gateway.messages import bounded_tools, function_tool, message
+from relax_rt.roles.gateway.request_parts import bounded_tools, function_tool, message
 
 DONE = b"data: [DONE]\n\n"
 
 
 class StreamOptions(msgspec.Struct):
-    """Of a stream: whether its last chunk has the numbers of tokens."""
+    """Options of a stream: whether its last chunk has the token counts."""
 
     include_usage: bool | None = None
 
@@ -36,7 +38,7 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     """The fields that are read. Others that change nothing about the answer are passed over."""
 
     model: str
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -63,13 +65,13 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
 
 
-class Chat:
-    """See Dialect."""
+class ChatApi:
+    """Translates requests and answers."""
 
     family: Family = "openai"
 
     def parse(self, body: bytes) -> Call:
-        """See Dialect."""
+        """Parse a request body."""
         asked = decode(body, ChatRequest)
         if asked.functions or asked.function_call:
             raise bad("functions are no longer a part of the API: use tools", "functions", "unsupported_parameter")
@@ -81,9 +83,9 @@ class Chat:
             messages=tuple(message(one, f"messages[{i}]") for i, one in enumerate(asked.messages)),
             tools=tuple(_tools(asked.tools or [])),
             may_call=asked.tool_choice != "none",
-            n=sampling.choices(asked.n),
-            max_tokens=sampling.length(getattr(asked, length), length),
-            temperature=sampling.temperature(asked.temperature),
+            n=request_parts.choices(asked.n),
+            max_tokens=request_parts.length(getattr(asked, length), length),
+            temperature=request_parts.temperature(asked.temperature),
             stop=stops(asked.stop),
             seed=asked.seed,
             logprobs=bool(asked.logprobs),
@@ -93,7 +95,7 @@ class Chat:
         )
 
     def render(self, call: Call, answer: Answer) -> dict[str, Any]:
-        """See Dialect."""
+        """Render the answer's body."""
         return {
             **_head(answer.head, "chat.completion"),
             "choices": [
@@ -109,31 +111,31 @@ class Chat:
         }
 
     def writer(self, call: Call, head: Head) -> ChatWriter:
-        """See Dialect."""
+        """Return the writer of a stream."""
         return ChatWriter(call, head)
 
 
 class ChatWriter:
-    """See Writer. A choice's tool calls and log-probabilities all come at its end."""
+    """Stream of Chat Completions. A choice's tool calls and log-probabilities all come at its end."""
 
     def __init__(self, call: Call, head: Head) -> None:
         self._call, self._head = call, head
         self._written: dict[int, int] = {}
 
     def begin(self) -> bytes:
-        """See Writer."""
+        """Open the stream."""
         delta = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(index, delta) for index in range(self._call.n))
 
     def text(self, index: int, text: str) -> bytes:
-        """See Writer."""
+        """Write more text of a choice."""
         if not text:
             return b""
         self._written[index] = self._written.get(index, 0) + len(text)
         return self._chunk(index, {"content": text})
 
     def choice(self, choice: Choice) -> bytes:
-        """See Writer."""
+        """Write the rest of a choice."""
         index, said, out = choice.index, choice.message, b""
         if reasoning := said.get("reasoning_content"):
             out += self._chunk(index, {"reasoning_content": reasoning})
@@ -145,13 +147,13 @@ class ChatWriter:
         return out + self._chunk(index, {}, finish_reason=choice.finish_reason)
 
     def end(self, answer: Answer) -> bytes:
-        """See Writer."""
+        """End the stream."""
         if not self._call.usage_chunk:
             return DONE
         return event({**_head(self._head, "chat.completion.chunk"), "choices": [], "usage": answer.usage}) + DONE
 
     def failed(self, error: CallError) -> bytes:
-        """See Writer."""
+        """End the stream with an error."""
         return event(error.body("openai"))
 
     def _chunk(
@@ -188,11 +190,11 @@ def _tools(given: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _unsupported(asked: ChatRequest) -> list[Unsupported]:
-    options = {name: getattr(asked, name) for name in sampling.NEUTRAL}
+    options = {name: getattr(asked, name) for name in request_parts.NEUTRAL_VALUES}
     return [
-        *sampling.unneutral(options),
-        *sampling.forced_tool(asked.tool_choice),
-        *sampling.one_call_at_a_time(asked.parallel_tool_calls, bool(asked.tools)),
-        *sampling.formatted(asked.response_format, "response_format"),
-        *sampling.top_logprobs(asked.top_logprobs),
+        *request_parts.distribution_changes(options),
+        *request_parts.forced_tool(asked.tool_choice),
+        *request_parts.sequential_tools(asked.parallel_tool_calls, bool(asked.tools)),
+        *request_parts.output_format(asked.response_format, "response_format"),
+        *request_parts.top_logprobs(asked.top_logprobs),
     ]

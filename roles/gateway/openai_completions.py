@@ -7,13 +7,24 @@ from typing import Annotated, Any
 
 import msgspec
 
-from relax_rt.roles.gateway import sampling
-from relax_rt.roles.gateway.calls import Answer, Call, Choice, Head, TokenLogprob, decode, event, stops
-from relax_rt.roles.gateway.errors import CallError, Family, bad
+from relax_rt.roles.gateway import request_parts
+from relax_rt.roles.gateway.calls import (
+    Answer,
+    Call,
+    CallError,
+    Choice,
+    Family,
+    Head,
+    TokenLogprob,
+    bad,
+    decode,
+    event,
+    stops,
+)
 from relax_rt.roles.gateway.openai_chat import DONE, StreamOptions
 
-MOST_PROMPTS = 128
-USUAL_LENGTH = 16
+MAX_PROMPTS = 128
+DEFAULT_LENGTH = 16
 """Tokens of an answer where the call says nothing, as the API has it."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
@@ -43,40 +54,43 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
 
 
-class Completions:
-    """See Dialect. Several prompts have their answers one after the other: n of the first, n of the second."""
+class CompletionsApi:
+    """Completions. Several prompts have their answers one after the other: n of the first, n of the second."""
 
     family: Family = "openai"
 
     def parse(self, body: bytes) -> Call:
-        """See Dialect."""
+        """Parse a request body."""
         asked = decode(body, CompletionRequest)
-        n = sampling.choices(asked.n)
+        n = request_parts.choices(asked.n)
         if asked.best_of not in (None, n):
             raise bad("best_of chooses among answers by their likelihood: ask for n and choose", "best_of")
         if asked.suffix:
             raise bad("the model goes on with a text, it fills nothing in", "suffix", "unsupported_parameter")
         if asked.echo and asked.logprobs is not None:
             raise bad("a prompt is not sampled, its tokens have no log-probability", "logprobs", "unsupported_value")
-        options = {name: getattr(asked, name) for name in sampling.NEUTRAL}
-        length = USUAL_LENGTH if asked.max_tokens is None else asked.max_tokens
+        options = {name: getattr(asked, name) for name in request_parts.NEUTRAL_VALUES}
+        length = DEFAULT_LENGTH if asked.max_tokens is None else asked.max_tokens
         return Call(
             model=asked.model,
             prompts=_prompts(asked.prompt),
             n=n,
-            max_tokens=sampling.length(length, "max_tokens"),
-            temperature=sampling.temperature(asked.temperature),
+            max_tokens=request_parts.length(length, "max_tokens"),
+            temperature=request_parts.temperature(asked.temperature),
             stop=stops(asked.stop),
             seed=asked.seed,
             logprobs=asked.logprobs is not None,
             stream=bool(asked.stream),
             usage_chunk=bool(asked.stream_options and asked.stream_options.include_usage),
             echo=bool(asked.echo),
-            unsupported=(*sampling.unneutral(options), *sampling.top_logprobs(asked.logprobs, "logprobs")),
+            unsupported=(
+                *request_parts.distribution_changes(options),
+                *request_parts.top_logprobs(asked.logprobs, "logprobs"),
+            ),
         )
 
     def render(self, call: Call, answer: Answer) -> dict[str, Any]:
-        """See Dialect."""
+        """Render the answer's body."""
         choices = [
             {
                 "index": choice.index,
@@ -89,37 +103,37 @@ class Completions:
         return {**_head(answer.head), "choices": choices, "usage": answer.usage}
 
     def writer(self, call: Call, head: Head) -> CompletionWriter:
-        """See Dialect."""
+        """Return the writer of a stream."""
         return CompletionWriter(call, head)
 
 
 class CompletionWriter:
-    """See Writer."""
+    """Stream of server-sent events."""
 
     def __init__(self, call: Call, head: Head) -> None:
         self._call, self._head = call, head
         self._written: dict[int, int] = {}
 
     def begin(self) -> bytes:
-        """See Writer."""
+        """Open the stream."""
         return b""
 
     def text(self, index: int, text: str) -> bytes:
-        """See Writer."""
+        """Write more text of a choice."""
         return self._chunk(index, text, ()) if text else b""
 
     def choice(self, choice: Choice) -> bytes:
-        """See Writer."""
+        """Write the rest of a choice."""
         rest = choice.text[self._written.get(choice.index, 0) :]
         return self._chunk(choice.index, rest, choice.logprobs, choice.finish_reason)
 
     def end(self, answer: Answer) -> bytes:
-        """See Writer."""
+        """End the stream."""
         usage = event({**_head(self._head), "choices": [], "usage": answer.usage}) if self._call.usage_chunk else b""
         return usage + DONE
 
     def failed(self, error: CallError) -> bytes:
-        """See Writer."""
+        """End the stream with an error."""
         return event(error.body("openai"))
 
     def _chunk(self, index: int, text: str, tokens: Sequence[TokenLogprob], finish: str | None = None) -> bytes:
@@ -159,6 +173,6 @@ def _prompts(given: str | list[Any]) -> tuple[str | tuple[int, ...], ...]:
         given = [given]
     if len({type(one) for one in given}) > 1:
         raise bad("prompt mixes texts and tokens: give a text, texts, token ids, or lists of token ids", "prompt")
-    if not 1 <= len(given) <= MOST_PROMPTS or any(not one for one in given):
-        raise bad(f"{len(given)} prompts, or an empty one: 1 to {MOST_PROMPTS} that are not empty", "prompt")
+    if not 1 <= len(given) <= MAX_PROMPTS or any(not one for one in given):
+        raise bad(f"{len(given)} prompts, or an empty one: 1 to {MAX_PROMPTS} that are not empty", "prompt")
     return tuple(one if isinstance(one, str) else tuple(one) for one in given)

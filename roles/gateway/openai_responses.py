@@ -1,7 +1,4 @@
-"""OpenAI Responses (platform.openai.com/docs/api-reference/responses). Pure.
-
-The events of a stream are in `responses_writer`.
-"""
+"""OpenAI Responses (platform.openai.com/docs/api-reference/responses) and its stream of events. Pure."""
 
 from __future__ import annotations
 
@@ -10,10 +7,23 @@ from typing import Annotated, Any
 
 import msgspec
 
-from relax_rt.roles.gateway import sampling
-from relax_rt.roles.gateway.calls import MOST_MESSAGES, Answer, Call, Choice, Head, Message, Unsupported, decode
-from relax_rt.roles.gateway.errors import Family, bad
-from relax_rt.roles.gateway.messages import bounded_tools, content, function_tool, message
+from relax_rt.roles.gateway import request_parts
+from relax_rt.roles.gateway.calls import (
+    MAX_MESSAGES,
+    Answer,
+    Call,
+    CallError,
+    Choice,
+    Family,
+    Head,
+    Message,
+    TokenLogprob,
+    Unsupported,
+    bad,
+    decode,
+    event,
+)
+from relax_rt.roles.gateway.request_parts import bounded_tools, content, function_tool, message
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -22,7 +32,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     """The fields that are read."""
 
     model: str
-    input: str | Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
+    input: str | Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
@@ -42,13 +52,13 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] | None = None
 
 
-class Responses:
-    """See Dialect."""
+class ResponsesApi:
+    """Translates requests and answers."""
 
     family: Family = "openai"
 
     def parse(self, body: bytes) -> Call:
-        """See Dialect."""
+        """Parse a request body."""
         asked = decode(body, ResponsesRequest)
         for name in ("background", "conversation", "prompt"):
             if getattr(asked, name):
@@ -59,8 +69,8 @@ class Responses:
             instructions=asked.instructions or "",
             tools=tuple(_tools(asked.tools or [])),
             may_call=asked.tool_choice != "none",
-            max_tokens=sampling.length(asked.max_output_tokens, "max_output_tokens"),
-            temperature=sampling.temperature(asked.temperature),
+            max_tokens=request_parts.length(asked.max_output_tokens, "max_output_tokens"),
+            temperature=request_parts.temperature(asked.temperature),
             logprobs=LOGPROBS in (asked.include or []),
             stream=bool(asked.stream),
             previous=asked.previous_response_id or "",
@@ -70,15 +80,13 @@ class Responses:
         )
 
     def render(self, call: Call, answer: Answer) -> dict[str, Any]:
-        """See Dialect."""
+        """Render the answer's body."""
         choice = answer.choices[0]
         output = items(choice, call.logprobs)
         return response(call, answer.head, output, choice.finish_reason, usage(answer))
 
     def writer(self, call: Call, head: Head) -> Any:
-        """See Dialect."""
-        from relax_rt.roles.gateway.responses_writer import ResponsesWriter
-
+        """Return the writer of a stream."""
         return ResponsesWriter(call, head)
 
 
@@ -227,12 +235,13 @@ def _tools(given: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _unsupported(asked: ResponsesRequest) -> list[Unsupported]:
+    text_format = asked.text.get("format") if isinstance(asked.text, Mapping) else None
     return [
-        *sampling.unneutral({"top_p": asked.top_p}),
-        *sampling.forced_tool(asked.tool_choice),
-        *sampling.one_call_at_a_time(asked.parallel_tool_calls, bool(asked.tools)),
-        *sampling.formatted(asked.text.get("format") if isinstance(asked.text, Mapping) else None, "text.format"),
-        *sampling.top_logprobs(asked.top_logprobs),
+        *request_parts.distribution_changes({"top_p": asked.top_p}),
+        *request_parts.forced_tool(asked.tool_choice),
+        *request_parts.sequential_tools(asked.parallel_tool_calls, bool(asked.tools)),
+        *request_parts.output_format(text_format, "text.format"),
+        *request_parts.top_logprobs(asked.top_logprobs),
     ]
 
 
@@ -250,3 +259,113 @@ def _said(asked: ResponsesRequest) -> dict[str, Any]:
         "max_output_tokens": asked.max_output_tokens,
         "store": asked.store is not False,
     }
+
+
+class ResponsesWriter:
+    """Stream of Responses. Items are opened in the order in which they come; each ends before the next begins."""
+
+    def __init__(self, call: Call, head: Head) -> None:
+        self._call, self._head = call, head
+        self._number = 0
+        self._output: list[dict[str, Any]] = []
+        self._text = ""
+        self._logprobs: list[dict[str, Any]] = []
+        self._open = False
+        """The message is begun."""
+
+    def begin(self) -> bytes:
+        """Open the stream."""
+        return self._whole("response.created", "") + self._whole("response.in_progress", "")
+
+    def text(self, index: int, text: str) -> bytes:
+        """Write more text of a choice."""
+        return self._told(text, ()) if text else b""
+
+    def _told(self, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
+        begun = b"" if self._open else self._begin_message()
+        self._text += text
+        told = [{"token": t.token, "logprob": t.logprob, "bytes": t.bytes, "top_logprobs": []} for t in logprobs]
+        told = told if self._call.logprobs else []
+        self._logprobs += told
+        return begun + self._event("response.output_text.delta", **self._place(), delta=text, logprobs=told)
+
+    def choice(self, choice: Choice) -> bytes:
+        """Write the rest of a choice."""
+        said, out = choice.message, b""
+        calls = said.get("tool_calls") or []
+        if (reasoning := said.get("reasoning_content")) and not self._open:
+            out += self._reasoning(choice.reply, reasoning)
+        rest = (said.get("content") or "")[len(self._text) :]
+        if rest or self._open or not calls:
+            if rest or choice.logprobs:
+                out += self._told(rest, choice.logprobs)
+            out += b"" if self._open else self._begin_message()
+            out += self._end_message(choice)
+        for call in calls:
+            out += self._called(call)
+        return out
+
+    def end(self, answer: Answer) -> bytes:
+        """End the stream."""
+        reason = answer.choices[0].finish_reason
+        name = "response.incomplete" if reason == "length" else "response.completed"
+        return self._whole(name, reason, usage(answer))
+
+    def failed(self, error: CallError) -> bytes:
+        """End the stream with an error."""
+        told = {"code": error.code or str(error.status), "message": error.message, "param": error.param}
+        return self._event("error", **told)
+
+    @property
+    def _message_id(self) -> str:
+        return f"msg_{self._head.id}"
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._message_id, "output_index": len(self._output), "content_index": 0}
+
+    def _begin_message(self) -> bytes:
+        self._open = True
+        item = {"id": self._message_id, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+        return self._added(item) + self._event("response.content_part.added", **self._place(), part=text_part("", []))
+
+    def _end_message(self, choice: Choice) -> bytes:
+        out = self._event("response.output_text.done", **self._place(), text=self._text, logprobs=self._logprobs)
+        part = text_part(self._text, self._logprobs)
+        out += self._event("response.content_part.done", **self._place(), part=part)
+        item = message_item("", self._text, self._logprobs, choice.finish_reason)
+        return out + self._done({**item, "id": self._message_id})
+
+    def _reasoning(self, reply: str, text: str) -> bytes:
+        item = reasoning_item(reply, text)
+        place = {"item_id": item["id"], "output_index": len(self._output), "content_index": 0}
+        out = self._added({**item, "content": [], "status": "in_progress"})
+        part = {"type": "reasoning_text", "text": ""}
+        out += self._event("response.content_part.added", **place, part=part)
+        out += self._event("response.reasoning_text.delta", **place, delta=text)
+        out += self._event("response.reasoning_text.done", **place, text=text)
+        out += self._event("response.content_part.done", **place, part={**part, "text": text})
+        return out + self._done(item)
+
+    def _called(self, call: Mapping[str, Any]) -> bytes:
+        item = call_item(call)
+        place = {"item_id": item["id"], "output_index": len(self._output)}
+        out = self._added({**item, "arguments": "", "status": "in_progress"})
+        name = "response.function_call_arguments"
+        out += self._event(f"{name}.delta", **place, delta=item["arguments"])
+        out += self._event(f"{name}.done", **place, arguments=item["arguments"], name=item["name"])
+        return out + self._done(item)
+
+    def _added(self, item: dict[str, Any]) -> bytes:
+        return self._event("response.output_item.added", output_index=len(self._output), item=item)
+
+    def _done(self, item: dict[str, Any]) -> bytes:
+        index = len(self._output)
+        self._output.append(item)
+        return self._event("response.output_item.done", output_index=index, item=item)
+
+    def _whole(self, name: str, finish_reason: str, used: dict[str, Any] | None = None) -> bytes:
+        return self._event(name, response=response(self._call, self._head, self._output, finish_reason, used))
+
+    def _event(self, kind: str, /, **fields: Any) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return event({"type": kind, "sequence_number": number, **fields}, kind)

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
+import msgspec
+
+from relax_rt.roles.agentic.tokens import Sampled
 from relax_rt.roles.gateway.calls import TokenLogprob
+from relax_rt.roles.rollout.engines.base import extend_spans
+from relax_rt.roles.rollout.router.core import Deliver
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 Spell = Callable[[Sequence[int]], str]
 """Text of token ids, special tokens written out."""
@@ -13,7 +20,7 @@ UNFINISHED = "�"
 """What a decoder writes for bytes that are no whole character yet."""
 PIECE = 1024
 """Tokens that are spelled together where a place in a long text is looked for."""
-MARKS = (
+MARKUP = (
     "<think>",
     "</think>",
     "<tool_call>",
@@ -27,7 +34,47 @@ MARKS = (
 not shown before it has been taken apart."""
 
 
-class Reader:
+@dataclass(eq=False)
+class SampledTokens:
+    """What has been sampled of an answer so far.
+
+    Attributes:
+        versions: over positions in `tokens`, and of tokens behind them that do not count.
+        rows: routing rows of `tokens`, where they are wanted; prompt_rows: those of the prompt.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[VersionSpan] = field(default_factory=list)
+    rows: bytearray = field(default_factory=bytearray)
+    prompt_rows: bytes = b""
+
+    def add(self, piece: Deliver, count: int) -> None:
+        """The next piece, of which so many tokens count."""
+        width = len(piece.routing) // max(1, len(piece.tokens))
+        self.tokens += piece.tokens[:count]
+        self.logprobs += piece.logprobs[:count]
+        for span in piece.versions:
+            extend_spans(self.versions, span)
+        self.rows += piece.routing[: count * width]
+        # Each engine that has a part in it tells them; as in an Outcome, those of the last one hold.
+        self.prompt_rows = piece.prompt_routing or self.prompt_rows
+
+    def until(self, count: int, finish: str) -> Sampled:
+        """Its first tokens, as they are recorded."""
+        width = len(self.rows) // max(1, len(self.tokens))
+        spans = (msgspec.structs.replace(s, end=min(s.end, count)) for s in self.versions if s.start < count)
+        return Sampled(
+            tuple(self.tokens[:count]),
+            tuple(self.logprobs[:count]),
+            tuple(spans),
+            finish,
+            bytes(self.rows[: count * width]),
+            self.prompt_rows,
+        )
+
+
+class AnswerReader:
     """Reads one completion.
 
     Args:
@@ -70,7 +117,7 @@ class Reader:
 
     @property
     def kept(self) -> int:
-        """See the class."""
+        """Number of tokens up to the boundary behind which the completion ends."""
         return len(self._ids)
 
     @property
@@ -150,12 +197,12 @@ class Reader:
     def _until(self) -> int:
         text = self.visible
         if self._marked < 0:
-            starts = [at for mark in MARKS if (at := text.find(mark, max(0, self._shown - 32))) >= 0]
+            starts = [at for mark in MARKUP if (at := text.find(mark, max(0, self._shown - 32))) >= 0]
             self._marked = min(starts, default=-1)
         if self._marked >= 0:
             text = text[: self._marked]
         elif self.stop is None:
-            text = text[: len(text) - _begun(text, (*self._stops, *MARKS))]
+            text = text[: len(text) - _begun(text, (*self._stops, *MARKUP))]
         return max(self._shown, len(text.rstrip()))
 
 

@@ -6,33 +6,32 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import time
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from relax_rt.cluster.nodes.links import Links
 from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import MIB, RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.process.limits import raise_open_files
+from relax_rt.roles.agentic.tokens.chat_format import ChatFormat, load_chat_template
+from relax_rt.roles.agentic.tokens.ledger import TokenLedger
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.gateway.access import FILE, Keys, run_token
 from relax_rt.roles.gateway.api import Access, Closed, GatewayApi, Name, Nonce, SessionLimits
-from relax_rt.roles.gateway.keys import FILE, Keys, run_token
-from relax_rt.roles.gateway.settings import LOOPBACK, OF_THE_NODE, GatewaySettings
+from relax_rt.roles.gateway.service import AnswerPolicy, Service
+from relax_rt.roles.gateway.sessions import Sessions
+from relax_rt.roles.gateway.settings import LOOPBACK, NODE_ADDRESS, GatewaySettings
+from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.roles.rollout.engines.settings import RolloutSettings, SamplingTable
 from relax_rt.roles.rollout.router.admission import AdmissionLimits
 from relax_rt.roles.rollout.router.router import AdmissionQueue, Router
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
-
-if TYPE_CHECKING:
-    import socket
-    from pathlib import Path
-
-    from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
-    from relax_rt.roles.gateway.service import Service
-    from relax_rt.roles.gateway.sessions import Sessions
-    from relax_rt.roles.models.tokenizer import ChatTokenizer
 
 LOAD_ALLOWANCE_S = 60.0
 REPORT_EVERY_S = 1.0
@@ -77,7 +76,7 @@ class GatewayRole(RLRole[GatewaySettings]):
     async def open(
         self, session: Name, limits: SessionLimits, nonce: Nonce = "", owner: Incarnation | None = None
     ) -> Access:
-        """See GatewayApi."""
+        """Open a session."""
         if limits.routing and not role_settings(self.config, "rollout", RolloutSettings).routing:
             why, hint = "roles.rollout.routing is false", "set it, with a mixture of experts"
             raise Refused(f"session {session!r} with routing rows", why=why, hint=hint)
@@ -87,37 +86,36 @@ class GatewayRole(RLRole[GatewaySettings]):
         return Access(f"{self.url}/v1", key, str(self.ctx.who), self.node, remote)
 
     async def renew(self, owner: Incarnation) -> str:
-        """See GatewayApi."""
+        """Renew the owner's sessions."""
         self.sessions.renew(owner)
         return str(self.ctx.who)
 
     async def close(self, session: Name, nonce: Nonce = "") -> Closed:
-        """See GatewayApi."""
+        """End a session and return its episode."""
         found = self.sessions.find(session, nonce)
         found.end("has been closed")
         await found.settled()
         return self.sessions.close(session, nonce)
 
     async def forget(self, session: Name, nonce: Nonce = "") -> None:
-        """See GatewayApi."""
+        """End and forget a session."""
         self.sessions.forget(session, nonce)
 
     async def where(self) -> str:
-        """See GatewayApi."""
+        """Return the base URL."""
         return f"{self.url}/v1"
 
     # --- Role
 
     async def setup(self) -> None:
         from relax_rt.roles.gateway.server import listen, remote_url_of, url_of
-        from relax_rt.roles.gateway.sessions import Sessions
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the tokenizer")
         await asyncio.to_thread(self._load)
         self.keys = Keys(run_token(self.ctx.run_dir))
         links = Links.from_environment()
         host = self.settings.host
-        if host == OF_THE_NODE:
+        if host == NODE_ADDRESS:
             host = links.host if links else LOOPBACK
         self.listening = listen(host, self.settings.port)
         self.url = url_of(self.listening)
@@ -134,20 +132,16 @@ class GatewayRole(RLRole[GatewaySettings]):
         self.ctx.serve(GatewayApi, self)
 
     def _load(self) -> None:
-        from relax_rt.roles.agentic.tokens.chat_format import ChatFormat, load_chat_template
-        from relax_rt.roles.base.locations import config_dir, model_folder
-        from relax_rt.roles.models.tokenizer import load_tokenizer
+        from relax_rt.roles.base.locations import model_folder
 
         table, folder = self.settings, model_folder(self.ctx)
         self.tokenizer = load_tokenizer(folder)
         self.context = context_of(folder)
         chat_format = ChatFormat(table.chat_template, table.tool_parser, table.reasoning_parser)
-        folder = config_dir(self.ctx)
+        folder = self.config_dir
         self.template = load_chat_template(folder, self.tokenizer, chat_format, self.ctx.log.warning)
 
     def _ledger(self, session: str, tokens: int) -> TokenLedger:
-        from relax_rt.roles.agentic.tokens import TokenLedger
-
         table = self.settings
         return TokenLedger(
             self.template,
@@ -159,14 +153,13 @@ class GatewayRole(RLRole[GatewaySettings]):
         )
 
     async def run(self) -> None:
-        from relax_rt.roles.gateway.app import Bounds, Gateway
+        from relax_rt.roles.gateway.app import Gateway, HttpLimits
         from relax_rt.roles.gateway.server import make_server
-        from relax_rt.roles.rollout.router.router import Router
 
         table = self.settings
         async with Router(self.ctx) as router, self._admission(router) as admission:
             self._serve_calls(router, admission)
-            bounds = Bounds(
+            bounds = HttpLimits(
                 body_bytes=table.body_mib * MIB,
                 held_bytes=table.held_mib * MIB,
                 body_s=table.read_timeout_s,
@@ -208,11 +201,9 @@ class GatewayRole(RLRole[GatewaySettings]):
         return AdmissionQueue(limits, router.load)
 
     def _serve_calls(self, router: Router, admission: AdmissionQueue) -> None:
-        from relax_rt.roles.gateway.service import Service, Terms
-
         table, sampling = self.settings, self.table(SamplingTable)
         lag = min(1, int(min(self.table(AlgorithmTable).max_staleness, 1))) if table.lag is None else table.lag
-        terms = Terms(
+        terms = AnswerPolicy(
             models=tuple(table.models),
             temperature=sampling.temperature,
             other_temperature=table.temperature,

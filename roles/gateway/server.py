@@ -14,7 +14,7 @@ import msgspec
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from relax_rt.roles.gateway.errors import CallError
+from relax_rt.roles.gateway.calls import CallError
 from relax_rt.transport.rpc.errors import RelaxError
 
 HEAD_BYTES = 32 << 10
@@ -24,12 +24,12 @@ LOOK_TICKS = 50
 BACKLOG = 2048
 
 
-LINE = "relax.line"
+CONNECTION = "relax.connection"
 """Key of a request's scope: the connection it came by."""
 LOOK_S = 0.01
 
 
-class Protocol(H11Protocol):
+class BoundedProtocol(H11Protocol):
     """A connection that must send a request's head within `head_s` and take what it is sent within `send_s`, of which
     there are `most` at once. When there are more, one that has nothing to do makes room; without such a one the new one
     is turned away."""
@@ -126,7 +126,7 @@ class Protocol(H11Protocol):
     def _make_room(self) -> bool:
         """Close a connection between two requests: clients open another when they need it."""
         for one in self.connections:
-            if isinstance(one, Protocol) and one is not self and one.cycle is not None and one.idle:
+            if isinstance(one, BoundedProtocol) and one is not self and one.cycle is not None and one.idle:
                 self.connections.discard(one)
                 one.transport.close()
                 return True
@@ -144,7 +144,7 @@ class Protocol(H11Protocol):
             self.transport.close()
 
 
-class Server(uvicorn.Server):
+class GatewayServer(uvicorn.Server):
     """In a process whose signals are its host's."""
 
     async def on_tick(self, counter: int) -> bool:
@@ -152,7 +152,7 @@ class Server(uvicorn.Server):
         if counter % LOOK_TICKS == 0:
             now = asyncio.get_running_loop().time()
             for one in list(self.server_state.connections):
-                if isinstance(one, Protocol):
+                if isinstance(one, BoundedProtocol):
                     one.look(now)
         return await super().on_tick(counter)
 
@@ -162,46 +162,46 @@ class Server(uvicorn.Server):
         yield
 
 
-async def arrived(scope: Any, limit_s: float) -> bool:
+async def delivered(scope: Any, limit_s: float) -> bool:
     """Whether what was sent in answer to a request has left this process while its caller was there. More cannot be
     known of a caller who goes without a word: what lies in the sockets' buffers may not have been read.
 
     Args:
         limit_s: in which he must take it.
     """
-    line = scope.get(LINE)
-    if line is None:
+    connection = scope.get(CONNECTION)
+    if connection is None:
         return True
-    deadline = line.loop.time() + limit_s
-    while (unsent := line.unsent()) and line.loop.time() < deadline:  # noqa: ASYNC110 - transports tell nobody
+    deadline = connection.loop.time() + limit_s
+    while (unsent := connection.unsent()) and connection.loop.time() < deadline:  # noqa: ASYNC110 - transports tell nobody
         await asyncio.sleep(LOOK_S)
-    return not unsent and not line.broken
+    return not unsent and not connection.broken
 
 
-def is_gone(scope: Any) -> bool:
+def is_disconnected(scope: Any) -> bool:
     """Whether the connection that a request came by is no more."""
-    line = scope.get(LINE)
-    return line is not None and line.lost
+    connection = scope.get(CONNECTION)
+    return connection is not None and connection.lost
 
 
-def _with_line(app: Any) -> Any:
+def _with_connection(app: Any) -> Any:
     """The application, told of each request's connection: `send` is a method of what uvicorn has for a request."""
 
     async def told(scope: Any, receive: Any, send: Any) -> None:
         transport = getattr(getattr(send, "__self__", None), "transport", None)
-        if isinstance(line := transport and transport.get_protocol(), Protocol):
-            scope[LINE] = line
+        if isinstance(connection := transport and transport.get_protocol(), BoundedProtocol):
+            scope[CONNECTION] = connection
         await app(scope, receive, send)
 
     return told
 
 
-def make_server(app: Any, *, connections: int, head_s: float, send_s: float = 60.0) -> Server:
+def make_server(app: Any, *, connections: int, head_s: float, send_s: float = 60.0) -> GatewayServer:
     """A server of an ASGI application; `serve` it with a socket of `listen`."""
-    protocol = type("BoundedProtocol", (Protocol,), {"most": connections, "head_s": head_s, "send_s": send_s})
-    return Server(
+    protocol = type("ConfiguredProtocol", (BoundedProtocol,), {"most": connections, "head_s": head_s, "send_s": send_s})
+    return GatewayServer(
         uvicorn.Config(
-            _with_line(app),
+            _with_connection(app),
             http=protocol,
             ws="none",
             lifespan="off",

@@ -16,13 +16,11 @@ from relax_rt.roles.agentic.tokens import PromptPlan, Reply, Sampled, TokenLedge
 from relax_rt.roles.agentic.tokens.ledger import budget_exhausted
 from relax_rt.roles.agentic.tokens.pictures import new_pictures, process_pictures, with_digests
 from relax_rt.roles.data.media.sight import Looked, Sight
-from relax_rt.roles.gateway.bounds import CHARACTERS_A_TOKEN, LONG_BYTES, characters
-from relax_rt.roles.gateway.calls import Answer, Call, Choice, Head, Message, Sink
-from relax_rt.roles.gateway.errors import CallError, bad
-from relax_rt.roles.gateway.messages import not_seen
-from relax_rt.roles.gateway.reading import Reader, tokens_before
-from relax_rt.roles.gateway.sessions import Session
-from relax_rt.roles.gateway.streams import Streamed, Taken, go_on
+from relax_rt.roles.gateway.calls import Answer, AnswerSink, Call, CallError, Choice, Head, Message, bad
+from relax_rt.roles.gateway.reading import AnswerReader, SampledTokens, tokens_before
+from relax_rt.roles.gateway.request_body import CHARACTERS_A_TOKEN, LONG_BYTES, characters
+from relax_rt.roles.gateway.request_parts import image_refused
+from relax_rt.roles.gateway.sessions import Session, StreamedAnswer, adopt_partial_answer
 from relax_rt.roles.rollout.engines.routing import PART_TOKENS
 from relax_rt.roles.rollout.router.core import Deliver, GenerationRequest, Outcome
 from relax_rt.roles.rollout.router.router import AdmissionQueue, AdmissionRejected, NotGenerated
@@ -60,7 +58,7 @@ class Tokenizer(Protocol):
         """Text of token ids, special ones written out."""
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
+class AnswerPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """How calls are answered.
 
     Attributes:
@@ -84,7 +82,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
-class Made(msgspec.Struct, frozen=True, kw_only=True):
+class ServedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """An answer and what is told beside it.
 
     Attributes:
@@ -95,10 +93,10 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
     answer: Answer
     versions: tuple[int, int]
     plans: tuple[PromptPlan, ...] = ()
-    streamed: Streamed | None = None
+    streamed: StreamedAnswer | None = None
 
 
-class _One(msgspec.Struct, kw_only=True):
+class _Sequence(msgspec.Struct, kw_only=True):
     """One sequence that is to be made."""
 
     index: int
@@ -109,7 +107,7 @@ class _One(msgspec.Struct, kw_only=True):
 
 
 class Service:
-    """See the module.
+    """Answers calls.
 
     Args:
         tokens: makes them. tokenizer: the model's. admission: has calls wait for their turn.
@@ -123,7 +121,7 @@ class Service:
         tokens: Tokens,
         tokenizer: Tokenizer,
         admission: AdmissionQueue,
-        terms: Terms,
+        terms: AnswerPolicy,
         now: Callable[[], float] = time.time,
         behind: Callable[[int], float] = lambda version: 0,
         sight: Sight | None = None,
@@ -145,7 +143,7 @@ class Service:
                 404, f"there is no model {call.model!r} here, only {known}", param="model", code="model_not_found"
             )
         if self._sight is None and (parts := new_pictures(call.messages)):
-            raise not_seen(parts[0])
+            raise image_refused(parts[0])
         ignored = [one.name for one in call.unsupported]
         if ignored and terms.unsupported == "refuse":
             first = call.unsupported[0]
@@ -165,7 +163,7 @@ class Service:
             ignored.append("temperature")
         return temperature, tuple(ignored)
 
-    async def answer(self, call: Call, session: Session, request: str, sink: Sink | None = None) -> Made:
+    async def answer(self, call: Call, session: Session, request: str, sink: AnswerSink | None = None) -> ServedAnswer:
         """Answer a call. Cancelling it ends its sequences, and nothing of it is trained on, unless a later call of the
         session goes on with what was seen of it.
 
@@ -181,11 +179,11 @@ class Service:
         assert task is not None
         session.at_work.add(task)
         plans: list[PromptPlan] = []
-        streamed: Streamed | None = None
+        streamed: StreamedAnswer | None = None
         try:
             wanted, messages = await self._prepare(call, session, number, plans)
             if sink is not None and session.trained and call.n == 1:
-                streamed = Streamed(request, messages, call.tools, plans[0], sink.gone, may_call=call.may_call)
+                streamed = StreamedAnswer(request, messages, call.tools, plans[0], sink.gone, may_call=call.may_call)
                 session.streams.append(streamed)
             head = Head(
                 id=request,
@@ -195,7 +193,7 @@ class Service:
                 reused_tokens=sum(plan.reused for plan in plans),
                 ignored=(*ignored, *(["tools"] if any(plan.unseen for plan in plans) else [])),
             )
-            job = _Job(self, call, session, head, temperature, sink, streamed)
+            job = _RunningCall(self, call, session, head, temperature, sink, streamed)
             choices = await self.admission.run(session.group, lambda pin: job.run(wanted, pin), sequences=len(wanted))
             self.answered += 1
             session.answered += 1
@@ -204,7 +202,7 @@ class Service:
                 streamed.counted, streamed.text = True, str(choices[0].message.get("content") or "")
             self.sampled += sum(choice.tokens for choice in choices)
             answer = Answer(head=head, choices=tuple(choices))
-            return Made(answer=answer, versions=job.versions, plans=tuple(plans), streamed=streamed)
+            return ServedAnswer(answer=answer, versions=job.versions, plans=tuple(plans), streamed=streamed)
         except BaseException as error:
             self.failed += 1
             for plan in plans:
@@ -216,7 +214,7 @@ class Service:
         finally:
             session.at_work.discard(task)
 
-    def _told(self, error: BaseException, session: Session, streamed: Streamed | None) -> BaseException:
+    def _told(self, error: BaseException, session: Session, streamed: StreamedAnswer | None) -> BaseException:
         """What becomes of an error that has ended a call."""
         settled = streamed is not None and streamed.settled
         if isinstance(error, asyncio.CancelledError):
@@ -243,7 +241,7 @@ class Service:
         await self._prepare(call, session, 0, plans)
         return len(plans[0].tokens)
 
-    def undelivered(self, made: Made, session: Session) -> None:
+    def undelivered(self, made: ServedAnswer, session: Session) -> None:
         """The caller was gone before he had it: nothing of it is trained on, unless the session goes on with what he
         had of it."""
         if made.streamed is not None and made.streamed.settled:
@@ -255,7 +253,7 @@ class Service:
 
     # --- inside
 
-    def _left(self, session: Session, streamed: Streamed | None) -> None:
+    def _left(self, session: Session, streamed: StreamedAnswer | None) -> None:
         if not session.trained:
             return
         self.left += 1
@@ -265,7 +263,7 @@ class Service:
 
     async def _prepare(
         self, call: Call, session: Session, number: int, plans: list[PromptPlan]
-    ) -> tuple[list[_One], list[Message]]:
+    ) -> tuple[list[_Sequence], list[Message]]:
         """The sequences of a call, each with its prompt and seed, and the conversation that they answer; puts the
         ledger's plan into `plans`."""
         messages: list[Message] = []
@@ -278,10 +276,10 @@ class Service:
                 plan = await _rendered(call, lambda: self._plan(call, session, ledger, limit, messages), plans)
             self._check_room(plan.tokens, session)
             return [
-                _One(index=k, prompt=plan.tokens, plan=plan, seed=self._seed(call, session, number, k))
+                _Sequence(index=k, prompt=plan.tokens, plan=plan, seed=self._seed(call, session, number, k))
                 for k in range(call.n)
             ], messages
-        found: list[_One] = []
+        found: list[_Sequence] = []
         self._check_text(call, session, self.terms.context)
         for prompt in call.prompts:
             ids = await self._encoded(prompt, call.nbytes) if isinstance(prompt, str) else prompt
@@ -290,7 +288,7 @@ class Service:
             for _ in range(call.n):
                 k = len(found)
                 seed = self._seed(call, session, number, k)
-                found.append(_One(index=k, prompt=ids, plan=None, seed=seed, echo=echo))
+                found.append(_Sequence(index=k, prompt=ids, plan=None, seed=seed, echo=echo))
         return found, messages
 
     async def _look(self, call: Call) -> list[Looked]:
@@ -309,14 +307,14 @@ class Service:
     def _plan(
         self, call: Call, session: Session, ledger: TokenLedger, limit: int, messages: list[Message]
     ) -> PromptPlan:
-        """Of the ledger; puts the conversation into `messages`."""
+        """Plan the prompt with the ledger; puts the conversation into `messages`."""
         self._check_text(call, session, min(ledger.max_tokens, self.terms.context))
         previous = session.reply(call.previous) if call.previous else None
         try:
             before = session.before(ledger, previous) if previous else []
             system: list[Message] = [{"role": "system", "content": call.instructions}] if call.instructions else []
             messages += [*system, *before, *call.messages]
-            go_on(session, ledger, messages, self._tokenizer.spell)
+            adopt_partial_answer(session, ledger, messages, self._tokenizer.spell)
             # With other instructions it is another conversation, however it goes on.
             named = None if system or session.instructed(previous) else previous
             return ledger.prompt(
@@ -339,8 +337,11 @@ class Service:
             raise session.no_tokens(message, 400, "context_length_exceeded")
 
     def _seed(self, call: Call, session: Session, number: int, k: int) -> int:
-        """Of the caller's seed; in an episode of the call's place too, which can be repeated: a program that always
-        asks with one seed would else have all members of a group say the same."""
+        """Derive a sequence's seed from the caller's.
+
+        In an episode also from the call's position, which a replay repeats: a program that always asks with one seed
+        would otherwise get the same answers in all members of a group.
+        """
         if session.trained:
             of = session.limits.seed or session.name
             what = f"{self.terms.seed if call.seed is None else call.seed}/{of}/{number}/{k}"
@@ -356,10 +357,10 @@ class Service:
         begin = reply.text.find(thoughts) if thoughts else -1
         return tokens_before(tokens, begin + len(thoughts), self._tokenizer.spell) if begin >= 0 else 0
 
-    def read(self, call: Call, prompt: Sequence[int]) -> Reader:
+    def read(self, call: Call, prompt: Sequence[int]) -> AnswerReader:
         """A reader for an answer to this prompt."""
         end = self._tokenizer.spell(prompt[-16:])[-MAY_OPEN_A_THOUGHT:] if call.stream else ""
-        return Reader(
+        return AnswerReader(
             self._tokenizer.spell,
             call.stop,
             self._tokenizer.stop_ids,
@@ -368,8 +369,10 @@ class Service:
             logprobs=call.logprobs,
         )
 
-    def wanted(self, call: Call, session: Session, one: _One, temperature: float, *, pieces: bool) -> GenerationRequest:
-        """The order for one sequence."""
+    def wanted(
+        self, call: Call, session: Session, one: _Sequence, temperature: float, *, pieces: bool
+    ) -> GenerationRequest:
+        """The request to the router for one sequence."""
         terms = self.terms
         room = terms.context - len(one.prompt)
         room = room if one.plan is None else min(room, one.plan.room)
@@ -412,7 +415,7 @@ class Service:
         yield Deliver(0, 0, done.tokens, done.logprobs, done.versions, done.routing, done.prompt_routing)
 
 
-class _Job:
+class _RunningCall:
     """One call at work; begun anew as a whole when it is shed."""
 
     def __init__(
@@ -422,15 +425,15 @@ class _Job:
         session: Session,
         head: Head,
         temperature: float,
-        sink: Sink | None,
-        streamed: Streamed | None,
+        sink: AnswerSink | None,
+        streamed: StreamedAnswer | None,
     ) -> None:
         self._service, self._call, self._session, self._streamed = service, call, session, streamed
         self._head, self._temperature, self._sink = head, temperature, sink
         self._begun = self._claimed = False
         self.versions = (0, 0)
 
-    async def run(self, wanted: Sequence[_One], pin: Callable[[], bool]) -> list[Choice]:
+    async def run(self, wanted: Sequence[_Sequence], pin: Callable[[], bool]) -> list[Choice]:
         """All sequences at once."""
         self._pin, self.versions = pin, (0, 0)
         if len(wanted) == 1:
@@ -442,14 +445,14 @@ class _Job:
             raise errors.exceptions[0] from errors
         return [task.result() for task in tasks]
 
-    async def _one(self, one: _One, *, beside: bool = False) -> Choice:
+    async def _one(self, one: _Sequence, *, beside: bool = False) -> Choice:
         """One sequence; `beside` others, so that it cannot be begun anew once it is recorded."""
         service, call, sink = self._service, self._call, self._sink
         pieces = sink is not None or bool(call.stop)
         wanted = service.wanted(call, self._session, one, self._temperature, pieces=pieces)
         reader = service.read(call, one.prompt)
         seen = self._streamed
-        taken = seen.begin() if seen is not None else Taken()
+        taken = seen.begin() if seen is not None else SampledTokens()
         looks = pieces or call.logprobs or one.plan is None
         async with aclosing(service.pieces(wanted, whole=not pieces)) as stream:  # type: ignore[type-var]
             async for piece in stream:
@@ -474,7 +477,7 @@ class _Job:
             sink.choice(choice)
         return choice
 
-    async def _ended(self, one: _One, what: Sampled, reader: Reader) -> Choice:
+    async def _ended(self, one: _Sequence, what: Sampled, reader: AnswerReader) -> Choice:
         session, finish = self._session, what.finish_reason
         if one.plan is None:
             reply = Reply(f"{self._head.id}-{one.index}", {"role": "assistant", "content": reader.visible}, finish, "")
@@ -505,7 +508,7 @@ class _Job:
                 await asyncio.Event().wait()
             self._claimed = True
 
-    async def _begin(self, sink: Sink) -> None:
+    async def _begin(self, sink: AnswerSink) -> None:
         await self._claim()
         if not self._begun:
             self._begun = True
@@ -517,7 +520,7 @@ class _Job:
             self.versions = (min(self.versions[0] or low, low), max(self.versions[1], high))
 
 
-def _told(reply: Reply, reader: Reader) -> Message:
+def _told(reply: Reply, reader: AnswerReader) -> Message:
     """What the caller is told of a reply: nothing behind a stop string, and no other words than he has seen."""
     message = dict(reply.message)
     content = message.get("content")

@@ -1,26 +1,26 @@
-"""Episodes that are under way: their ledgers, their bounds, and what callers know of their answers."""
+"""Sessions: episodes under way with their ledgers, their limits, and the answers that their clients know."""
 
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Any
 
 from relax_rt.roles.agentic.tokens import Message, PromptPlan, Reply, Sampled, TokenLedger
 from relax_rt.roles.gateway.api import LEASE_S, Closed, Said, SessionLimits, UsedUp
-from relax_rt.roles.gateway.errors import CallError
+from relax_rt.roles.gateway.calls import CallError
+from relax_rt.roles.gateway.reading import SampledTokens, Spell
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
-
-if TYPE_CHECKING:
-    from relax_rt.roles.gateway.streams import Streamed
 
 SETTLE_S = 2.0
 PAUSE_S = 5.0
 """Of the gateway itself: renewals that came meanwhile are read before anything lapses."""
-MOST_STREAMS = 8
+MAX_STREAMS = 8
 """Streamed answers that are remembered of a session, in case that it goes on with a part of one."""
 MakeLedger = Callable[[str, int], TokenLedger]
 """(name of the session, tokens at most)."""
@@ -53,7 +53,7 @@ class Session:
         """Begun, and answered to their end."""
         self.left = 0
         """Answers that their callers left before the end, and did not go on with."""
-        self.streams: deque[Streamed] = deque(maxlen=MOST_STREAMS)
+        self.streams: deque[StreamedAnswer] = deque(maxlen=MAX_STREAMS)
         """Those that callers may have left in the middle, the newest at the end."""
         self.ended = ""
         """Why it takes no more calls."""
@@ -225,7 +225,7 @@ class Sessions:
         return len(self._open) + len(self._passing)
 
     def open(self, name: str, limits: SessionLimits, nonce: str = "", owner: Incarnation | None = None) -> Session:
-        """See GatewayApi.open."""
+        """Open a session, or return the one that is open with this nonce."""
         if owner is not None:
             self.renew(owner)
         found = self._open.get(name)
@@ -243,7 +243,7 @@ class Sessions:
         return self._open.setdefault(name, session)
 
     def renew(self, owner: Incarnation) -> None:
-        """See GatewayApi.renew."""
+        """Renew the owner's sessions."""
         newest, _ = self._owners.get(owner.slot, (owner.epoch, 0.0))
         if owner.epoch < newest:
             raise StaleEpoch(f"sessions of {owner}", why=f"epoch {newest} holds the slot")
@@ -273,7 +273,7 @@ class Sessions:
         return session.close()
 
     def forget(self, name: str, nonce: str = "") -> None:
-        """See GatewayApi.forget."""
+        """End a session if it is open, and forget it."""
         session = self._open.get(name)
         if session is not None and session.nonce == nonce:
             self._end(session, "was cancelled")
@@ -368,3 +368,83 @@ class Sessions:
     def _forget(self, session: Session) -> None:
         for response in [r for r, s in self._by_response.items() if s is session]:
             del self._by_response[response]
+
+
+@dataclass(eq=False)
+class StreamedAnswer:
+    """An answer that its caller is sent as it is made.
+
+    Attributes:
+        request: its id, as the caller knows it.
+        messages, tools, may_call: what it answers. plan: of the ledger.
+        gone: whether the connection is no more that it is sent by.
+        taken: sampled so far. text: what the caller was shown of it.
+        counted: among the session's answers. left: its caller went before its end.
+        settled: it is decided what is trained of it.
+    """
+
+    request: str
+    messages: list[Message]
+    tools: tuple[dict[str, Any], ...]
+    plan: PromptPlan
+    gone: Callable[[], bool]
+    taken: SampledTokens = field(default_factory=SampledTokens)
+    text: str = ""
+    counted: bool = False
+    left: bool = False
+    settled: bool = False
+    may_call: bool = True
+
+    def begin(self) -> SampledTokens:
+        """Empty, for what is sampled; anew when the call is begun anew."""
+        self.taken, self.text = SampledTokens(), ""
+        return self.taken
+
+
+def adopt_partial_answer(session: Session, ledger: TokenLedger, messages: Sequence[Message], spell: Spell) -> None:
+    """Record what was sampled of answers that their caller left in the middle, if these messages go on with a beginning
+    of them: up to the token that completes that text. What was sampled behind it is not trained."""
+    for one in list(session.streams):
+        said = messages[len(one.messages)] if len(messages) > len(one.messages) else {}
+        if said.get("role") != "assistant" or list(messages[: len(one.messages)]) != one.messages:
+            continue
+        words = str(said.get("content") or "").strip()
+        if one.counted and words == one.text.strip():
+            # It was taken as a whole.
+            session.streams.remove(one)
+        elif words and not said.get("tool_calls") and (one.left or one.gone()):
+            _take(session, ledger, one, words, spell)
+
+
+def _take(session: Session, ledger: TokenLedger, one: StreamedAnswer, words: str, spell: Spell) -> None:
+    count = tokens_until(one.taken.tokens, one.text.strip(), words, spell)
+    if not count:
+        return
+    session.streams.remove(one)
+    one.settled = True
+    ledger.abandon(one.plan)
+    try:
+        plan = ledger.prompt(one.messages, one.tools, may_call=one.may_call, max_new_tokens=count, instead=one.plan)
+    except Refused:
+        return
+    if plan.tokens != one.plan.tokens or plan.rows < one.plan.rows:
+        # Something else is in its place by now, or what it stood behind is not there any more.
+        ledger.abandon(plan)
+        return
+    reply = session.sampled(ledger, plan, one.taken.until(count, "stop"))
+    session.remember(ledger, one.request, reply, {"role": "assistant", "content": words})
+    session.answered += not one.counted
+    session.left -= one.left
+
+
+def tokens_until(tokens: Sequence[int], text: str, words: str, spell: Spell) -> int:
+    """How many tokens it takes to say `words`, with which `text` begins, which these tokens say; 0: they do not."""
+    at = spell(tokens).rfind(text)
+    if not words or at < 0 or not text.startswith(words):
+        return 0
+    end = at + len(words)
+    for count in range(bisect_left(range(len(tokens)), end, key=lambda n: len(spell(tokens[:n]))), len(tokens) + 1):
+        # Half a character is spelled as one of its own.
+        if spell(tokens[:count])[at:end] == words:
+            return count
+    return 0

@@ -1,14 +1,18 @@
-"""The table [roles.gateway]."""
+"""The table [roles.gateway] and its checks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from relax_rt.config.schema import Filled, RoleSettings, Seconds
+from relax_rt.config.problems import Problem
+from relax_rt.config.schema import Filled, RoleSettings, RunConfig, Seconds
+from relax_rt.roles.rollout.engines.settings import SamplingTable
 
-LOOPBACK, OF_THE_NODE = "127.0.0.1", "node"
+LOOPBACK, NODE_ADDRESS = "127.0.0.1", "node"
 
 
 class GatewaySettings(RoleSettings):
@@ -70,3 +74,32 @@ class GatewaySettings(RoleSettings):
     """For a request's head, and for its body."""
     send_timeout_s: Seconds = 60.0
     """A caller who takes nothing of his answer for so long loses it."""
+
+
+PACKAGES = ("starlette", "uvicorn")
+PATH = ("roles", "gateway")
+
+
+def check_gateway(config: RunConfig) -> Iterator[Problem]:
+    """Settings that contradict each other, and packages that are not there (another interpreter's are its affair)."""
+    table = config.roles.get("gateway")
+    if not isinstance(table, GatewaySettings) or not table.count:
+        return
+    if table.port and table.count > 1:
+        message = f"port = {table.port} with count = {table.count}: one gateway would have it, the others none"
+        yield Problem((*PATH, "port"), message, "set port = 0, or count = 1")
+    if table.body_mib > table.held_mib:
+        message = (
+            f"held_mib = {table.held_mib} is below body_mib = {table.body_mib}: large requests would never be taken"
+        )
+        yield Problem((*PATH, "held_mib"), message, "raise held_mib, or lower body_mib")
+    limit = table.max_new_tokens or config.table(SamplingTable).max_new_tokens
+    if table.session_tokens <= limit:
+        message = f"session_tokens = {table.session_tokens} leaves no room for a prompt beside {limit} new tokens"
+        yield Problem((*PATH, "session_tokens"), message, "raise it, or lower max_new_tokens")
+    missing = [name for name in PACKAGES if find_spec(name) is None] if table.python is None else []
+    if missing:
+        message = (
+            f"the gateway needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"
+        )
+        yield Problem(PATH, message, "pip install relax-rt[agentic]", at="key")

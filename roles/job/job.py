@@ -102,13 +102,13 @@ class RLJob(Job):
 
     def advice(self, config: Any, loss: Mapping[str, Any]) -> str:
         """Return the setting that helps against a loss in the queue."""
-        from relax_rt.roles.base.progress import advice
+        from relax_rt.roles.config.progress import advice
 
         return advice(config, loss)
 
     def stall_after_s(self, config: Any) -> float | None:
         """Derive the stall limit from the slowest role's own deadlines, with a margin."""
-        from relax_rt.roles.base.progress import stall_after_s
+        from relax_rt.roles.config.progress import stall_after_s
 
         return stall_after_s(config)
 
@@ -172,7 +172,7 @@ class RLJob(Job):
 
     def preflight(self, config: Any, config_dir: Path, *, golds: bool = True) -> list[Problem]:
         """Load tokenizer, data and reward function, and run them once."""
-        from relax_rt.roles.base.stages import stage
+        from relax_rt.roles.models.cache import stage
 
         with stage("quick checks passed; importing torch and transformers"):
             from relax_rt.roles.job.preflight import preflight
@@ -193,8 +193,8 @@ class RLJob(Job):
 
     def startable(self, config: Any) -> list[Problem]:
         """Return what this version can plan but not start."""
-        from relax_rt.roles.config.startable import not_startable
-        from relax_rt.roles.gateway.checks import check_gateway
+        from relax_rt.roles.config.checks import not_startable
+        from relax_rt.roles.gateway.settings import check_gateway
         from relax_rt.roles.planning.division import divisible
         from relax_rt.roles.trackers.checks import not_writable
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError
 BUILD_TIMEOUT_S = 900.0
 TELL_EVERY_S = 15.0
 SHOWN_COMMAND = 80
+STAGE_REPEAT_S = 10.0
 
 
 class CacheUnavailable(RelaxError):
@@ -36,6 +38,25 @@ def say(line: str) -> None:
     """One line of progress on standard error, for work that takes seconds before any screen exists."""
     sys.stderr.write(f"relax-rt: {line}\n")
     sys.stderr.flush()
+
+
+@contextmanager
+def stage(what: str, repeat_s: float = STAGE_REPEAT_S) -> Iterator[None]:
+    """Print to standard error what the block does when it starts, and again every `repeat_s` seconds."""
+    say(f"{what}…")
+    began, over = time.monotonic(), threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(repeat_s):
+            say(f"{what}… {time.monotonic() - began:.0f} s so far")
+
+    thread = threading.Thread(target=repeat, name="relax-stage", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextmanager

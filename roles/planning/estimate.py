@@ -14,8 +14,8 @@ from relax_rt.config.job import PlanLine
 from relax_rt.config.schema import MIB
 from relax_rt.observe.text import duration
 from relax_rt.roles.agentic.settings import longest_tokens
-from relax_rt.roles.base.progress import SLACK, pausing, stall_after_s
 from relax_rt.roles.config.checks import batch_samples, needed_bytes, retained_batches, sample_bytes
+from relax_rt.roles.config.progress import SLACK, pausing, stall_after_s
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.evaluation.settings import EvaluatorSettings
 from relax_rt.roles.models.cache import cache_dir

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from relax_rt.roles.base.columns import generated_columns
-from relax_rt.roles.base.sample import Sample, SampleMeta, TurnSpan, content_digest
+from relax_rt.roles.base.sample import Sample, SampleMeta, TurnSpan, content_digest, generated_columns
 from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.engines.base import Completion

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from relax_rt.roles.base.columns import read_sample
+from relax_rt.roles.base.sample import read_sample
 from relax_rt.roles.training.algorithms.registry import UserPartFailed
 from relax_rt.roles.training.step import StepBatch, StepTimer
 from relax_rt.transport.rpc.errors import RelaxError

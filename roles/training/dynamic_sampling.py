@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_rt.roles.base.columns import read_sample
+from relax_rt.roles.base.sample import read_sample
 from relax_rt.roles.training.algorithms.filters import RefillPolicy, ScoredGroup
 from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
 from relax_rt.roles.training.algorithms.registry import BoundPart, bind

@@ -13,7 +13,7 @@ from relax_rt.config.problems import BadInput
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE, model_folder
-from relax_rt.roles.base.progress import NoProgress, ending, no_advantage, no_token
+from relax_rt.roles.base.progress import NoProgress, no_progress
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.base.settings import ProgressTable
 from relax_rt.roles.models.opening import refused_for_good
@@ -22,6 +22,7 @@ from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSett
 from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable, ColdStartTable
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.checkpoints.settings import CheckpointTable
+from relax_rt.roles.training.empty_steps import no_advantage, no_token
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.queue.ledger.messages import failure_summary
@@ -419,7 +420,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         """
         report = await self.queue.progress()
         if report.ended:
-            raise ending(self.config, report)
+            raise no_progress(self.config, report)
         if lost := failure_summary(report):
             self.ctx.progress.waiting(f"{self.collector.waiting_for}; {lost}")
 

@@ -72,6 +72,14 @@ def test_every_mistake_of_a_config_is_told_at_once(
     compare("mistakes.txt", err)
 
 
+def test_the_first_syntax_error_of_a_config_is_told_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(HERE)
+    assert main(["validate", "not_toml.toml"]) == 2
+    compare("not_toml.txt", capsys.readouterr().err)
+
+
 def test_every_mistake_of_a_config_as_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(HERE)
     assert main(["validate", "mistakes.toml", "--json"]) == 2

@@ -11,8 +11,8 @@ import pytest
 from tiny_run import TinyRun, steps_that_count
 
 from relax_rt.cluster import discovery
+from relax_rt.roles.gateway.access import endpoint
 from relax_rt.roles.gateway.api import GatewayApi, SessionLimits
-from relax_rt.roles.gateway.endpoint import endpoint
 
 pytest.importorskip("torch")
 pytest.importorskip("uvicorn")

@@ -14,8 +14,8 @@ from live_nodes import FILE_TOYS, LEASE_S, Far, has_room, nodes_table, slots, sp
 from live_run import TOYS, WAIT_S, LiveRun, environment, until
 from netns import Nodes, cut, mend
 
-from relax_rt.cluster.nodes.head import patience_s
-from relax_rt.cluster.nodes.keys import make_key
+from relax_rt.cluster.nodes.join_key import make_key
+from relax_rt.cluster.nodes.table import patience_s
 from relax_rt.process import procfs
 from relax_rt.supervision import control
 from relax_rt.transport.rpc.errors import Refused

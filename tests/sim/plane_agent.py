@@ -15,32 +15,32 @@ from sim_checker import UNEXPECTED
 from sim_kernel import Promise, Steps, Thread
 
 from relax_rt.cluster.nodes.api import (
-    BindSlot,
-    Bound,
+    BindRendezvous,
     EndNode,
-    Facts,
     KillSlot,
+    NodeFacts,
+    NodeMembership,
     Orders,
-    Seat,
+    RendezvousBound,
+    ReportedEvent,
     SlotEvent,
     StartSlot,
     StopSlot,
-    Told,
-    hear,
+    decode_event,
 )
 from relax_rt.cluster.nodes.fleet import RemoteExecutor
-from relax_rt.cluster.nodes.head import TICK_S, Departure, HeadCore
-from relax_rt.cluster.nodes.limb import LimbCore
+from relax_rt.cluster.nodes.session import HeadSession
+from relax_rt.cluster.nodes.table import TICK_S, Departure, NodeTable
 from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.supervision.executor import PendingStarts, Rendezvous, StartAttempt, StartOrder, gang_orders
+from relax_rt.supervision.executor import GangRendezvous, PendingStart, PendingStarts, StartOrder, gang_orders
 from relax_rt.supervision.placement import Node, Placer
 from relax_rt.supervision.protocol import (
-    Done,
     Emit,
     Event,
     Kill,
     NodeJoined,
     NodeLost,
+    RunDone,
     RunStarted,
     SlotExited,
     SlotSpawned,
@@ -143,10 +143,10 @@ class Executor:
             )
             self._on_event(SlotExited(role.slot, diagnosis))
 
-    def bind(self) -> Rendezvous:
+    def bind(self) -> GangRendezvous:
         """Ports are few here, so that a number comes back soon."""
         port = self.world.kernel.random.randrange(2)
-        return Rendezvous(self.owner.host.name, port)
+        return GangRendezvous(self.owner.host.name, port)
 
     def kill_all(self, cause: str) -> None:
         for slot in list(self._coming):
@@ -164,7 +164,7 @@ class Box:
     def done(self) -> bool:
         return self.promise.settled
 
-    def set_result(self, value: Rendezvous) -> None:
+    def set_result(self, value: GangRendezvous) -> None:
         self.promise.settle(value)
 
     def set_exception(self, error: Exception) -> None:
@@ -179,16 +179,16 @@ class Agent(Process):
         super().__init__(world, f"agent of run {world.run}", host)
         self._local = Executor(self, world.head_node, self.on_event)
         self.core = self._make_core()
-        self.head = HeadCore(f"run-{self.run}", NODE_LEASE_S, self.now())
+        self.head = NodeTable(f"run-{self.run}", NODE_LEASE_S, self.now())
         self.remote: dict[str, RemoteExecutor] = {}
         if world.nodes:
             self.thread(self._keep_door())
         self._starts = PendingStarts()
-        self._under_way: dict[StartAttempt, Thread] = {}
+        self._under_way: dict[PendingStart, Thread] = {}
         self._on_node: dict[str, str] = {}
-        self._held: list[tuple[float, Seat, int, int, Callable[[Any], None]]] = []
+        self._held: list[tuple[float, NodeMembership, int, int, Callable[[Any], None]]] = []
         self._ended: dict[str, deque[Incarnation]] = {"registry/0": deque(), "queue/0": deque()}
-        self.done: Done | None = None
+        self.done: RunDone | None = None
         for server in self._ended:
             self.thread(self._deliver(server))
         self.thread(self._tick())
@@ -239,7 +239,7 @@ class Agent(Process):
                     self._at(slot, lambda executor: executor.kill(slot, kind, reason))
             case Emit(kind=kind, fields=fields):
                 self.world.emitted(kind, fields)
-            case Done():
+            case RunDone():
                 self.done = action
                 self._finish()
 
@@ -254,7 +254,7 @@ class Agent(Process):
         self._on_node |= {start.slot: start.node for start in starts}
         self._under_way[attempt] = self.thread(self._orders(attempt, starts, gang))
 
-    def _orders(self, attempt: StartAttempt, starts: Sequence[Start], gang: StartGang | None) -> Steps:
+    def _orders(self, attempt: PendingStart, starts: Sequence[Start], gang: StartGang | None) -> Steps:
         """What is ordered once the slots have their epochs."""
         epochs = []
         for start in starts:
@@ -276,7 +276,7 @@ class Agent(Process):
         ]
         self._order(attempt, orders if all(self.executor(start.node) for start in starts) else [])
 
-    def _order(self, attempt: StartAttempt, orders: Sequence[StartOrder], cause: str = "cannot be started") -> None:
+    def _order(self, attempt: PendingStart, orders: Sequence[StartOrder], cause: str = "cannot be started") -> None:
         """Hand the orders over; without any, the slots' starts have failed or were called off."""
         self._under_way.pop(attempt, None)
         if not orders or attempt.broken:
@@ -298,7 +298,7 @@ class Agent(Process):
             return self._local.bind() if executor is not None else None
         box = Box(self)
         executor._binding[first.slot, gang.generation] = box  # type: ignore[assignment]
-        if not executor._give(BindSlot(first.slot, gang.generation)):
+        if not executor._give(BindRendezvous(first.slot, gang.generation)):
             return None
         self.let_go()
         self.later(3.0, lambda: box.promise.settle(None))
@@ -311,7 +311,7 @@ class Agent(Process):
             self._cancel(attempt)
         return attempt is not None
 
-    def _cancel(self, attempt: StartAttempt) -> None:
+    def _cancel(self, attempt: PendingStart) -> None:
         """As a task that is cancelled: it ends in a later turn of the loop."""
         thread = self._under_way.get(attempt)
         if thread is not None:
@@ -364,11 +364,13 @@ class Agent(Process):
             self.let_go()
 
     def _judge_loss(self, departure: Departure) -> None:
-        limb = self.world.limbs.get(departure.seat.node)
-        self.world.note("node lost", seat=str(departure.seat))
-        there = limb is not None and limb.alive and limb.seat == departure.seat
-        if limb is not None and there and self.world.kernel.now > limb.trouble + 2.0 * NODE_LEASE_S:
-            self.world.checker.found(LOST_NODE, f"{departure.seat}, which was well since {limb.trouble:.2f}")
+        node_agent = self.world.node_agents.get(departure.membership.node)
+        self.world.note("node lost", membership=str(departure.membership))
+        there = node_agent is not None and node_agent.alive and node_agent.membership == departure.membership
+        if node_agent is not None and there and self.world.kernel.now > node_agent.trouble + 2.0 * NODE_LEASE_S:
+            self.world.checker.found(
+                LOST_NODE, f"{departure.membership}, which was well since {node_agent.trouble:.2f}"
+            )
 
     def serve(self, do: Callable[[Any], Any], back: Callable[[Any], None]) -> None:
         try:
@@ -383,29 +385,29 @@ class Agent(Process):
             back(value)
         self.let_go()
 
-    def join(self, facts: Facts, token: str) -> Seat:
-        seat, new = self.head.joins(facts, token, self.now())
+    def join(self, facts: NodeFacts, token: str) -> NodeMembership:
+        membership, new = self.head.join(facts, token, self.now())
         if new:
-            self.world.note("node joined", seat=str(seat))
-            self.remote[seat.node] = RemoteExecutor(self.head, seat, lambda: None, self.on_event)
-            self.post(NodeJoined(Node(seat.node, facts.cores, facts.gpus)))
-        return seat
+            self.world.note("node joined", membership=str(membership))
+            self.remote[membership.node] = RemoteExecutor(self.head, membership, lambda: None, self.on_event)
+            self.post(NodeJoined(Node(membership.node, facts.cores, facts.gpus)))
+        return membership
 
-    def orders(self, seat: Seat, since: int, map_version: int, wait_s: float) -> Any:
-        self.head.heard(seat, self.now())
-        found = self.head.orders(seat, since, map_version)
+    def orders(self, membership: NodeMembership, since: int, addresses_version: int, wait_s: float) -> Any:
+        self.head.renew(membership, self.now())
+        found = self.head.orders(membership, since, addresses_version)
         until = self.world.kernel.now + wait_s
-        return found or (lambda back: self._held.append((until, seat, since, map_version, back)))
+        return found or (lambda back: self._held.append((until, membership, since, addresses_version, back)))
 
-    def report(self, seat: Seat, first: int, items: Sequence[Any]) -> int:
-        self.head.heard(seat, self.now())
-        known = self.head.report(seat, first, len(items))
+    def report(self, membership: NodeMembership, first: int, items: Sequence[Any]) -> int:
+        self.head.renew(membership, self.now())
+        known = self.head.report(membership, first, len(items))
         for item in items[known:]:
-            self._item(seat, item)
+            self._item(membership, item)
         return first + len(items) - 1
 
-    def leave(self, seat: Seat, reason: str) -> bool:
-        departure = self.head.left(seat, reason)
+    def leave(self, membership: NodeMembership, reason: str) -> bool:
+        departure = self.head.leave(membership, reason)
         if departure is not None:
             self._gone(departure, lost=False)
         return True
@@ -415,16 +417,16 @@ class Agent(Process):
         if not self._held:
             return
         held, self._held = self._held, []
-        for until, seat, since, map_version, back in held:
+        for until, membership, since, addresses_version, back in held:
             try:
-                found = self.head.orders(seat, since, map_version)
+                found = self.head.orders(membership, since, addresses_version)
             except StaleEpoch as error:
                 back(error)
                 continue
             if found is None and until > self.world.kernel.now:
-                self._held.append((until, seat, since, map_version, back))
+                self._held.append((until, membership, since, addresses_version, back))
             else:
-                back(found or Orders(since + 1, [], map_version))
+                back(found or Orders(since + 1, [], addresses_version))
 
     # --- nodes, as `nodes/fleet.py`
 
@@ -433,30 +435,30 @@ class Agent(Process):
         return self._local if node == self._local.node else self.remote.get(node)
 
     def _gone(self, departure: Departure, *, lost: bool) -> None:
-        seat, reason = departure.seat, departure.reason
-        executor = self.remote.pop(seat.node, None)
+        membership, reason = departure.membership, departure.reason
+        executor = self.remote.pop(membership.node, None)
         if executor is None:
             return
         executor.lost(reason)
         for slot, epoch in executor.open.items():
             self._notice(Incarnation(slot, epoch))
-        self.post(NodeLost(seat.node, reason, keep=lost and self.world.wait_for_lost, at=self.world.kernel.now))
+        self.post(NodeLost(membership.node, reason, keep=lost and self.world.wait_for_lost, at=self.world.kernel.now))
 
-    def _item(self, seat: Seat, item: Any) -> None:
-        executor = self.remote.get(seat.node)
-        if executor is None or executor.seat != seat:
+    def _item(self, membership: NodeMembership, item: Any) -> None:
+        executor = self.remote.get(membership.node)
+        if executor is None or executor.membership != membership:
             return
         match item:
-            case Told():
-                executor.told(hear(item))
-            case Bound():
+            case ReportedEvent():
+                executor.apply_event(decode_event(item))
+            case RendezvousBound():
                 executor.bound(item)
 
     # --- ends
 
     def _finish(self) -> None:
         for view in self.head.view():
-            self.head.order(view.seat.node, EndNode(0, "the run is over"))
+            self.head.order(view.membership.node, EndNode(0, "the run is over"))
         self.let_go()
 
     def die(self) -> None:
@@ -467,21 +469,21 @@ class Agent(Process):
             self.world.kernel.after(after_s, partial(role.exit, "killed", "its agent is gone"))
 
 
-class Limb(Process):
+class NodeAgent(Process):
     """A joined node's agent, as `nodes/agent.py`: obeys, reports, and ends everything when its lease is over."""
 
-    def __init__(self, world: World, host: Host, seat: Seat, asked_at: float, clock: Any) -> None:
-        super().__init__(world, str(seat), host)
+    def __init__(self, world: World, host: Host, membership: NodeMembership, asked_at: float, clock: Any) -> None:
+        super().__init__(world, str(membership), host)
         self.now = clock
-        self.seat = seat
-        self.core = LimbCore(NODE_LEASE_S, asked_at)
-        self.local = Executor(self, seat.node, self._happened)
+        self.membership = membership
+        self.core = HeadSession(NODE_LEASE_S, asked_at)
+        self.local = Executor(self, membership.node, self._happened)
         self.over = False
         for steps in (self._obey(), self._report(), self._watch_lease()):
             self.thread(steps)
 
     def _happened(self, event: SlotEvent) -> None:
-        self.core.happened(event)
+        self.core.add_event(event)
 
     def _asked(self, timeout_s: float, call: str, *arguments: Any) -> Steps:
         made = self.now()
@@ -493,13 +495,15 @@ class Limb(Process):
         except (Refused, TimeoutError):
             yield 0.1
             return None
-        self.core.answered(made)
+        self.core.renew(made)
         return answer
 
     def _obey(self) -> Steps:
         core = self.core
         while True:
-            answer = yield from self._asked(CALL_S, "orders", self.seat, core.since, core.map_version, core.poll_s)
+            answer = yield from self._asked(
+                CALL_S, "orders", self.membership, core.since, core.addresses_version, core.poll_s
+            )
             for order in core.take(answer) if answer is not None else ():
                 self._carry_out(order)
 
@@ -511,9 +515,9 @@ class Limb(Process):
                 self.local.stop(slot)
             case KillSlot(slot=slot, kind=kind, reason=reason):
                 self.local.kill(slot, kind, reason)
-            case BindSlot(slot=slot, generation=generation):
+            case BindRendezvous(slot=slot, generation=generation):
                 at = self.local.bind()
-                self.core.say(Bound(slot, generation, at.host, at.port))
+                self.core.add_item(RendezvousBound(slot, generation, at.host, at.port))
             case EndNode():
                 self.over = True
                 self._end()
@@ -521,9 +525,9 @@ class Limb(Process):
     def _report(self) -> Steps:
         while True:
             yield 0.02
-            while not self.core.silent:
+            while not self.core.nothing_to_report:
                 first, items = self.core.report()
-                last = yield from self._asked(0.5, "report", self.seat, first, list(items))
+                last = yield from self._asked(0.5, "report", self.membership, first, list(items))
                 if last is not None:
                     self.core.reported(last)
 
@@ -542,7 +546,7 @@ class Limb(Process):
         if self.alive:
             door = self.world.servers.get("door")
             if isinstance(door, Agent) and door.alive and door.run == self.run:
-                leave = methodcaller("leave", self.seat, "over")
+                leave = methodcaller("leave", self.membership, "over")
                 self.world.net.send(self, door, partial(door.serve, leave, lambda _: None))
             self.die()
 

@@ -10,8 +10,8 @@ from plane_parts import Host, Process
 from sim_checker import FOREIGN, UNEXPECTED, Trained
 from sim_kernel import Promise, Steps
 
-from relax_rt.supervision.executor import Rendezvous, StartOrder
-from relax_rt.supervision.protocol import Progress, SlotFinished, SlotReady
+from relax_rt.supervision.executor import GangRendezvous, StartOrder
+from relax_rt.supervision.protocol import SlotFinished, SlotProgress, SlotReady
 from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.memory.refs import BlockRef
 from relax_rt.transport.queue.ledger import events as ev
@@ -107,18 +107,18 @@ class Role(Process):
     def waiting(self, reason: str) -> None:
         if reason != self._waiting:
             self._waiting = reason
-            self.tell(Progress(self.slot, self._n, reason))
+            self.tell(SlotProgress(self.slot, self._n, reason))
 
     def advance(self) -> None:
         self._n += 1
         self._waiting = ""
-        self.tell(Progress(self.slot, self._n))
+        self.tell(SlotProgress(self.slot, self._n))
 
     def _beat(self) -> Steps:
         while True:
             yield BEAT_S
             if self._waiting:
-                self.tell(Progress(self.slot, self._n, self._waiting))
+                self.tell(SlotProgress(self.slot, self._n, self._waiting))
 
     # --- towards the registry
 
@@ -352,7 +352,7 @@ class Rank(Role):
         assert gang is not None
         deadline = world.kernel.now + (60.0 if patient else MEET_S)
         while True:
-            store = world.meetings.get(Rendezvous(gang.master_addr, gang.master_port))
+            store = world.meetings.get(GangRendezvous(gang.master_addr, gang.master_port))
             if store is not None and store.admits(self) and self._reaches(store):
                 break
             if world.kernel.now > deadline or store is None or not store.admits(self):

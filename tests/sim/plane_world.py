@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 from unittest.mock import patch
 
-from plane_agent import NODE_LEASE_S, Agent, Executor, Limb
+from plane_agent import NODE_LEASE_S, Agent, Executor, NodeAgent
 from plane_checker import ENDED, LEFT, OVERDUE, UNANSWERED, UNESCALATED, PlaneChecker
 from plane_parts import Clock, Host, Net, Process
 from plane_roles import Doomed, Meeting, Rank, Reward, Role, Rollout
@@ -18,9 +18,9 @@ from sim_kernel import Kernel, Steps, Thread
 from sim_memory import Memory
 from sim_world import Disk
 
-from relax_rt.cluster.nodes import head as head_module
-from relax_rt.cluster.nodes.api import Facts
-from relax_rt.supervision.executor import Rendezvous, StartOrder
+from relax_rt.cluster.nodes import table as table_module
+from relax_rt.cluster.nodes.api import NodeFacts
+from relax_rt.supervision.executor import GangRendezvous, StartOrder
 from relax_rt.supervision.protocol import DrainRequested, RestartRequested, ScaleRequested
 from relax_rt.supervision.tree import RoleSpec, SlotSpec
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
@@ -96,7 +96,7 @@ class World:
         self.roles: list[Role] = []
         self.deaths: dict[str, float] = {}
         self.waited: dict[str, float] = {}
-        self.meetings: dict[Rendezvous, Meeting] = {}
+        self.meetings: dict[GangRendezvous, Meeting] = {}
         self.gangs, self.gang_of = 0, dict[str, int]()
         self.registry_disk, self.stage = RegistryDisk(), Stage(self)
         self.disk = Disk()
@@ -107,7 +107,7 @@ class World:
         self._shape(seed, rng)
         self.here = Host("head")
         self.away = [Host(name) for name in self.nodes]
-        self.limbs: dict[str, Limb] = {}
+        self.node_agents: dict[str, NodeAgent] = {}
         self.drained_nodes: set[str] = set()
         self.agent = Agent(self, self.here)
         for host in self.away:
@@ -261,7 +261,7 @@ class World:
                 DrainRequested(rng.choice(["rollout/1", *self.nodes])),
             ]
         )
-        if isinstance(what, DrainRequested) and what.what in self.limbs:
+        if isinstance(what, DrainRequested) and what.what in self.node_agents:
             self.drained_nodes.add(what.what)
         self._ask_agent(what)
 
@@ -278,7 +278,7 @@ class World:
         self.agent.take(post)
 
     def _harm_node(self, host: Host, what: float) -> None:
-        rng, limb = self.kernel.random, self.limbs.get(host.name)
+        rng, node_agent = self.kernel.random, self.node_agents.get(host.name)
         there = [role for role in self.roles if role.alive and role.host is host]
         if what < 0.45:
             seconds = rng.choice([rng.uniform(0.2, 2.0), rng.uniform(2.0, 12.0)])
@@ -287,18 +287,22 @@ class World:
             self.note("FAULT partition", host=host.name, seconds=round(seconds, 2))
             for one in there:
                 one.troubled(host.cut_until)
-            if limb is not None:
-                limb.troubled(host.cut_until)
+            if node_agent is not None:
+                node_agent.troubled(host.cut_until)
         elif what < 0.6:
-            if limb is not None:
-                self._do("limb crash", limb, lambda limb: limb.die())
-        elif limb is not None:
+            if node_agent is not None:
+                self._do("node_agent crash", node_agent, lambda node_agent: node_agent.die())
+        elif node_agent is not None:
             # The machine is suspended as a whole, or its agent alone stands still.
             seconds, whole = rng.uniform(1.0, 14.0), rng.random() < 0.7
             # The agent is not always the first to wake, and takes a moment to see how late it is.
             later = rng.choice([0.0, rng.uniform(0.0, 1.5)])
             host.excused_until = max(host.excused_until, self.kernel.now + seconds + later + 1.5)
-            self._do("suspend" if whole else "limb stop", limb, lambda limb: limb.stop(seconds + later))
+            self._do(
+                "suspend" if whole else "node_agent stop",
+                node_agent,
+                lambda node_agent: node_agent.stop(seconds + later),
+            )
             for role in there if whole else []:
                 self._do("suspend", role, lambda role: role.stop(seconds))
 
@@ -349,7 +353,7 @@ class World:
         Thread(self.kernel, self._mend())
         try:
             # Agents of nodes begin at once here, so they need not be given the time that a process takes.
-            with patch.object(head_module, "BEGIN_S", 3.0 * NODE_LEASE_S):
+            with patch.object(table_module, "AGENT_START_S", 3.0 * NODE_LEASE_S):
                 over = self.kernel.run(self._is_over, self.faults_s + PATIENCE_S)
         except Exception:  # noqa: BLE001 whatever a part raises is judged like what it does
             self.checker.found(UNEXPECTED, traceback.format_exc(limit=-4))
@@ -378,7 +382,7 @@ class World:
                     self._ask_agent(ScaleRequested("rollout", 2))
                 for name in self.drained_nodes:
                     # It takes part again once it has left.
-                    self.limbs[name].die()
+                    self.node_agents[name].die()
                 self.drained_nodes.clear()
                 for view in self.agent.core.view():
                     if view.state == "ended" and view.waiting.startswith("drained"):
@@ -419,7 +423,7 @@ class World:
         )
         self.checker.judge_samples(notices, self.checker.stepped_on)
 
-    def tell(self) -> str:
+    def encode_event(self) -> str:
         """The last that happened."""
         lines = [f"{at:8.3f}  {what}  {fields}" for at, what, fields in self.story]
         return "\n".join([f"seed {self.seed}: {self.kind} {self.doomed}", *lines])
@@ -435,20 +439,20 @@ class Joiner(Process):
     def _join(self) -> Steps:
         world, name = self.world, self.host.name
         for attempt in count():
-            facts, token = Facts(name=name, host=name, cores=4, gpus=world.node_gpus), f"token-{attempt}"
+            facts, token = NodeFacts(name=name, host=name, cores=4, gpus=world.node_gpus), f"token-{attempt}"
             while True:
                 made, self.run = self.now(), world.run
                 try:
-                    seat = yield from self.ask("door", "join", facts, token, give_up_s=0.0)
+                    membership = yield from self.ask("door", "join", facts, token, give_up_s=0.0)
                     break
                 except (Refused, TimeoutError):
                     yield 0.5
             if world.run != self.run:
                 continue
-            limb = world.limbs[name] = Limb(world, self.host, seat, made, Clock.like(self.now))
-            while limb.alive:
+            node_agent = world.node_agents[name] = NodeAgent(world, self.host, membership, made, Clock.like(self.now))
+            while node_agent.alive:
                 yield 0.3
-            if limb.over:
+            if node_agent.over:
                 return
             # What ran there has ended with it, at the latest when its keeper has seen to it.
             while any(role.alive and role.host is self.host for role in world.roles):

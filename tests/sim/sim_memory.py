@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 
-from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.memory.slab_names import owner_key
+from relax_rt.transport.memory.refs import Extent, owner_key
 from relax_rt.transport.rpc.identity import Incarnation
 
 CELL = 64

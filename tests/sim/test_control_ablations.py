@@ -20,10 +20,10 @@ from plane_servers import Registry, Stage
 from plane_world import KINDS, World
 from sim_checker import DOUBLED, STANDSTILL, TWICE, UNEXPECTED
 
-from relax_rt.cluster.nodes import head as head_module
-from relax_rt.cluster.nodes.api import Orders, Seat
-from relax_rt.cluster.nodes.head import HeadCore
-from relax_rt.cluster.nodes.limb import LimbCore
+from relax_rt.cluster.nodes import table as table_module
+from relax_rt.cluster.nodes.api import NodeMembership, Orders
+from relax_rt.cluster.nodes.session import HeadSession
+from relax_rt.cluster.nodes.table import NodeTable
 from relax_rt.cluster.registry.core import RegistryCore
 from relax_rt.interfaces.registry import Member
 from relax_rt.supervision.diagnosis import Diagnosis
@@ -76,12 +76,12 @@ def tell_when_killed(executor: Executor, slot: str, kind: Any, reason: str) -> N
         executor._on_event(SlotExited(slot, Diagnosis(slot=slot, epoch=role.who.epoch, kind=kind, cause=reason)))
 
 
-def all_orders(core: LimbCore, answer: Orders) -> list[Any]:
+def all_orders(core: HeadSession, answer: Orders) -> list[Any]:
     """What was taken is not noted, so it comes again, and is carried out again."""
     return answer.items
 
 
-def nothing_known(core: HeadCore, seat: Seat, first: int, count: int) -> int:
+def nothing_known(core: NodeTable, membership: NodeMembership, first: int, count: int) -> int:
     """Reports that come twice happen twice."""
     return 0
 
@@ -133,10 +133,10 @@ ABLATIONS: dict[str, tuple[Any, set[str]]] = {
         patch.object(RoleNode, "restarted_with", lambda _, slot: [slot]),
         {STANDSTILL, MIXED, TWO, UNEXPECTED},
     ),
-    "nodes: a lease ends what runs there": (patch.object(LimbCore, "left_s", lambda *_: 1e9), {TWO}),
-    "nodes: the head is more patient than a lease": (patch.object(head_module, "patience_s", lambda s: s / 2), {TWO}),
-    "nodes: orders are numbered": (patch.object(LimbCore, "take", all_orders), {TWO}),
-    "nodes: reports are numbered": (patch.object(HeadCore, "report", nothing_known), {UNEXPECTED}),
+    "nodes: a lease ends what runs there": (patch.object(HeadSession, "left_s", lambda *_: 1e9), {TWO}),
+    "nodes: the head is more patient than a lease": (patch.object(table_module, "patience_s", lambda s: s / 2), {TWO}),
+    "nodes: orders are numbered": (patch.object(HeadSession, "take", all_orders), {TWO}),
+    "nodes: reports are numbered": (patch.object(NodeTable, "report", nothing_known), {UNEXPECTED}),
 }
 
 

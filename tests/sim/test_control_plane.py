@@ -65,7 +65,7 @@ def test_what_is_remembered_does_not_grow_with_what_befell() -> None:
     def measure() -> None:
         registry = world.servers["registry/0"]
         parts = [world.agent.core, world.agent.head, getattr(registry, "core", None)]
-        parts += [limb.core for limb in world.limbs.values()]
+        parts += [node_agent.core for node_agent in world.node_agents.values()]
         sizes.append(sum(size(part) for part in parts))
         world.kernel.after(20.0, measure)
 

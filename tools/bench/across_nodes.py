@@ -29,7 +29,8 @@ import numpy as np
 import zmq
 from two_nodes import LOOPBACK, Nodes, NotPermitted, two_nodes
 
-from relax_rt.transport.memory.payload import Fetcher, PayloadServer
+from relax_rt.transport.memory.payload_fetcher import Fetcher
+from relax_rt.transport.memory.payload_server import PayloadServer
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.rpc.identity import CurveKeys
 

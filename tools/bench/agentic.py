@@ -38,7 +38,7 @@ import psutil
 import uvloop
 from peers.slots import SIGMA, TOKEN
 
-from relax_rt.roles.gateway.keys import Keys
+from relax_rt.roles.gateway.access import Keys
 
 HERE = Path(__file__).resolve().parent
 OURS, PROXY, DIRECT = "gateway", "FastAPI + httpx", "direct"

@@ -26,11 +26,11 @@ from relax_rt.actors.directory import Directory
 from relax_rt.cluster.registry.core import RegistryCore, Stored
 from relax_rt.interfaces.registry import Changes, RegistryApi
 from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
+from relax_rt.roles.gateway.access import Keys
 from relax_rt.roles.gateway.api import SessionLimits
-from relax_rt.roles.gateway.app import Bounds, Gateway
-from relax_rt.roles.gateway.keys import Keys
+from relax_rt.roles.gateway.app import Gateway, HttpLimits
 from relax_rt.roles.gateway.server import listen, make_server, url_of
-from relax_rt.roles.gateway.service import Service, Terms
+from relax_rt.roles.gateway.service import AnswerPolicy, Service
 from relax_rt.roles.gateway.sessions import Sessions
 from relax_rt.roles.gateway.settings import GatewaySettings
 from relax_rt.roles.models.tiny import character_tokenizer
@@ -170,7 +170,7 @@ async def gateway(path: str, episodes: int, stack: AsyncExitStack) -> tuple[Any,
         first=min(16, table.at_work), most=table.at_work, waiting=table.waiting, wait_s=table.wait_s
     )
     admission = await stack.enter_async_context(AdmissionQueue(limits, router.load))
-    terms = Terms(models=("policy",), new_tokens=64, context=1 << 16, timeout_s=table.call_timeout_s)
+    terms = AnswerPolicy(models=("policy",), new_tokens=64, context=1 << 16, timeout_s=table.call_timeout_s)
     service = Service(router, words, admission, terms)
     sessions = Sessions(
         lambda name, tokens: TokenLedger(template, max_tokens=tokens, session=name),
@@ -186,7 +186,7 @@ async def gateway(path: str, episodes: int, stack: AsyncExitStack) -> tuple[Any,
         sent = {f"router {name}": count for name, count in router.statistics().counts.items()}
         return {"cap": admission.core.cap, **admission.core.counts, **sent}
 
-    return Gateway(service, sessions, Keys(TOKEN), Bounds()).application(), counted
+    return Gateway(service, sessions, Keys(TOKEN), HttpLimits()).application(), counted
 
 
 # --- a process

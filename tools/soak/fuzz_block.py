@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from relax_rt.transport.memory import block, values
-from relax_rt.transport.memory.block import Block, Plan, Source
+from relax_rt.transport.memory import blocks, values
+from relax_rt.transport.memory.blocks import Block, Plan, Source
 from relax_rt.transport.rpc.errors import Corrupt, Refused
 
 MAX_ROWS_LOOKED_AT = 64
@@ -131,8 +131,8 @@ def fuzz_at_random(seconds: float) -> None:
 def fuzz_with_atheris(seconds: float, corpus: str) -> None:
     import atheris
 
-    for type_ in vars(block).values():
-        if isinstance(type_, type) and type_.__module__ == block.__name__:
+    for type_ in vars(blocks).values():
+        if isinstance(type_, type) and type_.__module__ == blocks.__name__:
             for name, method in list(vars(type_).items()):
                 if isinstance(method, types.FunctionType):
                     setattr(type_, name, atheris.instrument_func(method))

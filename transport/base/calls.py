@@ -18,7 +18,7 @@ as many (callers.ANSWERS_KEPT), so that a call sent again is always recognised."
 _BACKOFF = BackoffPolicy(base_s=0.05, cap_s=1.0)
 
 SILENT_S = 2.5
-"""Waits are slices of a second: an answer that takes longer is told of."""
+"""Waits are slices of a second; a reply that takes longer than this is reported as a wait."""
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ class CallStatistics(msgspec.Struct, frozen=True):
     unanswered: int
 
 
-class Calls:
+class NumberedCalls:
     """Numbers changing calls and repeats them.
 
     Args:

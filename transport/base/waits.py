@@ -28,7 +28,7 @@ class WaitCount(msgspec.Struct):
     total_s: float = 0.0
 
 
-class Waits:
+class WaitingCalls:
     """The waiting calls of a broker.
 
     Args:

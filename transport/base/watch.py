@@ -24,7 +24,7 @@ def node_name() -> str:
     return f"{boot[:12]}-{Path('/dev/shm').stat().st_dev}-{pids}"
 
 
-class Watch:
+class ProcessWatch:
     """Tells of the death of processes on this node.
 
     Args:

@@ -6,8 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent, Payload, extents_in
-from relax_rt.transport.memory.slab_names import is_slab_name, is_spilled, owner_key, owner_of
+from relax_rt.transport.memory.refs import (
+    BlobRef,
+    BlockRef,
+    Extent,
+    Payload,
+    extents_in,
+    is_slab_name,
+    is_spilled,
+    owner_key,
+    owner_of,
+)
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -15,14 +24,14 @@ AliveTest = Callable[[str], bool]
 """Whether the owner with this key can still be told."""
 
 
-class Live(msgspec.Struct, array_like=True, gc=False):
+class LiveExtent(msgspec.Struct, array_like=True, gc=False):
     """A live extent: what it holds counts as one reference, and every lease that can see it as one more (a pin)."""
 
     nbytes: int
     references: int = 1
 
 
-class Block(msgspec.Struct, array_like=True, gc=False):
+class LiveBlock(msgspec.Struct, array_like=True, gc=False):
     """A block in use.
 
     Attributes:
@@ -35,7 +44,7 @@ class Block(msgspec.Struct, array_like=True, gc=False):
     blobs: list[bytes] = []
 
 
-class Blob(msgspec.Struct, array_like=True, gc=False):
+class LiveBlob(msgspec.Struct, array_like=True, gc=False):
     """A shared value: where it lies, and how many blocks name it."""
 
     extent: Extent
@@ -52,9 +61,9 @@ class BlockTable(msgspec.Struct):
     """
 
     next_id: int = 1
-    blocks: dict[int, Block] = {}
-    live: dict[str, dict[int, Live]] = {}
-    blobs: dict[bytes, Blob] = {}
+    blocks: dict[int, LiveBlock] = {}
+    live: dict[str, dict[int, LiveExtent]] = {}
+    blobs: dict[bytes, LiveBlob] = {}
     freed: dict[str, list[Extent]] = {}
     payload_bytes: int = 0
     spilled_bytes: int = 0
@@ -95,19 +104,19 @@ class BlockTable(msgspec.Struct):
         for blob in put.blobs:
             known = self.blobs.get(blob.digest)
             if known is None:
-                self.blobs[blob.digest] = Blob(blob.extent)
+                self.blobs[blob.digest] = LiveBlob(blob.extent)
                 self._enter(blob.extent)
             else:
                 known.blocks += 1
                 self.deduplicated_bytes += blob.extent.nbytes
                 self.return_to_owner(blob.extent, alive)
             digests.append(blob.digest)
-        self.blocks[id_] = Block(put.block, rows, digests)
+        self.blocks[id_] = LiveBlock(put.block, rows, digests)
         return id_
 
     def _enter(self, extent: Extent | None) -> None:
         if extent is not None:
-            self.live.setdefault(extent.slab, {})[extent.offset] = Live(extent.nbytes)
+            self.live.setdefault(extent.slab, {})[extent.offset] = LiveExtent(extent.nbytes)
             self._count(extent, extent.nbytes)
 
     def _count(self, extent: Extent, nbytes: int) -> None:

@@ -6,14 +6,13 @@ import os
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
-from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.memory.slab_names import SPILL_PREFIX, is_spilled, owner_of
+from relax_rt.transport.memory.refs import SPILL_PREFIX, Extent, is_spilled, owner_of
 from relax_rt.transport.rpc.errors import OutOfSpace
 
 Moves = list[tuple[int, Extent]]
 
 
-class Disk:
+class SpillFiles:
     """Blocking; for a thread.
 
     Args:

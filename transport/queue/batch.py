@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_rt.transport.memory.arena import Block
-from relax_rt.transport.memory.refs import BlockRef, Extent
-from relax_rt.transport.memory.slab_names import owner_of
+from relax_rt.transport.memory.blocks import Block
+from relax_rt.transport.memory.refs import BlockRef, Extent, owner_of
 from relax_rt.transport.memory.values import STORAGE
 from relax_rt.transport.queue.ledger.messages import LeaseGrant, SampleInfo, SampleKey
 from relax_rt.transport.rpc.errors import Refused

@@ -15,11 +15,10 @@ from relax_rt.transport.base.journal import SEGMENT_BYTES, Journal
 from relax_rt.transport.base.pauses import PauseDetector
 from relax_rt.transport.base.process_stat import start_time
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.base.waits import Waits
-from relax_rt.transport.base.watch import Watch
-from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.memory.slab_names import owner_key
-from relax_rt.transport.memory.spill import Disk, dead_slabs
+from relax_rt.transport.base.waits import WaitingCalls
+from relax_rt.transport.base.watch import ProcessWatch
+from relax_rt.transport.memory.refs import Extent, owner_key
+from relax_rt.transport.memory.spill import SpillFiles, dead_slabs
 from relax_rt.transport.queue.ledger import admission, failures
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.admission import partials as held_partials
@@ -122,9 +121,9 @@ class Broker:
         self._journal = Journal(folder, segment_bytes=segment_bytes)
         self._encoder = msgspec.msgpack.Encoder()
         self._ledger = Ledger()
-        self._disk = Disk(shm_dir, self.spill_dir, 0)
-        self._watch = Watch(self._process_ended)
-        self._waits = Waits(clock)
+        self._disk = SpillFiles(shm_dir, self.spill_dir, 0)
+        self._watch = ProcessWatch(self._process_ended)
+        self._waits = WaitingCalls(clock)
         self._states = States()
         self._rearm = asyncio.Event()
         self._tight = asyncio.Event()
@@ -170,7 +169,7 @@ class Broker:
         self._apply(ev.Configure(self._policy, self._limits))
         self._apply(ev.OpenRun(self._run_id, self._node, self._payloads))
         # Every broker journals something before it spills, so no two of them have the same number.
-        self._disk = Disk(self.shm_dir, self.spill_dir, self._ledger.n)
+        self._disk = SpillFiles(self.shm_dir, self.spill_dir, self._ledger.n)
         self._ledger.restart_deadlines(self._clock())
         self._notify("queue_recovered", {"n": self._ledger.n, "records": len(recovered.records)})
         for home in list(self._ledger.state.callers.homes.values()):

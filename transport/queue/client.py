@@ -15,13 +15,12 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from relax_rt.transport.base.calls import Calls, CallStatistics
+from relax_rt.transport.base.calls import CallStatistics, NumberedCalls
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.arena import Reader, ReaderStatistics, Writer, WriterStatistics
 from relax_rt.transport.memory.fields import check_row, parse_fields
-from relax_rt.transport.memory.payload import Fetcher
-from relax_rt.transport.memory.refs import Extent, extents_in
-from relax_rt.transport.memory.slab_names import owner_of
+from relax_rt.transport.memory.payload_fetcher import Fetcher
+from relax_rt.transport.memory.refs import Extent, extents_in, owner_of
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample, ViewTracker, extents_of
 from relax_rt.transport.queue.ledger.messages import (
@@ -86,8 +85,9 @@ class QueueClient:
     """One incarnation's client of the TransferQueue, for one event loop. Use it as an async context manager.
 
     Every changing call carries a sequence number and is sent again, with the same number, while the broker cannot be
-    reached, for up to patience_s: the broker recognises it and answers as before (see Calls). A put or completion goes
-    to its end in the background when its caller is cancelled; what a cancelled admit or lease was granted is released.
+    reached, for up to patience_s: the broker recognises it and answers as before (see NumberedCalls). A put or
+    completion goes to its end in the background when its caller is cancelled; what a cancelled admit or lease was
+    granted is released.
 
     Args:
         api: the broker's interface.
@@ -140,7 +140,7 @@ class QueueClient:
         self._fields = parse_fields(fields or {})
         self._on_lost = on_lost
         self._reasons, self._polls = WaitReasons(on_wait), WaitReasons()
-        self._calls = Calls(str(who), patience_s, self._reasons.wait())
+        self._calls = NumberedCalls(str(who), patience_s, self._reasons.wait())
         self._threads = CopyThreads()
         self._payload = PayloadWriter(
             self.arena, self._collect, self._reasons, self._threads, space_wait_s, length_field, max_sample_bytes

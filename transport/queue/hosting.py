@@ -24,7 +24,7 @@ from relax_rt.transport.base.folder import (
 from relax_rt.transport.base.journal import SEGMENT_BYTES
 from relax_rt.transport.base.watch import node_name
 from relax_rt.transport.memory.fields import parse_fields
-from relax_rt.transport.memory.payload import PayloadServer
+from relax_rt.transport.memory.payload_server import PayloadServer
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.broker import Broker
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits

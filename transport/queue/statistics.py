@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from relax_rt.transport.base.journal import Journal
-from relax_rt.transport.base.waits import Waits
+from relax_rt.transport.base.waits import WaitingCalls
 from relax_rt.transport.queue.ledger import accounting, admission
 from relax_rt.transport.queue.ledger.core import Core
 from relax_rt.transport.queue.ledger.machine import Ledger
@@ -33,7 +33,7 @@ class States:
         return dict(self._counts)
 
 
-def broker_statistics(ledger: Ledger, journal: Journal, waits: Waits, states: States) -> dict[str, Any]:
+def broker_statistics(ledger: Ledger, journal: Journal, waits: WaitingCalls, states: States) -> dict[str, Any]:
     """Numbers by part: `samples`, `memory`, `leases`, `staleness`, `waits`, `journal`, `tallies`.
 
     Counts are samples unless named otherwise. `lengths` has ten counts for each way in which samples ended, shortest

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.memory.payload import Fetcher
+from relax_rt.transport.memory.payload_fetcher import Fetcher
 from relax_rt.transport.queue.batch import LeasedBatch
 from relax_rt.transport.queue.client import NewSample, QueueClient
 from relax_rt.transport.queue.hosting import Host, tasks_of

@@ -105,13 +105,13 @@ class Client:
         self.max_message_bytes = max_message_bytes
         self.max_inflight = max_inflight
         self.counters = ClientStatistics()
-        self.links: set[Link] = set()
+        self.links: set[ClientConnection] = set()
         self._address = address
         self.where = address if isinstance(address, str) else "a peer not yet found"
         self._connect_timeout_s = connect_timeout_s
         self._backoff = Backoff(backoff, rng or random.Random())
         self._curve = curve
-        self._link: Link | None = None
+        self._link: ClientConnection | None = None
         self._dialing: asyncio.Task[None] | None = None
         self._waiters = 0
         self._unanswered_dials = 0
@@ -270,7 +270,7 @@ class Client:
         why = self._last_failure or "no answer yet to the attempt to connect"
         return Unreachable(f"{what} at {self.where}", why=f"not connected for {budget_s:.3g} s: {why}")
 
-    async def _connected(self, what: str, deadline: float, budget_s: float) -> Link:
+    async def _connected(self, what: str, deadline: float, budget_s: float) -> ClientConnection:
         """The connection, once it stands. All callers wait for one dialing task; the last to give up ends it."""
         loop = asyncio.get_running_loop()
         self._waiters += 1
@@ -327,10 +327,10 @@ class Client:
                 return
             self.counters.failed_dials += 1
 
-    async def _dial(self) -> Link:
+    async def _dial(self) -> ClientConnection:
         text = self._address if isinstance(self._address, str) else await self._address()
         address, self.where = parse_address(text), text
-        link = Link(self, text)
+        link = ClientConnection(self, text)
         try:
             await self._open(address, link)
             await link.greeted
@@ -340,7 +340,7 @@ class Client:
             raise
         return link
 
-    async def _open(self, address: Address, link: Link) -> Channel:
+    async def _open(self, address: Address, link: ClientConnection) -> Channel:
         if address.scheme == "unix":
             return await unix_channel.dial(address, link.attach)
         # Loaded on demand: roles that stay on their node never need ZeroMQ.
@@ -355,7 +355,7 @@ class Client:
             self._backoff.reset()
 
 
-class Link:
+class ClientConnection:
     """One connection of the client and the calls on it."""
 
     channel: Channel
@@ -386,7 +386,7 @@ class Link:
     def name(self) -> str:
         return f"{self.peer.who} ({self.address})" if self.peer else self.address
 
-    def attach(self, channel: Channel) -> Link:
+    def attach(self, channel: Channel) -> ClientConnection:
         self.channel = channel
         self.client.links.add(self)
         hello = self.client.hello

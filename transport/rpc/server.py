@@ -140,9 +140,9 @@ class Server:
         )
         self.counters = ServerStatistics()
         self.by_method: Counter[str] = Counter()
-        self.connections: set[Connection] = set()
-        self.calls: set[Call] = set()
-        self.held: dict[Connection, None] = {}
+        self.connections: set[ServerConnection] = set()
+        self.calls: set[CallTask] = set()
+        self.held: dict[ServerConnection, None] = {}
         """Connections that have requests for which there is no room; the first one's turn is next."""
         self.closing = False
         self._curve = curve
@@ -256,9 +256,9 @@ class Server:
             del self.held[connection]
             connection.start_held()
 
-    def _attach(self, channel: Channel) -> Connection:
+    def _attach(self, channel: Channel) -> ServerConnection:
         self.counters.connections_total += 1
-        connection = Connection(self, channel)
+        connection = ServerConnection(self, channel)
         if self.closing or len(self.connections) >= self.max_connections:
             if not self.closing:
                 self.counters.connections_refused += 1
@@ -269,7 +269,7 @@ class Server:
         return connection
 
 
-class Connection:
+class ServerConnection:
     """A peer of the server: first greets, then calls."""
 
     def __init__(self, server: Server, channel: Channel) -> None:
@@ -277,7 +277,7 @@ class Connection:
         self.server = server
         self.channel = channel
         self.peer: HelloFrame | None = None
-        self.requests: dict[int, Call] = {}
+        self.requests: dict[int, CallTask] = {}
         self.inflight = 0
         self._held: collections.OrderedDict[int | str, _Held] = collections.OrderedDict()
         self._held_bytes = self._told_bytes = self._tells = 0
@@ -345,7 +345,7 @@ class Connection:
             return
         if isinstance(request, Grant):
             call = self.requests.get(request.id)
-            if isinstance(call, StreamCall):
+            if isinstance(call, StreamTask):
                 call.grant(request.credit)
             return
         server = self.server
@@ -436,7 +436,7 @@ class Connection:
     def _start(self, request: Request | Tell | Open, arrived: float) -> None:
         server = self.server
         context = self._context.copy()
-        kind = StreamCall if isinstance(request, Open) else Call
+        kind = StreamTask if isinstance(request, Open) else CallTask
         call = kind(self, request, context, arrived + bounded_s(request.timeout_s))  # type: ignore[arg-type]
         server.calls.add(call)
         server.by_method[f"{request.api}.{request.method}"] += 1
@@ -451,7 +451,7 @@ class Connection:
             self.requests[request.id] = call
         self.inflight += 1
 
-    def finished(self, call: Call) -> None:
+    def finished(self, call: CallTask) -> None:
         self.server.calls.discard(call)
         if not isinstance(call.request, Tell):
             del self.requests[call.request.id]
@@ -478,11 +478,15 @@ class _Held:
     timer: asyncio.TimerHandle
 
 
-class Call:
+class CallTask:
     """A handler at work, until a deadline of the loop's clock."""
 
     def __init__(
-        self, connection: Connection, request: Request | Tell | Open, context: contextvars.Context, deadline: float
+        self,
+        connection: ServerConnection,
+        request: Request | Tell | Open,
+        context: contextvars.Context,
+        deadline: float,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.connection = connection
@@ -590,12 +594,14 @@ class Call:
         connection.finished(self)
 
 
-class StreamCall(Call):
+class StreamTask(CallTask):
     """A handler that yields. It is asked for an item only when the consumer has granted credit for it."""
 
     request: Open
 
-    def __init__(self, connection: Connection, request: Open, context: contextvars.Context, deadline: float) -> None:
+    def __init__(
+        self, connection: ServerConnection, request: Open, context: contextvars.Context, deadline: float
+    ) -> None:
         self._clock = asyncio.get_running_loop().time
         self._between_s = bounded_s(request.timeout_s)
         self._due = deadline

@@ -22,7 +22,7 @@ SHUTDOWN_PAUSE_S = 0.05
 """Between attempts at a far end that is stopping: its successor takes its time."""
 
 
-class Link(Protocol):
+class StreamOwner(Protocol):
     """What an incoming needs of its connection."""
 
     def grant(self, number: int, credit: int) -> None: ...
@@ -35,7 +35,7 @@ class Link(Protocol):
 class StreamBuffer:
     """One stream on one connection: what has come in and was not yet taken."""
 
-    def __init__(self, link: Link, number: int, window: int) -> None:
+    def __init__(self, link: StreamOwner, number: int, window: int) -> None:
         self.link = link
         self.on_end: Callable[[BaseException], None] | None = None
         self._number = number

@@ -1,9 +1,9 @@
-"""Weights for engines on the trainer's own device: shown to them by CUDA IPC, one copy on the device.
+"""Versions for engines on the trainer's own device: exported by CUDA IPC, with one copy on the device.
 
-The trainer's process owns the memory and says in a file of the node's stage folder where it lies, which version it is,
-and who it is itself. A reader holds a shared lock on the file's pin while it copies, so that the memory is not filled
-anew below it; the kernel drops a dead reader's lock. A dead *owner* takes its memory along: a reader looks before and
-after its copy whether the owner lives, and holds the copy against the digests in any case.
+The trainer's process owns the memory and writes a file into the node's stage folder that names the memory, the version
+and the owning process. A reader holds a shared lock on the export's pin file while it copies, so that the memory is not
+overwritten; the kernel drops a dead reader's lock. When the *owner* dies its memory is gone: a reader checks before and
+after its copy whether the owner lives, and verifies the copy in any case.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from relax_rt.transport.weights.manifest import Manifest, Sent, bucket_digest, b
 from relax_rt.transport.weights.memory import DeviceMemory
 
 SLOTS = 2
-"""One version that readers may be at, one that is being made."""
+"""One version that is read, one that is being written."""
 COPY_TIMEOUT_S = 60.0
 
 
@@ -52,10 +52,10 @@ def _export_path(folder: Path, version: int) -> Path:
 
 
 def read_export(folder: Path, version: int) -> Export:
-    """Where a version lies on the device.
+    """Read the export of a version.
 
     Raises:
-        Gone: nobody shows it, or whoever did is dead.
+        Gone: it is not exported, or its owner is dead.
     """
     what = f"weights of policy version {version} on the device"
     try:
@@ -77,7 +77,7 @@ def check_owner(export: Export) -> None:
 
 
 class CudaStage:
-    """The trainer's side. Its memory is allocated once and filled again and again."""
+    """The trainer's side. Its memory is allocated once and reused for every version."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -85,7 +85,7 @@ class CudaStage:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def publish(self, manifest: Manifest, fill: Callable[[DeviceView], None]) -> Export:
-        """Show a version to the engines on this device.
+        """Export a version to the engines on this device.
 
         Args:
             manifest: of the version, as it is staged.
@@ -93,7 +93,7 @@ class CudaStage:
 
         Raises:
             OutOfSpace: every slot is pinned by readers. DeviceFailed: see there.
-            Corrupt: what lies on the device is not what the manifest says; nothing is shown.
+            Corrupt: what lies on the device does not match the manifest; nothing is exported.
         """
         number, pin = self._free_slot()
         try:
@@ -109,7 +109,7 @@ class CudaStage:
             path = _export_path(self._folder, manifest.version)
             temporary = path.with_suffix(".tmp")
             temporary.unlink(missing_ok=True)
-            # For this user alone, whatever the umask is: it has the handle of the memory.
+            # Mode 0600 whatever the umask is: the file has the handle of the memory.
             with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(msgspec.msgpack.encode(export))
             temporary.rename(path)
@@ -118,20 +118,20 @@ class CudaStage:
             os.close(pin)
 
     def retire(self, committed: int) -> None:
-        """Show no version before the committed one any more."""
+        """Withdraw the exports of the versions before the committed one."""
         for path in self._folder.glob("v*.cuda"):
             if int(path.stem[1:]) < committed:
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Give the memory back. Readers that are at it keep what they have copied, and find the version gone."""
+        """Free the memory. Readers in the middle of a copy find the version gone."""
         self.retire(1 << 62)
         for buffer in self._slots.values():
             buffer.free()
         self._slots.clear()
 
     def _free_slot(self) -> tuple[int, int]:
-        """A slot that no reader is at, its pin locked; what it held is shown no more. The newest is left alone."""
+        """Lock the pin of a slot that nobody reads and withdraw what it held; the newest version's slot stays."""
         shown = {path: _decoded(path) for path in sorted(self._folder.glob("v*.cuda"))}
         newest = max((e.version for e in shown.values()), default=0)
         for number in range(SLOTS):
@@ -160,9 +160,9 @@ class CudaStage:
 
 
 def _digests(manifest: Manifest, view: DeviceView) -> tuple[str, ...]:
-    """The device's digests of the buckets, each held against the manifest's first: readers hold copies against these.
+    """Compute the device's digests of the buckets, after verifying each against the manifest's.
 
-    A bucket at a time goes to the host, where the digest is computed that was committed.
+    One bucket at a time is copied to the host, where the committed digest is computed.
     """
     found, parts = [], bucket_slices(view.nbytes)
     scratch = memoryview(bytearray(max((part.stop - part.start for part in parts), default=0)))
@@ -185,10 +185,10 @@ def _decoded(path: Path) -> Export:
 
 
 class CudaIpcSource:
-    """A committed version in the trainer's device memory, for an engine on the same device. See WeightSource.
+    """A committed version in the trainer's device memory, for an engine on the same device. Implements WeightSource.
 
     Raises:
-        Gone: the trainer shows it no more, or is dead. Corrupt: another content was committed under its number.
+        Gone: the trainer has withdrawn it, or is dead. Corrupt: another content was committed under its number.
     """
 
     def __init__(self, folder: Path, record: VersionRecord, manifest: Manifest) -> None:
@@ -204,7 +204,6 @@ class CudaIpcSource:
         check_manifest(manifest, record, f"policy version {record.version} on the device")
 
     def copy_into(self, into: memoryview) -> None:
-        """See WeightSource."""
         with self._pinned() as view:
             for part, expected in zip(bucket_slices(view.nbytes), self.manifest.buckets, strict=True):
                 device.copy_to_host(into[part], view.part(part.start, part.stop))
@@ -225,7 +224,6 @@ class CudaIpcSource:
                     self._differs(part)
 
     def mapped(self) -> AbstractContextManager[memoryview]:
-        """See WeightSource."""
         raise Refused(f"mapping policy version {self.record.version}", why="it lies in device memory")
 
     @contextmanager
@@ -241,7 +239,7 @@ class CudaIpcSource:
             with device.opened(self._export.memory) as view:
                 yield view
         except DeviceFailed:
-            # A dead owner is the better answer than the error that its death made.
+            # If the owner is dead, say so instead of the CUDA error that follows from it.
             check_owner(self._export)
             raise
         finally:

@@ -1,9 +1,9 @@
-"""What changed between two versions of the weights: elements, by index and value, a block for each bucket.
+"""Deltas between two versions: the changed elements by index and value, one block for each bucket.
 
 A block is a header, the gaps from one changed element to the next, and the elements. Gaps are one or two bytes,
-whatever makes the block smaller; a gap that does not fit is bridged by elements that did not change. A bucket for which
-that would not be smaller than itself lies there whole. Whoever applies a delta verifies the result by the digests of
-the whole version, so a wrong base or a damaged block is never used.
+whichever makes the block smaller; a gap that does not fit is bridged by elements that did not change. A bucket whose
+block would not be smaller than the bucket is stored whole. The result is verified by the digests of the whole version,
+so that a wrong base or a damaged block is never used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded
 from relax_rt.transport.weights.manifest import Layout, Manifest, bucket_digest, bucket_slices
 
 _HEADER = struct.Struct("<BBxxI")
-"""How the bucket is coded, bytes of an element, number of elements."""
+"""Coding of the bucket, bytes of an element, number of elements."""
 _RAW, _GAPS8, _GAPS16 = 0, 1, 2
 _ELEMENTS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _GAPS: dict[int, type[np.uint8] | type[np.uint16]] = {_GAPS8: np.uint8, _GAPS16: np.uint16}
@@ -30,14 +30,14 @@ Bytes = NDArray[np.uint8]
 
 
 def element_bytes(layout: Layout) -> Literal[1, 2, 4, 8]:
-    """Size of what is compared: of the smallest dtype in the layout."""
+    """Return the size of the compared elements: that of the smallest dtype in the layout."""
     sizes = {e.nbytes // max(1, int(np.prod(e.shape, dtype=np.int64))) for e in layout.entries if e.nbytes}
     smallest = min(sizes, default=1)
     return smallest if smallest in _ELEMENTS else 1  # type: ignore[return-value]
 
 
 def encode(base: memoryview, new: memoryview, layout: Layout) -> Iterator[bytes]:
-    """The blocks that turn `base` into `new`, both of the layout's size."""
+    """Yield the blocks that turn `base` into `new`, both of the layout's size."""
     size = element_bytes(layout)
     old, fresh = np.frombuffer(base, np.uint8), np.frombuffer(new, np.uint8)
     try:
@@ -60,8 +60,8 @@ def apply(
     Args:
         deltas: the blocks of each, applied one behind the other.
         manifest: of the version, see Manifest.as_delta.
-        verified: False: the caller holds all of `into` against the digests.
-        until: when it is given up, by time.monotonic(); looked at between buckets.
+        verified: False: the caller verifies `into`.
+        until: deadline by time.monotonic(), checked between buckets.
 
     Raises:
         Corrupt: the blocks are damaged, or `into` held something else; what it holds now must not be used.
@@ -95,7 +95,7 @@ def _encode_bucket(old: Bytes, new: Bytes, size: int) -> bytes:
     if np.count_nonzero(differs) * (1 + size) >= len(new) or bool((old[whole:] != new[whole:]).any()):
         return raw + new.tobytes()
     changed = np.flatnonzero(differs)
-    # Costs by width of the gap; the fillers that long gaps need are counted, not made.
+    # Cost by width of the gap; the fillers that long gaps need are counted here and made below.
     gaps = np.diff(changed, prepend=-1)
     costs = {
         coding: (len(changed) + int(((gaps - 1) >> (8 * width)).sum())) * (width + size)
@@ -110,7 +110,7 @@ def _encode_bucket(old: Bytes, new: Bytes, size: int) -> bytes:
 
 
 def _with_fillers(changed: NDArray[np.int64], reach: int) -> NDArray[np.int64]:
-    """The places, with others between them so that none is further than `reach` from the one before."""
+    """Add places so that none is further than `reach` from the one before."""
     before = np.concatenate([[-1], changed[:-1]]) if len(changed) else changed
     extra = (changed - before - 1) // reach
     if not extra.any():
@@ -122,7 +122,7 @@ def _with_fillers(changed: NDArray[np.int64], reach: int) -> NDArray[np.int64]:
 
 
 def _apply_bucket(blocks: memoryview, at: int, bucket: Bytes, what: str) -> int:
-    """Apply the block at `at`; answers with the place of the next one."""
+    """Apply the block at `at`; return the place of the next one."""
     if at + _HEADER.size > len(blocks):
         raise Corrupt(what, why="it ends too soon")
     coding, size, count = map(int, _HEADER.unpack_from(blocks, at))

@@ -1,4 +1,4 @@
-"""Memory of a CUDA device, through CuPy: allocated apart, shown to other processes, copied and digested.
+"""Memory of a CUDA device, through CuPy: allocated outside the pools, exported to other processes, copied, digested.
 
 CuPy is imported on demand: nothing here needs it before a device is used.
 """
@@ -21,15 +21,15 @@ from relax_rt.transport.weights.memory import DeviceMemory, Memory
 COPY_HOST_TO_DEVICE, COPY_DEVICE_TO_HOST, COPY_DEVICE_TO_DEVICE = 1, 2, 3
 LOOK_EVERY_S = 0.0002
 DIGEST_WORDS = 1 << 22
-"""Words of four bytes digested at a time."""
+"""Words of four bytes that are digested at a time."""
 
 
 class DeviceFailed(RelaxError):
-    """The device, or this process's context on it, reports an error. The context is of no further use."""
+    """The device, or this process's context on it, reports an error; the context cannot be used any more."""
 
 
 def cupy() -> Any:
-    """The library.
+    """Import CuPy.
 
     Raises:
         Refused: it is not installed, or sees no device.
@@ -49,9 +49,9 @@ def cupy() -> Any:
 
 
 def device_uuid(index: int = 0) -> str:
-    """The name of a visible device, the same in every process of the machine and different on every other.
+    """Name a visible device: the same in every process of the machine, different on every other machine.
 
-    CuPy cuts a UUID off at a zero byte, hence the place on the bus besides.
+    CuPy cuts a UUID off at a zero byte, so the name includes the position on the PCI bus.
     """
     cp = cupy()
     raw = bytes(cp.cuda.runtime.getDeviceProperties(index).get("uuid") or b"")
@@ -65,7 +65,7 @@ def _boot_id() -> str:
 
 @contextmanager
 def diagnosed(what: str, hint: str = "") -> Iterator[None]:
-    """Errors of CUDA in the block become DeviceFailed."""
+    """Turn errors of CUDA in the block into DeviceFailed."""
     errors = cupy().cuda.runtime.CUDARuntimeError
     try:
         yield
@@ -74,23 +74,23 @@ def diagnosed(what: str, hint: str = "") -> Iterator[None]:
 
 
 class DeviceView:
-    """`nbytes` of device memory from `pointer` on. `owner` keeps them there."""
+    """`nbytes` of device memory from `pointer` on; `owner` keeps the memory allocated. Implements View."""
 
     def __init__(self, pointer: int, nbytes: int, owner: object) -> None:
         self.pointer, self.nbytes, self.owner = pointer, nbytes, owner
 
     def part(self, start: int, stop: int) -> DeviceView:
-        """The bytes from start to stop, not copied."""
+        """Return the bytes from start to stop, not copied."""
         return DeviceView(self.pointer + start, stop - start, self)
 
     def array(self) -> Any:
-        """The bytes as a CuPy array of uint8, not copied."""
+        """Return the bytes as a CuPy array of uint8, not copied."""
         cp = cupy()
         memory = cp.cuda.UnownedMemory(self.pointer, self.nbytes, self)
         return cp.ndarray((self.nbytes,), cp.uint8, cp.cuda.MemoryPointer(memory, 0))
 
     def digest(self) -> str:
-        """64 bits over the bytes and their places, computed on the device: finds torn and mixed-up bytes."""
+        """Digest bytes and their positions to 64 bits on the device: detects torn and misplaced bytes."""
         cp = cupy()
         raw, total = self.array(), 0
         for number, at in enumerate(range(0, self.nbytes, 4 * DIGEST_WORDS)):
@@ -105,12 +105,12 @@ class DeviceView:
 
 @cache
 def _weights() -> Any:
-    """Odd pseudo-random factors, the same everywhere (splitmix64)."""
+    """Odd pseudo-random factors (splitmix64), the same on every machine."""
     return cupy().asarray(digest_weights(DIGEST_WORDS))
 
 
 def digest_weights(count: int) -> np.ndarray:
-    """Factors of the words of a digest: uint64 [count]."""
+    """Return the factors of a digest's words: uint64 [count]."""
     with np.errstate(over="ignore"):
         z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,8 +1,8 @@
-"""Weights as files: a version is a folder of safetensors, whole or not there, that anything can read.
+"""Versions as files: each a folder of safetensors, complete or absent, that any tool can load.
 
 ``v00000007/`` holds ``model-00001-of-00003.safetensors`` …, the index that Hugging Face tools know, and a manifest with
-the version's record and a checksum of each tensor. It is written under another name and renamed. On a file system that
-all nodes see it is the carrier that needs nothing else, and the one to fall back to.
+the version's record and a checksum of each tensor. It is written under a temporary name and renamed. On a file system
+that all nodes see it is the carrier that needs nothing else, and the fallback of the others.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ MANIFEST_FILE, INDEX_FILE = "weights.json", "model.safetensors.index.json"
 MAX_MANIFEST_BYTES = 256 << 20
 SHARD_BYTES = 2 << 30
 PIECE_BYTES = 4 << 20
-"""Written, or read, and digested at a time; the deadline is looked at between them."""
+"""Written, or read, and digested at a time; the deadline is checked in between."""
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "chat_template*")
-"""What makes the folder one that tools load as a model."""
+"""Files of a model folder that make the folder loadable by other tools."""
 
 _VERSION = re.compile(r"v(\d{8,20})")
 _SHARD = r"model-\d{5}-of-\d{5}\.safetensors"
@@ -47,7 +47,7 @@ _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
 class StoredTensor(msgspec.Struct, frozen=True, array_like=True):
-    """Where a tensor lies, and the xxh3-128 of its bytes, hex."""
+    """The file of a tensor, and the xxh3-128 of its bytes, hex."""
 
     name: str
     file: Annotated[str, msgspec.Meta(pattern=f"^{_SHARD}$")]
@@ -64,16 +64,16 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 def version_folder(root: Path, version: int) -> Path:
-    """Where a version lies."""
+    """Name the folder of a version."""
     return root / f"v{version:08d}"
 
 
 class WeightDirectory:
-    """The writing side, one trainer incarnation.
+    """The writing side, for one incarnation of the trainer.
 
     Args:
-        shard_bytes: of one file; a larger tensor has a file of its own.
-        companions: a model's folder whose config and tokenizer are put beside the weights.
+        shard_bytes: size of one file; a larger tensor has a file of its own.
+        companions: a model folder whose config and tokenizer are copied beside the weights.
 
     Raises:
         StaleEpoch: a newer incarnation writes here.
@@ -98,13 +98,13 @@ class WeightDirectory:
         self._fence()
 
     def write(self, record: VersionRecord, manifest: Manifest, data: memoryview, timeout_s: float) -> Path:
-        """Put a version there, from its flat buffer; blocks. Answers with its folder.
+        """Write a version from its flat buffer; blocks. Returns its folder.
 
         Raises:
             OutOfSpace: the disk or the quota is full. DeadlineExceeded: it took longer.
             Refused: it is there already, is no whole version, or the folder cannot be written.
             StaleEpoch: a newer incarnation writes here.
-            In each case nothing of the version is left.
+            In each case nothing of the version remains.
         """
         folder = version_folder(self.root, record.version)
         what = f"policy version {record.version} in {self.root}"
@@ -121,13 +121,13 @@ class WeightDirectory:
             self._fence()
             temporary.rename(folder)
         except OSError as error:
-            raise _told(error, what) from error
+            raise _write_error(error, what) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return folder
 
     def retire(self, committed: int) -> None:
-        """Remove the versions before the committed one. Who reads one of them goes on with the files it has open."""
+        """Remove the versions before the committed one. A reader keeps the files that it has open."""
         for folder in self.root.glob("v*"):
             found = _VERSION.fullmatch(folder.name)
             if found and int(found[1]) < committed:
@@ -140,7 +140,7 @@ class WeightDirectory:
             raise _unusable(error, self.root) from error
 
     def _remove(self, folder: Path) -> None:
-        # Under another name first: nobody takes a folder for a version that has lost some of its files.
+        # Renamed first, so that a half-removed folder is never taken for a version.
         gone = self.root / f".retired-{folder.name}"
         try:
             folder.rename(gone)
@@ -149,7 +149,7 @@ class WeightDirectory:
         shutil.rmtree(gone, ignore_errors=True)
 
     def _remove_unfinished(self) -> None:
-        """What dead incarnations left, and this one's own failures to remove."""
+        """Remove what dead incarnations, and failed removals of this one, left."""
         for left in [*self.root.glob(".writing-*"), *self.root.glob(".retired-*")]:
             shutil.rmtree(left, ignore_errors=True)
 
@@ -163,7 +163,7 @@ class WeightDirectory:
             header = encode_header([(e.name, e.dtype, e.shape, e.nbytes) for e in entries], {"format": "pt"})
             descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                # A full disk shows here, before gigabytes are written.
+                # A full disk is noticed here, before gigabytes are written.
                 os.posix_fallocate(descriptor, 0, len(header) + sum(e.nbytes for e in entries))
                 _write_all(descriptor, memoryview(header))
                 for entry in entries:
@@ -189,10 +189,10 @@ class WeightDirectory:
 
 
 class DirectorySource:
-    """A version that lies in a folder of files: a `WeightSource`.
+    """A version in a folder of files. Implements WeightSource.
 
     Attributes:
-        folder: the version's own, for whoever loads it by its path.
+        folder: the version's own, for engines that load it by its path.
 
     Raises:
         Gone: it is not there (any more).
@@ -210,7 +210,7 @@ class DirectorySource:
         _check_stored(self._stored, record, self._what)
 
     def copy_into(self, into: memoryview) -> None:
-        """See WeightSource. Each tensor is held against its checksum."""
+        """Fill `into`; each tensor is verified against its checksum."""
         if len(into) < self.manifest.layout.nbytes:
             raise Refused(self._what, why=f"{len(into)} bytes are no room for {self.manifest.layout.nbytes}")
         places = {entry.name: entry for entry in self.manifest.layout.entries}
@@ -224,11 +224,10 @@ class DirectorySource:
         verify(self.manifest, into[: self.manifest.layout.nbytes])
 
     def mapped(self) -> AbstractContextManager[memoryview]:
-        """See WeightSource."""
         raise Refused(f"mapping {self._what}", why="its tensors lie in several files", hint="copy it")
 
     def check(self) -> None:
-        """Read every tensor and hold it against its checksum, for an engine that loads the folder by itself.
+        """Verify every tensor against its checksum, for an engine that loads the folder by itself.
 
         Raises:
             Gone, Corrupt: as for copy_into.
@@ -240,10 +239,10 @@ class DirectorySource:
 
     @contextmanager
     def _tensors(self) -> Iterator[Iterator[tuple[StoredTensor, FileTensor, int, int]]]:
-        """Each tensor with its open file and the place of its first byte there."""
+        """Open the files; give each tensor with its file and the offset of its first byte."""
         opened: dict[str, _Shard] = {}
         try:
-            # All at once: what is open stays readable when the version is retired.
+            # All at once: an open file stays readable when the version is retired.
             for name in dict.fromkeys(stored.file for stored in self._stored.tensors):
                 opened[name] = _open_shard(self.folder / name, self._what)
             entries = self.manifest.layout.entries
@@ -251,7 +250,7 @@ class DirectorySource:
                 (stored, found, shard.descriptor, shard.data + found.start)
                 for stored, entry in zip(self._stored.tensors, entries, strict=True)
                 for shard in (opened[stored.file],)
-                for found in (_same(shard.tensors.get(stored.name), entry, f"{stored.file} of {self._what}"),)
+                for found in (_check_tensor(shard.tensors.get(stored.name), entry, f"{stored.file} of {self._what}"),)
             )
         finally:
             for shard in opened.values():
@@ -287,7 +286,7 @@ class _Shard(NamedTuple):
 
 def _open_shard(path: Path, what: str) -> _Shard:
     try:
-        # Not through a link, and not waiting for the other end of a pipe that was put there.
+        # Neither through a link, nor blocking on a named pipe in its place.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise Gone(what, why=f"{path.name} is not there (any more)") from None
@@ -304,7 +303,7 @@ def _open_shard(path: Path, what: str) -> _Shard:
     return _Shard(descriptor, LENGTH.size + length, {tensor.name: tensor for tensor in header.tensors})
 
 
-def _same(found: FileTensor | None, entry: TensorEntry, where: str) -> FileTensor:
+def _check_tensor(found: FileTensor | None, entry: TensorEntry, where: str) -> FileTensor:
     if found is None:
         raise Corrupt(f"tensor {entry.name}", why=f"it is missing in {where}")
     if (found.dtype, found.shape) != (entry.dtype, entry.shape):
@@ -353,7 +352,7 @@ def _shards(entries: Sequence[TensorEntry], shard_bytes: int) -> list[list[Tenso
 
 
 def _gaps(manifest: Manifest) -> Iterator[slice]:
-    """Bytes of the flat buffer that align tensors and belong to none."""
+    """Yield the padding between tensors of the flat buffer."""
     at = 0
     for entry in manifest.layout.entries:
         if entry.offset > at:
@@ -364,7 +363,7 @@ def _gaps(manifest: Manifest) -> Iterator[slice]:
 
 
 def _check_gaps(manifest: Manifest, data: memoryview, what: str) -> None:
-    """They are not written, and would be missed by the digests of the whole."""
+    """Refuse padding that is not zero: it is not written to the files, and the digests of the whole cover it."""
     for gap in _gaps(manifest):
         if any(data[gap]):
             raise Refused(what, why=f"bytes {gap.start} to {gap.stop}, which belong to no tensor, are not zero")
@@ -380,7 +379,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def _told(error: OSError, what: str) -> OutOfSpace | Refused:
+def _write_error(error: OSError, what: str) -> OutOfSpace | Refused:
     if error.errno in _FULL:
         return OutOfSpace(what, why=str(error), hint="free some space, or name another folder")
     if error.errno in (errno.EEXIST, errno.ENOTEMPTY):

@@ -1,8 +1,7 @@
-"""Versions that travel as less than themselves: adapters of low rank, and weights in fewer bits.
+"""Compact payloads of a version: LoRA adapters, and weights rounded to a smaller dtype for the wire.
 
-A payload is the bytes of a safetensors file. What it makes of the base, or of itself, is the whole version, the same
-bit by bit on every machine: arithmetic is by element, in float32, or exact. So the version's digests hold for the
-result, and it is checked like any other.
+A payload is the bytes of a safetensors file. Applied to the base, or decoded, it gives the whole version, bit by bit
+the same on every machine: arithmetic is by element, in float32, or exact. So the version's digests hold for the result.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ WireDtype = Literal["bfloat16", "float8_e4m3fn"]
 MAX_RANK = 4096
 E4M3_MAX = 448.0
 SCALE = "::scale"
-"""Behind a tensor's name: the float32 by which its float8 values are multiplied."""
+"""Suffix of a tensor's name: the float32 by which its float8 values are multiplied."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _BLOCK_ELEMENTS = 1 << 16
-"""Of a matrix worked on at a time: what it takes in float64 fits into a core's own cache."""
+"""Elements of a matrix that are merged at a time: in float64 they fit into a core's L2 cache."""
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
 class Adapter(NamedTuple):
-    """What is added to one linear layer's weight [out, in]: scale * (b @ a), with a [r, in] and b [out, r]."""
+    """LoRA of one linear layer: scale * (b @ a) is added to its weight [out, in], with a [r, in] and b [out, r]."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -51,7 +50,7 @@ class Lora(NamedTuple):
     """Adapters by the name of their module, as ``model.layers.0.self_attn.q_proj``.
 
     Attributes:
-        base, base_digest: the version that they are added to.
+        base, base_digest: the version that they are merged into.
     """
 
     rank: int
@@ -62,12 +61,12 @@ class Lora(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """What the product of an adapter is multiplied by."""
+        """Factor of b @ a."""
         return self.alpha / self.rank
 
 
 def encode_lora(lora: Lora) -> bytes:
-    """The payload of adapters, in float32.
+    """Encode adapters as a payload, in float32.
 
     Raises:
         Refused: an adapter does not have the rank; it is named.
@@ -85,10 +84,10 @@ def encode_lora(lora: Lora) -> bytes:
 
 
 def decode_lora(blob: memoryview) -> Lora:
-    """Read a payload of adapters; the tensors are views of it.
+    """Decode a payload of adapters; the tensors are views of it.
 
     Raises:
-        Corrupt: it is none.
+        Corrupt: it is not such a payload.
     """
     header, data = _opened(blob, "adapters")
     facts = _facts(header, "lora", "adapters")
@@ -110,7 +109,7 @@ def decode_lora(blob: memoryview) -> Lora:
 
 
 def merge_lora(lora: Lora, layout: Layout, into: memoryview, *, workers: int = 0, until: float = math.inf) -> None:
-    """Add adapters to the base that `into` holds. The same input gives the same bits everywhere.
+    """Merge adapters into the base that `into` holds. The same input gives the same bits everywhere.
 
     W + (alpha / rank) B A, Hu et al. 2021 (arXiv 2106.09685), section 4.1. A and B are rounded to whole numbers of so
     many bits, times a power of two, that every product and sum of theirs is a whole number below 2^53: no order of
@@ -119,7 +118,7 @@ def merge_lora(lora: Lora, layout: Layout, into: memoryview, *, workers: int = 0
 
     Args:
         workers: threads that share the work; 0: one for every four cores, four at most.
-        until: when it is given up, by time.monotonic(); looked at between blocks of a matrix.
+        until: deadline by time.monotonic(), checked between blocks of a matrix.
 
     Raises:
         Refused: an adapter has no weight in the layout, or one of another shape, or values that are not finite; it is
@@ -128,7 +127,7 @@ def merge_lora(lora: Lora, layout: Layout, into: memoryview, *, workers: int = 0
     """
     import torch
 
-    # The setting is a thread's own; who flushes denormals would have other bits.
+    # Set per thread: a thread that flushes denormals would compute other bits.
     torch.set_flush_denormal(False)
     entries = {entry.name: entry for entry in layout.entries}
     targets = [(_target(module, one, entries), _exact(module, one, lora)) for module, one in lora.adapters.items()]
@@ -175,7 +174,7 @@ def _exact(module: str, adapter: Adapter, lora: Lora) -> _Exact:
 
 
 def _whole_numbers(module: str, values: torch.Tensor, bits: int) -> tuple[torch.Tensor, int]:
-    """The nearest whole numbers up to 2^bits, in float64, and the power of two that they count times."""
+    """Round to whole numbers up to 2^bits, in float64; return them and the power of two that they are multiplied by."""
     largest = float(values.abs().max()) if values.numel() else 0.0
     if not math.isfinite(largest):
         raise Refused(f"adapter of {module}", why="it has values that are not finite")
@@ -184,7 +183,7 @@ def _whole_numbers(module: str, values: torch.Tensor, bits: int) -> tuple[torch.
 
 
 def _in_time(blocks: Iterator[_Block], until: float, late: threading.Event) -> Iterator[_Block]:
-    """The blocks until the time is over, which is noted."""
+    """Yield blocks until the deadline; set `late` if it came first."""
     for block in blocks:
         if time.monotonic() > until:
             late.set()
@@ -193,7 +192,7 @@ def _in_time(blocks: Iterator[_Block], until: float, late: threading.Event) -> I
 
 
 def _taken_in_turn(blocks: Iterator[_Block]) -> Iterator[_Block]:
-    """An iterator that several threads may take from; a plain generator must not be entered twice."""
+    """Wrap a generator so that several threads may take from it."""
     lock = threading.Lock()
 
     def take() -> _Block | None:
@@ -204,7 +203,7 @@ def _taken_in_turn(blocks: Iterator[_Block]) -> Iterator[_Block]:
 
 
 def _add_products(blocks: Iterable[_Block]) -> None:
-    """Add to each block what belongs to it."""
+    """Add its product to each block."""
     import torch
 
     torch.set_flush_denormal(False)
@@ -219,10 +218,10 @@ def _add_products(blocks: Iterable[_Block]) -> None:
 
 
 def encode_wire(layout: Layout, data: memoryview, wire: WireDtype) -> bytes:
-    """The payload of a flat buffer in fewer bits.
+    """Encode a flat buffer in the wire dtype.
 
-    float8_e4m3fn: matrices are divided by a scale of their own and rounded; vectors go as they are. bfloat16: all
-    float32 is rounded. What is smaller than that already goes as it is.
+    float8_e4m3fn: matrices are divided by a scale of their own and rounded; vectors are sent unchanged. bfloat16: all
+    float32 is rounded. Tensors of a smaller dtype are sent unchanged.
 
     Raises:
         Refused: a value that is to be rounded to float8 is not finite; its tensor is named.
@@ -238,7 +237,7 @@ def decode_wire(blob: memoryview, layout: Layout, into: memoryview) -> None:
     """Fill a flat buffer of the layout from a payload. The same input gives the same bits everywhere.
 
     Raises:
-        Corrupt: it is none. Refused: a tensor is missing or misshapen, or there is another; it is named.
+        Corrupt: it is not such a payload. Refused: a tensor is missing, misshapen or unknown; it is named.
     """
     import torch
 
@@ -263,8 +262,9 @@ def decode_wire(blob: memoryview, layout: Layout, into: memoryview) -> None:
 
 
 def wire_version(layout: Layout, data: memoryview, wire: WireDtype) -> bytes:
-    """Round a flat buffer in place to what its receivers will have, and return the payload: seal the version after it,
-    so that its digests are those of what arrives."""
+    """Round a flat buffer in place to what its receivers will decode, and return the payload.
+
+    Call it before the version is sealed, so that the digests are those of what arrives."""
     blob = encode_wire(layout, data, wire)
     decode_wire(memoryview(blob), layout, data)
     return blob
@@ -293,9 +293,9 @@ def _rounded(entry: TensorEntry, values: torch.Tensor, wire: WireDtype) -> Itera
         raise Refused(f"tensor {entry.name} as {wire}", why="it has values that are not finite")
     scale = torch.tensor(largest / E4M3_MAX, dtype=torch.float32)
     if not float(scale):
-        # Also where the largest value is so small that its scale is not a float32.
+        # All zero, or the largest value is so small that its scale underflows float32.
         scale.fill_(1.0)
-    # The scale was rounded: the largest value may lie a hair above what float8 can say.
+    # The scale was rounded: the largest value may lie just above E4M3_MAX.
     yield entry.name, values.div(scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     yield entry.name + SCALE, scale
 
@@ -342,7 +342,7 @@ def _frombuffer(data: memoryview) -> torch.Tensor:
     import numpy as np
     import torch
 
-    # By numpy: torch warns of memory that it may not write to. Nothing is written here.
+    # Through numpy, because torch warns of read-only memory; nothing is written here.
     array = np.frombuffer(data, np.uint8)
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 

@@ -1,8 +1,7 @@
-"""One committed version as a node can get it: the interface of all carriers of weights, and the one over shared memory.
+"""The interface of all carriers of weights, and the carrier over shared memory.
 
-Who takes part: the follower of a role makes a source of each committed version, its engine's `prepare` uses it off the
-event loop, into memory that is the engine's own. Nothing half-read is ever used: a source either gives every byte,
-verified, or raises.
+The follower of a role makes a source of each committed version; its engine's `prepare` copies from it, off the event
+loop, into the engine's own memory. A source either gives every byte, verified, or raises: nothing half-read is used.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from relax_rt.transport.rpc.errors import Gone, Refused
 from relax_rt.transport.weights.delta import apply
 from relax_rt.transport.weights.manifest import Manifest, Sent, check_manifest
 from relax_rt.transport.weights.payloads import Lora, decode_lora, merge_lora
-from relax_rt.transport.weights.stage import copy_verified, delta_of, pinned, read_manifest, verify
+from relax_rt.transport.weights.stage import copy_verified, delta_view, pinned, read_manifest, verify
 
 
 class WeightSource(Protocol):
-    """One committed version as this node can get it. Calls block: make them off the event loop.
+    """One committed version and a way to get it. Calls block: make them off the event loop.
 
     Attributes:
         record: the version as the registry has it.
         manifest: its layout and digests; those of the whole version, whatever the payload is.
-        carrier: the way it comes, for people: shared_memory, stream, directory, collective, cuda_ipc.
-        payload, nbytes: as what it comes, and how many bytes that has.
+        carrier: how it comes, for people: shared_memory, stream, directory, collective, cuda_ipc.
+        payload, nbytes: the form in which it comes, and its size in that form.
     """
 
     record: VersionRecord
@@ -50,9 +49,7 @@ class WeightSource(Protocol):
         """
 
     def mapped(self) -> AbstractContextManager[memoryview]:
-        """The version's bytes themselves, read-only, verified once, pinned until the block ends.
-
-        The views made from it must be gone by then.
+        """Map the version read-only, verified once and pinned until the block ends; no view may outlive the block.
 
         Raises:
             Gone, Corrupt: as for copy_into.
@@ -77,20 +74,18 @@ class StageSource:
         self.nbytes = self.manifest.layout.nbytes
 
     def copy_into(self, into: memoryview) -> None:
-        """See WeightSource."""
         with pinned(self._folder, self.manifest) as view:
             copy_verified(self.manifest, view, into)
 
     @contextmanager
     def mapped(self) -> Iterator[memoryview]:
-        """See WeightSource."""
         with pinned(self._folder, self.manifest) as view:
             verify(self.manifest, view)
             yield view
 
 
 class DeltaSource:
-    """A version on the stage of this node as what changed since another one, which the receiver holds.
+    """A version on the stage of this node as the changes since another one, which the receiver holds.
 
     Raises:
         Gone: there is no delta to it. Corrupt: as for StageSource.
@@ -118,21 +113,19 @@ class DeltaSource:
         self.nbytes = sum(delta.nbytes for delta in self._deltas)
 
     def copy_into(self, into: memoryview) -> None:
-        """See WeightSource."""
         blobs = []
         for delta in self._deltas:
-            # Copied: a reader that stops must not keep what is retired in shared memory.
-            with delta_of(self._folder, delta.version, delta.digest) as view:
+            # Copied: a reader that is stopped must not keep retired files in shared memory.
+            with delta_view(self._folder, delta.version, delta.digest) as view:
                 blobs.append(memoryview(bytes(view)))
         apply(blobs, into, self.manifest)
 
     def mapped(self) -> AbstractContextManager[memoryview]:
-        """See WeightSource."""
         raise Refused(f"mapping a delta to policy version {self.record.version}", why="it is not the whole version")
 
 
 def bases_of(manifest: Manifest) -> str:
-    """The versions of which there are deltas that lead here, for people."""
+    """Name the versions from which deltas lead here, for people."""
     *older, newest = manifest.deltas
     others = f" and {older[0].base} to {older[-1].base}" if older else ""
     return f"version {newest.base} with digest {newest.base_digest}{others}"
@@ -152,7 +145,7 @@ def add_adapters(blob: memoryview, folder: Path, base: Manifest, into: memoryvie
 
 
 def lora_for(blob: memoryview, base: Manifest) -> Lora:
-    """Adapters that are to be added to a base.
+    """Decode adapters and check that they are for this base.
 
     Raises:
         Corrupt: they are damaged. Refused: they are for another base.
@@ -164,7 +157,7 @@ def lora_for(blob: memoryview, base: Manifest) -> Lora:
 
 
 def base_of(folder: Path, manifest: Manifest) -> Manifest:
-    """The manifest of what a version's adapters are added to, as it lies on this stage.
+    """Read the manifest of the base of a version's adapters from this stage.
 
     Raises:
         Gone: nothing lies there. Corrupt: its manifest cannot be true.
@@ -186,8 +179,9 @@ def _other_base(what: str, wanted: str, here: str) -> Refused:
 
 
 def stage_source(folder: Path, record: VersionRecord, holds: VersionRecord | None = None) -> WeightSource:
-    """A version on this node's stage, in full; for a receiver that has a version, as a delta to it where there is one.
-    Adapters are for other nodes (StageMirror): on this one the copy is faster than what makes the same of them.
+    """Make the source of a version on this node's stage: a delta to what the receiver holds if there is one, else full.
+
+    Adapters are for other nodes (StageMirror): on this node copying the version is faster than merging adapters.
 
     Raises:
         Gone, Corrupt: as for StageSource.

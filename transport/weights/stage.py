@@ -1,4 +1,4 @@
-"""Weights on their way from the trainer to the engines of a node, through shared memory.
+"""The weight stage: versions on their way from the trainer to the engines of a node, in shared memory.
 
 The stage is a folder of the run's shared memory: buffers (``w0.buf`` …, recycled) and one manifest a version. It
 belongs to the node, not to the trainer: the newest committed version stays there in full when the trainer dies. A
@@ -35,9 +35,9 @@ from relax_rt.transport.weights.manifest import (
 )
 
 MAX_BUFFERS = 4
-"""One committed, one being written, and room for two slow readers."""
+"""One committed, one being written, and two for slow readers."""
 PIECE_BYTES = 512 << 10
-"""Copied and digested at a time: fits into a core's own cache."""
+"""Copied and digested at a time: fits into a core's L2 cache."""
 
 
 def _manifest_path(folder: Path, version: int) -> Path:
@@ -45,22 +45,22 @@ def _manifest_path(folder: Path, version: int) -> Path:
 
 
 def delta_file(version: int, digest: str) -> str:
-    """Where the delta that makes a version lies, as long as a manifest names it."""
+    """Name the file of the delta that makes a version; it exists as long as a manifest names it."""
     return f"d{version:08d}-{digest}.bin"
 
 
 def wire_file(version: int) -> str:
-    """Where a version lies in fewer bits, if its manifest says that it does."""
+    """Name the file of a version in the wire dtype, if its manifest has `wire_bytes`."""
     return f"x{version:08d}.bin"
 
 
 def adapters_file(version: int) -> str:
-    """Where the adapters of a version lie, if its manifest says that it has any."""
+    """Name the file of a version's adapters, if its manifest has `adapter_bytes`."""
     return f"a{version:08d}.bin"
 
 
 BASE_FILE = "base.buf"
-"""The model's own weights, to which adapters are added: staged as version ROOT, beside the buffers of versions."""
+"""The model's own weights, the base of adapters: staged as version ROOT, beside the buffers of versions."""
 
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -79,7 +79,7 @@ def _number(path: Path) -> int:
 
 
 def read_manifest(folder: Path, version: int) -> Manifest:
-    """The manifest of a staged version.
+    """Read the manifest of a staged version.
 
     Raises:
         Gone: it is not on this stage (never staged, or retired).
@@ -113,7 +113,7 @@ def fence(folder: Path, epoch: int, what: str) -> None:
 
 
 class WeightStage:
-    """The writing side, one trainer incarnation.
+    """The writing side, for one incarnation of the trainer.
 
     Raises:
         StaleEpoch: a newer incarnation of the trainer has opened the stage.
@@ -125,20 +125,20 @@ class WeightStage:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise _no_room(f"weight stage {folder}", error) from error
+            raise _out_of_space(f"weight stage {folder}", error) from error
         self._fence()
         self._maps: dict[str, mmap.mmap] = {}
 
     def _fence(self) -> None:
-        """Refuse to write after a newer incarnation, and note this one's epoch."""
+        """Refuse to write after a newer incarnation, and record this one's epoch."""
         try:
             fence(self.folder, self.epoch, "weight stage")
         except OSError as error:
-            raise _no_room(f"weight stage {self.folder}", error) from error
+            raise _out_of_space(f"weight stage {self.folder}", error) from error
 
     @contextmanager
     def writing(self, layout: Layout, keep: int) -> Iterator[tuple[str, memoryview]]:
-        """A free buffer of the layout's size, locked for writing; version `keep` is left alone.
+        """Lock a free buffer of the layout's size for writing, for the length of a block; version `keep` stays.
 
         Raises:
             OutOfSpace: every buffer is pinned by readers or there is no room for another.
@@ -172,9 +172,9 @@ class WeightStage:
         """Digest the written buffer and put its manifest on the stage (call it inside `writing`).
 
         Args:
-            wire: the same version in fewer bits, see payloads.wire_version; it is put beside it.
-            adapters: see payloads.encode_lora; they are put beside it. base_digest: of what they are added to.
-            buckets: the digests of `data`, from who has just held it against them; unless given, they are taken here.
+            wire: the same version in the wire dtype, see payloads.wire_version; a file beside it.
+            adapters: see payloads.encode_lora; a file beside it. base_digest: digest of their base.
+            buckets: the digests of `data`, from a caller that has just verified it; computed here unless given.
 
         Raises:
             StaleEpoch: a newer incarnation of the trainer has opened the stage.
@@ -182,10 +182,10 @@ class WeightStage:
         """
         self._fence()
         if wire:
-            self._put_beside(wire_file(version), wire, f"policy version {version} in fewer bits")
+            self._put_beside(wire_file(version), wire, f"policy version {version} in the wire dtype")
         if adapters:
             self._put_beside(adapters_file(version), adapters, f"adapters of policy version {version}")
-        manifest = _sealed(version, self.epoch, layout, file, data, buckets)
+        manifest = _make_manifest(version, self.epoch, layout, file, data, buckets)
         manifest = msgspec.structs.replace(
             manifest, wire_bytes=len(wire), adapter_bytes=len(adapters), base_digest=base_digest if adapters else ""
         )
@@ -200,15 +200,15 @@ class WeightStage:
         except OSError as error:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
-            raise _no_room(f"{what} in {self.folder}", error) from error
+            raise _out_of_space(f"{what} in {self.folder}", error) from error
 
     def seal_base(self, layout: Layout, fill: Callable[[memoryview], None]) -> Manifest:
         """Put the model's own weights, which adapters are added to, on the stage as version ROOT, where they stay.
 
-        They take the place of older ones when they are whole; who reads those goes on reading them.
+        They replace older ones by a rename when they are whole; readers of those keep what they have open.
 
         Args:
-            fill: writes all bytes. It may find part of them there: from a time before, when it raised.
+            fill: writes all bytes. It may find part of them there, if an earlier call raised.
 
         Raises:
             OutOfSpace: there is no room for them.
@@ -223,13 +223,13 @@ class WeightStage:
                 mapping = mmap.mmap(descriptor, layout.nbytes)
             except OSError as error:
                 path.unlink(missing_ok=True)
-                raise _no_room(f"{layout.nbytes >> 20} MiB for the model's own weights", error) from error
+                raise _out_of_space(f"{layout.nbytes >> 20} MiB for the model's own weights", error) from error
         finally:
             os.close(descriptor)
         view = memoryview(mapping)
         try:
             fill(view)
-            manifest = _sealed(ROOT, self.epoch, layout, BASE_FILE, view)
+            manifest = _make_manifest(ROOT, self.epoch, layout, BASE_FILE, view)
         finally:
             with suppress(BufferError):  # where a traceback still holds an array of it
                 view.release()
@@ -239,10 +239,10 @@ class WeightStage:
         return manifest
 
     def same_base(self, layout: Layout, fill: Callable[[memoryview], None], keep: int) -> Manifest | None:
-        """The model's own weights that lie here from a time before; None: they are not what `fill` writes, or damaged.
+        """Return the manifest of the base that is staged already; None: it is not what `fill` writes, or damaged.
 
-        They are compared in a buffer of versions, so that no room is needed for them a second time. Version `keep` is
-        left alone; None as well where no other buffer is free.
+        It is compared in a buffer of versions, so that no memory is needed for it a second time. Version `keep` stays;
+        None as well if no other buffer is free.
         """
         try:
             found = read_manifest(self.folder, ROOT)
@@ -255,13 +255,13 @@ class WeightStage:
                 verify(found, held)
         except (Gone, Corrupt, OutOfSpace):
             return None
-        # Of an incarnation that died while it wrote them.
+        # Left by an incarnation that died while writing.
         (self.folder / f"{BASE_FILE}.tmp").unlink(missing_ok=True)
         return found
 
     def seal_delta(self, manifest: Manifest, data: memoryview, base: int) -> Manifest:
         """Put what changed since version `base` beside the sealed version, and name it in the version's manifest,
-        behind the deltas that lead to the base (call it inside `writing`). Answers with the manifest as it is now.
+        behind the deltas that lead to the base (call it inside `writing`). Returns the new manifest.
 
         It has no deltas, and `no_delta` says why, where the base is not on the stage or is of another layout, the
         delta would not be smaller than MAX_DELTA of the whole, or there is no room for it. A reader then takes the
@@ -298,7 +298,7 @@ class WeightStage:
         return manifest
 
     def _write_delta(self, path: Path, layout: Layout, old: memoryview, new: memoryview) -> int:
-        """Write the delta's blocks; answers with their size. Gone: they would be too large."""
+        """Write the delta's blocks; return their size. Raises Gone: they would be too large."""
         size = 0
         with open(path, "wb", opener=_private) as file:
             for block in encode(old, new, layout):
@@ -322,8 +322,8 @@ class WeightStage:
             if path.suffix != ".bin":
                 path.unlink(missing_ok=True)
                 continue
-            # One that is kept has to be found by its name still; and who comes to keep it meanwhile, to find it gone.
-            with _alone(path) as free:
+            # A file that a reader keeps must still be found by its name; under the lock no other reader can come.
+            with _exclusive(path) as free:
                 if free:
                     path.unlink(missing_ok=True)
 
@@ -336,7 +336,7 @@ class WeightStage:
         except OSError as error:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            raise _no_room(f"the manifest of policy version {manifest.version} in {self.folder}", error) from error
+            raise _out_of_space(f"the manifest of policy version {manifest.version} in {self.folder}", error) from error
 
     def evict(self, keep: int) -> str:
         """Make place for another buffer where readers pin all of them, by taking one's name away: its readers keep what
@@ -347,14 +347,14 @@ class WeightStage:
         names = [name for number in range(MAX_BUFFERS) if (name := f"w{number}.buf") != kept]
         if any(self._is_free(name) for name in names):
             return ""
-        self._forget(names[0])
+        self._remove_manifests(names[0])
         (self.folder / names[0]).unlink(missing_ok=True)
         self._unmap(names[0])
         return names[0]
 
     def _is_free(self, name: str) -> bool:
-        """Whether nobody is at a buffer; one that is not there can be made."""
-        with _alone(self.folder / name) as free:
+        """Return whether no process holds the buffer; one that does not exist can be created."""
+        with _exclusive(self.folder / name) as free:
             return free
 
     def _unmap(self, name: str) -> None:
@@ -363,8 +363,8 @@ class WeightStage:
             with suppress(BufferError):  # it ends with the last view of it
                 mapping.close()
 
-    def _forget(self, name: str) -> None:
-        """Remove the manifests of what a buffer held, and those that say nothing."""
+    def _remove_manifests(self, name: str) -> None:
+        """Remove the manifests of what a buffer held, and those that cannot be read."""
         for path in self.folder.glob("v*.json"):
             try:
                 held = _decoded(path).file
@@ -401,10 +401,10 @@ class WeightStage:
                 if not isinstance(error, BlockingIOError):
                     full = error  # one behind it may have its memory already, and be free
                 continue
-            self._forget(name)  # what the buffer held before is gone from here on
+            self._remove_manifests(name)  # what the buffer held before is gone from here on
             return name, descriptor
         if full is not None:
-            raise _no_room(f"{nbytes >> 20} MiB for weights in {self.folder}", full) from full
+            raise _out_of_space(f"{nbytes >> 20} MiB for weights in {self.folder}", full) from full
         raise OutOfSpace(
             f"a buffer for weights in {self.folder}", why=f"all {MAX_BUFFERS} are pinned by readers", hint="see `why`"
         )
@@ -420,20 +420,20 @@ def _files_of(deltas: Iterable[Delta]) -> set[str]:
     return {delta_file(delta.version, delta.digest) for delta in deltas}
 
 
-def _sealed(
+def _make_manifest(
     version: int, epoch: int, layout: Layout, file: str, data: memoryview, buckets: tuple[str, ...] = ()
 ) -> Manifest:
     buckets = buckets or tuple(bucket_digest(data[part]) for part in bucket_slices(layout.nbytes))
     return Manifest(version, epoch, file, layout, buckets, total_digest(buckets))
 
 
-def _no_room(what: str, error: OSError) -> OutOfSpace:
+def _out_of_space(what: str, error: OSError) -> OutOfSpace:
     return OutOfSpace(what, why=str(error), hint="enlarge /dev/shm")
 
 
 @contextmanager
 def pinned(folder: Path, manifest: Manifest) -> Iterator[memoryview]:
-    """A staged version's bytes, read-only; nobody uses their buffer again while a view of them is left in any process.
+    """Map a staged version read-only; its buffer is not reused while a view of it is left in any process.
 
     Raises:
         Gone: the version was retired meanwhile; ask for the newest one.
@@ -449,7 +449,8 @@ def pinned(folder: Path, manifest: Manifest) -> Iterator[memoryview]:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Gone(what, why="their buffer is being reused") from None
-        # The manifest is looked at again under the lock: from here on the buffer cannot be reused.
+        # Read again under the lock: between the first read and the lock the writer may have reused the buffer; from
+        # here on it cannot.
         if read_manifest(folder, manifest.version) != manifest:
             raise Gone(what, why="staged again by another incarnation")
         if os.fstat(descriptor).st_size < manifest.layout.nbytes:
@@ -469,8 +470,8 @@ def pinned(folder: Path, manifest: Manifest) -> Iterator[memoryview]:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[bool]:
-    """Whether nobody is at a file; then nobody gets at it before the block ends. One that is not there is nobody's."""
+def _exclusive(path: Path) -> Iterator[bool]:
+    """Lock a file exclusively for a block; gives False if another process holds it, True if it does not exist."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -488,8 +489,8 @@ def _alone(path: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def kept(path: Path) -> Iterator[None]:
-    """Leaves a file that lies beside a version where it is, also when a newer version is committed meanwhile.
+def keep_file(path: Path) -> Iterator[None]:
+    """Keep a file beside a version in its place for a block, also if a newer version is committed meanwhile.
 
     Raises:
         Gone: it was retired before.
@@ -508,20 +509,20 @@ def kept(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def narrow(folder: Path, manifest: Manifest) -> Iterator[memoryview]:
-    """A staged version in fewer bits, read-only.
+def wire_view(folder: Path, manifest: Manifest) -> Iterator[memoryview]:
+    """Map a staged version in the wire dtype, read-only.
 
     Raises:
         Gone: it was retired meanwhile, or there is none.
     """
-    what = f"policy version {manifest.version} in fewer bits"
+    what = f"policy version {manifest.version} in the wire dtype"
     with _mapped(folder / wire_file(manifest.version), manifest.wire_bytes, what) as view:
         yield view
 
 
 @contextmanager
-def adapters_of(folder: Path, manifest: Manifest) -> Iterator[memoryview]:
-    """The adapters of a staged version, read-only.
+def adapters_view(folder: Path, manifest: Manifest) -> Iterator[memoryview]:
+    """Map the adapters of a staged version, read-only.
 
     Raises:
         Gone: they were retired meanwhile, or there are none.
@@ -532,8 +533,8 @@ def adapters_of(folder: Path, manifest: Manifest) -> Iterator[memoryview]:
 
 
 @contextmanager
-def delta_of(folder: Path, version: int, digest: str) -> Iterator[memoryview]:
-    """The delta that makes a version, read-only.
+def delta_view(folder: Path, version: int, digest: str) -> Iterator[memoryview]:
+    """Map the delta that makes a version, read-only.
 
     Raises:
         Gone: no version on the stage names it any more, or there is none.
@@ -560,18 +561,18 @@ def _mapped(path: Path, nbytes: int, what: str) -> Iterator[memoryview]:
     try:
         yield view
     finally:
-        with suppress(BufferError):  # who still reads it keeps it
+        with suppress(BufferError):  # a view that is still used keeps the mapping
             view.release()
             mapping.close()
 
 
 def copy_verified(manifest: Manifest, source: memoryview, into: memoryview) -> None:
-    """Copy a version's bytes and verify the copy, a piece that the processor's cache holds at a time.
+    """Copy a version's bytes and verify the copy, in pieces that fit into the cache.
 
     Raises:
         Corrupt: the copy does not match its digests; it must not be used.
     """
-    # numpy and xxhash work without the interpreter's lock on pieces of this size: an engine in this process goes on.
+    # numpy and xxhash release the GIL on pieces of this size, so an engine in this process goes on decoding.
     to, fro = np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8)
     try:
         for part, expected in zip(bucket_slices(manifest.layout.nbytes), manifest.buckets, strict=True):
@@ -582,11 +583,11 @@ def copy_verified(manifest: Manifest, source: memoryview, into: memoryview) -> N
                 hasher.update(into[piece])
             _compare(manifest, part, hasher.hexdigest(), expected)
     finally:
-        del to, fro  # or a traceback would keep them, and with them the pin
+        del to, fro  # a traceback would keep them, and with them the pin
 
 
 def verify(manifest: Manifest, data: memoryview) -> None:
-    """Hold a version's bytes against its digests.
+    """Verify a version's bytes against its digests.
 
     Raises:
         Corrupt: they do not match.

@@ -1,9 +1,9 @@
-"""Weights from the node that holds the stage to the private stage of another one, over ZeroMQ.
+"""Fetch versions from the node that has the trainer's stage into the private stage of this node, over ZeroMQ.
 
-The reader asks for ranges and has a window of bytes under way, so neither a reader that stops nor a slow one costs the
-sender anything; it is the payload servers' protocol. Of the engines on a node one fetches, the others wait for it and
-take what it has fetched from the node's own stage. What of a version is already in the buffer, from an attempt that
-broke or from a version before, is seen by the buckets' digests and not fetched again.
+The protocol is that of the payload servers: the reader asks for ranges and has a window of bytes in flight, so that a
+slow or stopped reader costs the sender nothing. One engine of a node fetches, the others wait and take the version from
+the node's own stage. Buckets that the buffer already holds, from a broken attempt or an earlier version, are recognised
+by their digests and not fetched again.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import msgspec
 import zmq
 
 from relax_rt.transport.base.versions import ROOT, VersionRecord
-from relax_rt.transport.memory.payload.cache import Entry
-from relax_rt.transport.memory.payload.memory import Region
-from relax_rt.transport.memory.payload.peer import Link, Peer, Settings
+from relax_rt.transport.memory.payload_cache import CacheEntry, Region
+from relax_rt.transport.memory.payload_fetcher import FetchSettings, Peer, PeerConnection
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.rpc.errors import (
     Corrupt,
@@ -42,7 +41,9 @@ from relax_rt.transport.rpc.identity import CurveKeys
 from relax_rt.transport.weights.delta import apply
 from relax_rt.transport.weights.manifest import Delta, Manifest, Sent, bucket_digest, bucket_slices, check_manifest
 from relax_rt.transport.weights.payloads import decode_wire, merge_lora
-from relax_rt.transport.weights.served import (
+from relax_rt.transport.weights.source import StageSource, base_of, bases_of, lora_for
+from relax_rt.transport.weights.stage import WeightStage, copy_verified, pinned, read_manifest
+from relax_rt.transport.weights.stage_server import (
     MANIFEST_HEAD,
     MANIFEST_MAGIC,
     MAX_MANIFEST_BYTES,
@@ -52,8 +53,6 @@ from relax_rt.transport.weights.served import (
     weights_name,
     wire_name,
 )
-from relax_rt.transport.weights.source import StageSource, base_of, bases_of, lora_for
-from relax_rt.transport.weights.stage import WeightStage, copy_verified, pinned, read_manifest
 
 CHUNK_BYTES, WINDOW_BYTES = 1 << 20, 16 << 20
 CONNECT_TIMEOUT_S = 3.0
@@ -62,23 +61,22 @@ _POLL_MS = 100
 _LOCK_RETRY_S = 0.02
 _ROOM_RETRY_S = 0.1
 _FRESH_S = 1.0
-"""Bytes that came so lately show that the far end is there and slow."""
+"""The far end counts as slow, not as lost, if bytes came within this time."""
 MERGE_PART = 0.5
-"""Of the time that is left: for making a version of what is here and what was sent, before it is fetched in full in
-what is left then."""
+"""Share of the time left for applying a delta or adapters; the rest is for fetching in full if that fails."""
 SLOW_VERSIONS = 16
-"""That are fetched in full, at once, after one was not made in time."""
+"""Versions that are fetched in full without another try, after applying a delta or adapters took too long."""
 _VERSION = re.compile(r"v(\d{8,18})\.json")
 
 Locate = Callable[[], str]
-"""Where the stage is given out right now; blocks. It may raise Unreachable, and is then asked again."""
+"""Returns the current address of the stage's server; blocks. It may raise Unreachable and is then called again."""
 
 _Make = Callable[[float], None]
-"""Makes a version of what is there, until a time by time.monotonic()."""
+"""Applies what was fetched, until a deadline by time.monotonic()."""
 
 
 class _Held(NamedTuple):
-    """A version on the stage of this node, and the deltas that make another one of it."""
+    """A version on the stage of this node, and the deltas that lead from it to the wanted one."""
 
     base: Manifest
     deltas: tuple[Delta, ...]
@@ -88,8 +86,8 @@ class _Held(NamedTuple):
         return sum(delta.nbytes for delta in self.deltas)
 
 
-class _Into(Region):
-    """A place in the stage's buffer, for bytes that arrive."""
+class _BufferRegion(Region):
+    """A range of the stage's buffer that arriving bytes are written to."""
 
     __slots__ = ()
 
@@ -97,18 +95,18 @@ class _Into(Region):
         self.memory = memory
 
     def __del__(self) -> None:
-        """The buffer is the stage's: nothing is given back."""
+        """Release nothing: the buffer belongs to the stage."""
 
 
 class StageMirror:
-    """The private stage of a node that the trainer does not run on. Blocking, for any number of processes at once.
+    """The private stage of a node without the trainer. Its calls block; any number of processes may use it at once.
 
     Args:
         folder: of this node's stage, in its shared memory.
-        locate: where the stage is served.
-        keys: to prove to the server that this process belongs to the run. None: for a server on loopback.
-        chunk_bytes, window_bytes: of one answer, and asked for at a time.
-        on_wait: hears what is waited for whenever that changes, and "" at the end.
+        locate: returns the address of the stage's server.
+        keys: CURVE keys that authenticate this process; None: for a server on loopback.
+        chunk_bytes, window_bytes: size of one answer, and of all that is asked for at a time.
+        on_wait: called with what is waited for whenever that changes, and with "" at the end.
         connections: to the server; each is encrypted by one thread (0: one for every four cores, four at most).
     """
 
@@ -125,19 +123,18 @@ class StageMirror:
     ) -> None:
         self.folder = folder
         self.bytes_in = 0
-        """Fetched since this was made."""
+        """Bytes fetched since this object was made."""
         self.payload: Sent = "full"
-        """As what the version came that was fetched last; `why_full` says why not as a delta or as adapters, where
-        there should be any."""
+        """Form of the version fetched last; `why_full` says why it was not a delta or adapters, if there are any."""
         self.why_full = ""
         self._in_full = 0
         """Versions for which neither is tried."""
-        self._locate, self._keys, self._told_to, self._told = locate, keys, on_wait, ""
+        self._locate, self._keys, self._on_wait, self._waiting_for = locate, keys, on_wait, ""
         connections = connections or min(4, max(1, len(os.sched_getaffinity(0)) // 4))
-        self._settings = Settings(chunk_bytes, window_bytes, connections, True, CONNECT_TIMEOUT_S, 60.0)
+        self._settings = FetchSettings(chunk_bytes, window_bytes, connections, True, CONNECT_TIMEOUT_S, 60.0)
 
     def source(self, record: VersionRecord, timeout_s: float) -> StageSource:
-        """The version on this node's stage, fetched first if it is not there.
+        """Return the version on this node's stage; fetch it first if it is missing.
 
         Raises:
             Gone: it was retired; a newer one is, or soon will be.
@@ -148,26 +145,26 @@ class StageMirror:
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         until = time.monotonic() + timeout_s
-        # What is damaged here may be whole at home.
+        # A copy that is damaged here is fetched again.
         with contextlib.suppress(Gone, Corrupt):
             return StageSource(self.folder, record)
         try:
-            with self._alone(record, until):
+            with self._exclusive(record, until):
                 with contextlib.suppress(Gone, Corrupt):
                     return StageSource(self.folder, record)
                 self._fetch(record, until)
         finally:
-            self._on_wait("")
+            self._report_wait("")
         return StageSource(self.folder, record)
 
-    def _on_wait(self, why: str) -> None:
-        if why != self._told:
-            self._told = why
-            self._told_to(why)
+    def _report_wait(self, why: str) -> None:
+        if why != self._waiting_for:
+            self._waiting_for = why
+            self._on_wait(why)
 
     @contextlib.contextmanager
-    def _alone(self, record: VersionRecord, until: float) -> Iterator[None]:
-        """One fetches for the node. The kernel drops the lock of one that dies, and the next goes on where it was."""
+    def _exclusive(self, record: VersionRecord, until: float) -> Iterator[None]:
+        """Lock the fetching for this node. The kernel drops the lock of a dead process, and the next one resumes."""
         descriptor = os.open(self.folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             while True:
@@ -177,7 +174,7 @@ class StageMirror:
                 except BlockingIOError:
                     what = f"weights of policy version {record.version}"
                     why = "another process of this node fetches them"
-                    self._on_wait(f"{what}: {why}")
+                    self._report_wait(f"{what}: {why}")
                     if time.monotonic() > until:
                         raise DeadlineExceeded(what, why=why) from None
                     time.sleep(_LOCK_RETRY_S)
@@ -186,7 +183,7 @@ class StageMirror:
             os.close(descriptor)
 
     def _fetch(self, record: VersionRecord, until: float) -> None:
-        with _Reader(self._locate, self._keys, self._settings, until, self._on_wait) as reader:
+        with _Reader(self._locate, self._keys, self._settings, until, self._report_wait) as reader:
             try:
                 manifest = _read_manifest(reader, record)
                 stage = WeightStage(self.folder, manifest.epoch)
@@ -209,50 +206,52 @@ class StageMirror:
                 with stage.writing(manifest.layout, keep) as (file, view):
                     try:
                         self._make(reader, stage, manifest, view, until)
-                        # Each of these was held against its bytes a moment ago; who uses the version does it again.
+                        # The digests were verified a moment ago, and are verified again by whoever uses the version.
                         stage.seal(manifest.version, manifest.layout, file, view, buckets=manifest.buckets)
                     finally:
                         view.release()
                 return
             except OutOfSpace as error:
-                # Engines of this node hold every buffer until they have copied or died.
+                # Engines of this node pin every buffer until they have copied or died.
                 if time.monotonic() + _ROOM_RETRY_S > until:
                     raise
-                self._on_wait(str(error))
+                self._report_wait(str(error))
                 time.sleep(_ROOM_RETRY_S)
 
     def _make(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float) -> None:
-        """Fill `into` with the version, of less than itself where that is to be had and most of it is not there yet.
-        What is not right afterwards is fetched as it is."""
+        """Fill `into` with the version: by a delta, the wire dtype or adapters where that saves bytes, else in full.
+
+        Buckets that do not match their digest afterwards are fetched in full."""
         self.why_full = manifest.no_delta
-        made = self._of_less(reader, stage, manifest, into, until)
+        made = self._make_from_less(reader, stage, manifest, into, until)
         wrong = _missing(manifest, into)
         if wrong and made != "full":
             nbytes = sum(part.stop - part.start for part in wrong.values())
             self.why_full, made = f"{nbytes} bytes of the result do not match their digests", "full"
         self.payload = made
-        reader.weights(manifest, into, wrong)
+        reader.read_weights(manifest, into, wrong)
 
-    def _of_less(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float) -> Sent:
-        """Make the version of another one and deltas, of the base and adapters, or of fewer bits, as far as that can
-        be done; the result is not looked at."""
-        held, narrow = self._held(manifest), manifest.wire_bytes
+    def _make_from_less(
+        self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float
+    ) -> Sent:
+        """Make the version from deltas, the wire dtype or adapters, as far as possible; the result is not verified."""
+        held, narrow = self._find_held(manifest), manifest.wire_bytes
         if held is not None and not 0 < narrow < held.nbytes:
-            if not _lacks_more(manifest, into, held.nbytes):
+            if not _missing_exceeds(manifest, into, held.nbytes):
                 self.why_full = f"no more of it is missing here than the {held.nbytes} bytes of its delta"
                 return "full"
-            if self._made_in_time(reader, lambda: self._patching(reader, manifest, held, into), until):
+            if self._apply_in_time(reader, lambda: self._fetch_deltas(reader, manifest, held, into), until):
                 return "delta"
-        if narrow and _lacks_more(manifest, into, narrow):
+        if narrow and _missing_exceeds(manifest, into, narrow):
             _widen(reader, manifest, into)
         adapters = manifest.adapter_bytes
-        if not adapters or not _lacks_more(manifest, into, adapters):
+        if not adapters or not _missing_exceeds(manifest, into, adapters):
             return "full"
-        adapted = self._made_in_time(reader, lambda: self._adapting(reader, stage, manifest, into), until)
+        adapted = self._apply_in_time(reader, lambda: self._fetch_adapters(reader, stage, manifest, into), until)
         return "adapters" if adapted else "full"
 
-    def _made_in_time(self, reader: _Reader, fetch: Callable[[], _Make], until: float) -> bool:
-        """Whether a version was made of what is here and what was fetched; `why_full` says why not."""
+    def _apply_in_time(self, reader: _Reader, fetch: Callable[[], _Make], until: float) -> bool:
+        """Fetch and apply; return whether that succeeded in time. `why_full` says why not."""
         if self._in_full:
             self._in_full -= 1
             self.why_full = "a version before was not made in time"
@@ -267,12 +266,12 @@ class StageMirror:
                 return False
         except (Gone, Corrupt, Refused, OutOfSpace) as error:
             self.why_full = str(error)
-            reader.start_over()
+            reader.reset()
             return False
         return True
 
-    def _held(self, manifest: Manifest) -> _Held | None:
-        """The newest version on this node's stage from which deltas lead to another. None: there is none."""
+    def _find_held(self, manifest: Manifest) -> _Held | None:
+        """Find the newest version on this node's stage from which deltas lead to the wanted one."""
         for delta in reversed(manifest.deltas):
             with contextlib.suppress(Gone, Corrupt):
                 base = read_manifest(self.folder, delta.base)
@@ -284,32 +283,33 @@ class StageMirror:
             self.why_full = f"its deltas are of {bases_of(manifest)}; none is whole on this node's stage"
         return None
 
-    def _patching(self, reader: _Reader, manifest: Manifest, held: _Held, into: memoryview) -> _Make:
-        """Copy a version that lies here to `into` and fetch the deltas that lead on from it."""
-        # Nothing writes over it meanwhile; from here on it is not needed.
+    def _fetch_deltas(self, reader: _Reader, manifest: Manifest, held: _Held, into: memoryview) -> _Make:
+        """Copy the version that is here into `into` and fetch the deltas that lead on from it."""
+        # Pinned only for the copy: nothing may overwrite it meanwhile.
         with pinned(self.folder, held.base) as view:
             copy_verified(held.base, view, into)
         blobs = [memoryview(bytearray(delta.nbytes)) for delta in held.deltas]
         for delta, blob in zip(held.deltas, blobs, strict=True):
-            reader.whole(delta_name(delta.version, delta.digest), blob)
+            reader.read_all(delta_name(delta.version, delta.digest), blob)
         named = manifest.as_delta(held.base.version, held.base.digest)
         return lambda by: apply(blobs, into, named, verified=False, until=by)
 
-    def _adapting(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview) -> _Make:
-        """Fill `into` with the base, which is fetched once, and fetch the adapters that are added to it."""
+    def _fetch_adapters(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview) -> _Make:
+        """Fill `into` with the base, which is fetched once, and fetch the adapters."""
         base = self._base(reader, stage, manifest, into)
         blob = memoryview(bytearray(manifest.adapter_bytes))
-        reader.whole(adapters_name(manifest.version, manifest.digest), blob)
+        reader.read_all(adapters_name(manifest.version, manifest.digest), blob)
         lora = lora_for(blob, base)
         return lambda by: merge_lora(lora, base.layout, into, until=by)
 
     def _base(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview) -> Manifest:
-        """Copy what the version's adapters are added to from this node's stage; fetched if it is not there, or not
-        whole. An attempt that broke is gone on with."""
+        """Copy the base of the version's adapters from this node's stage; fetch it first if it is missing or damaged.
+
+        A broken attempt is resumed."""
         with contextlib.suppress(Gone, Corrupt, Refused):
             return self._copy_base(manifest, into)
         base = _read_manifest(reader, VersionRecord(ROOT, ROOT, 0, manifest.base_digest))
-        stage.seal_base(base.layout, lambda view: reader.weights(base, view, _missing(base, view)))
+        stage.seal_base(base.layout, lambda view: reader.read_weights(base, view, _missing(base, view)))
         return self._copy_base(manifest, into)
 
     def _copy_base(self, manifest: Manifest, into: memoryview) -> Manifest:
@@ -320,13 +320,13 @@ class StageMirror:
 
 
 class _Reader:
-    """Reads named bytes from a stage's server in the calling thread, over connections that are made anew when lost."""
+    """Reads named bytes from a stage's server in the calling thread; reconnects when connections are lost."""
 
     def __init__(
         self,
         locate: Locate,
         keys: CurveKeys | None,
-        settings: Settings,
+        settings: FetchSettings,
         until: float,
         on_wait: Callable[[str], None],
     ) -> None:
@@ -338,8 +338,8 @@ class _Reader:
         self._trouble = "not connected yet"
         self._attempts = 0
         self._error: RelaxError | None = None
-        self._misspoken: ProtocolError | None = None
-        self._arrived: list[Entry] = []
+        self._protocol_error: ProtocolError | None = None
+        self._arrived: list[CacheEntry] = []
         self.bytes_in = 0
         self._last_at = float("-inf")
 
@@ -347,26 +347,26 @@ class _Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._hang_up()
+        self._disconnect()
         self._context.term()
 
     def read(self, name: str, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes of `name` from `offset` on."""
-        for _ in self._bring({(offset, len(into)): into}, name):
+        for _ in self._fetch_ranges({(offset, len(into)): into}, name):
             pass
 
-    def whole(self, name: str, into: memoryview) -> None:
+    def read_all(self, name: str, into: memoryview) -> None:
         """Fill `into` with all the bytes of `name`."""
         places = {(p.start, p.stop - p.start): into[p] for p in bucket_slices(len(into))}
-        for _ in self._bring(places, name):
+        for _ in self._fetch_ranges(places, name):
             pass
 
-    def start_over(self) -> None:
-        """Forget what was asked for and is still to come."""
-        self._hang_up()
+    def reset(self) -> None:
+        """Drop the connections, and with them every answer that is still to come."""
+        self._disconnect()
         self._arrived.clear()
 
-    def weights(self, manifest: Manifest, into: memoryview, missing: dict[int, slice]) -> None:
+    def read_weights(self, manifest: Manifest, into: memoryview, missing: dict[int, slice]) -> None:
         """Fill `into` with the buckets of a version that are missing there, by where they begin."""
         name, what = weights_name(manifest.version, manifest.digest), f"weights of policy version {manifest.version}"
         parts = bucket_slices(manifest.layout.nbytes)
@@ -375,12 +375,12 @@ class _Reader:
             wrong: dict[int, slice] = {}
             places = {(p.start, p.stop - p.start): into[p] for p in missing.values()}
             try:
-                with contextlib.closing(self._bring(places, name)) as arriving:
+                with contextlib.closing(self._fetch_ranges(places, name)) as arriving:
                     for start in arriving:
                         if bucket_digest(into[missing[start]]) != expected[start]:
                             wrong[start] = missing[start]
             finally:
-                # A traceback, or what the connection still remembers, must not keep the stage's buffer.
+                # Neither a traceback nor a pending request may keep the stage's buffer mapped.
                 for place in places.values():
                     place.release()
             if not wrong:
@@ -390,20 +390,20 @@ class _Reader:
             if attempt:
                 raise Corrupt(f"{what}, bytes {part.start}-{part.stop}", why="they do not match their digest")
 
-    def _bring(self, places: dict[tuple[int, int], memoryview], name: str) -> Generator[int]:
-        """Fetch ranges of a name to their places; yields the offset of each that is whole."""
+    def _fetch_ranges(self, places: dict[tuple[int, int], memoryview], name: str) -> Generator[int]:
+        """Fetch ranges of a name into their places; yield the offset of each when it is complete."""
         left = dict(places)
         while left:
-            entries = self._ask(left, name)
+            entries = self._request(left, name)
             while left and self._peer is not None:
-                self._turn(name, left, entries)
+                self._poll_once(name, left, entries)
                 for entry in self._arrived:
                     del left[(entry.extent.offset, entry.extent.nbytes)]
                     yield entry.extent.offset
                 self._arrived.clear()
 
-    def _ask(self, left: dict[tuple[int, int], memoryview], name: str) -> list[Entry]:
-        """Ask the server, wherever it is now, for all that is left."""
+    def _request(self, left: dict[tuple[int, int], memoryview], name: str) -> list[CacheEntry]:
+        """Request all that is left from the server at its current address."""
         self._check_time(name, left)
         if self._peer is None:
             try:
@@ -415,12 +415,12 @@ class _Reader:
                 self._pause("it is served nowhere at the moment")
                 return []
             self._peer = Peer(address, self._settings, self._numbers, random.Random())
-        entries = [Entry(self._peer.address, Extent(name, at, n), _Into(m)) for (at, n), m in left.items()]
+        entries = [CacheEntry(self._peer.address, Extent(name, at, n), _BufferRegion(m)) for (at, n), m in left.items()]
         for entry in entries:
             self._peer.want(entry)
         return entries
 
-    def _turn(self, name: str, left: dict[tuple[int, int], memoryview], entries: list[Entry]) -> None:
+    def _poll_once(self, name: str, left: dict[tuple[int, int], memoryview], entries: list[CacheEntry]) -> None:
         peer = self._peer
         assert peer is not None
         before = set(peer.links)
@@ -438,16 +438,16 @@ class _Reader:
             error, self._error = self._error, None
             raise error
         if peer.trouble and not any(link.up for link in peer.links):
-            # Not the connection alone: the server may be elsewhere by now.
+            # Ask for the address again: a restarted server listens on another port.
             self._trouble = peer.trouble
             for entry in entries:
                 entry.region = None
-            self._hang_up()
+            self._disconnect()
             self._pause(self._trouble)
         self._check_time(name, left)
 
-    def arrived(self, entry: Entry, nbytes: int) -> None:
-        """For `Sink`."""
+    def arrived(self, entry: CacheEntry, nbytes: int) -> None:
+        """For `FetchSink`."""
         self.bytes_in += nbytes
         self._last_at = time.monotonic()
         self._attempts = 0
@@ -455,12 +455,12 @@ class _Reader:
         if entry.missing_bytes == 0:
             self._arrived.append(entry)
 
-    def failed(self, entry: Entry, error: RelaxError) -> None:
-        """For `Sink`."""
+    def failed(self, entry: CacheEntry, error: RelaxError) -> None:
+        """For `FetchSink`."""
         self._error = self._error or error
 
-    def misspoken(self, peer: str, error: ProtocolError) -> None:
-        """For `Sink`. What was thrown away is not waited for: that would only end at the deadline."""
+    def protocol_error(self, peer: str, error: ProtocolError) -> None:
+        """For `FetchSink`. An error, because what was dropped would be waited for until the deadline."""
         self._error = self._error or ProtocolError(f"{error.what} from {peer}", why=error.why)
 
     def _check_time(self, name: str, left: dict[tuple[int, int], memoryview]) -> None:
@@ -478,12 +478,12 @@ class _Reader:
         self._on_wait(f"weights from another node: {trouble}")
         time.sleep(min(0.05 * 2 ** min(self._attempts, 5), max(0.0, self._until - time.monotonic()) + 0.001))
 
-    def _end(self, link: Link) -> None:
+    def _end(self, link: PeerConnection) -> None:
         self._poller.unregister(link.sock)
         self._poller.unregister(link.monitor)
         link.close()
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         if self._peer is not None:
             for link in self._peer.links:
                 self._end(link)
@@ -491,29 +491,29 @@ class _Reader:
 
 
 def _widen(reader: _Reader, manifest: Manifest, into: memoryview) -> None:
-    """Fill `into` from the version in fewer bits, as far as that can be done."""
+    """Fill `into` from the version in the wire dtype, as far as possible."""
     narrow = bytearray(manifest.wire_bytes)
     try:
-        reader.whole(wire_name(manifest.version, manifest.digest), memoryview(narrow))
+        reader.read_all(wire_name(manifest.version, manifest.digest), memoryview(narrow))
         decode_wire(memoryview(narrow), manifest.layout, into)
     except (Gone, Corrupt, Refused):
-        reader.start_over()
+        reader.reset()
 
 
-def _wrong(manifest: Manifest, data: memoryview) -> Iterator[slice]:
-    """The buckets that are not a version's, as they are looked at."""
+def _mismatches(manifest: Manifest, data: memoryview) -> Iterator[slice]:
+    """Yield the buckets that do not match the version's digests."""
     parts = zip(bucket_slices(manifest.layout.nbytes), manifest.buckets, strict=True)
     return (part for part, digest in parts if bucket_digest(data[part]) != digest)
 
 
 def _missing(manifest: Manifest, data: memoryview) -> dict[int, slice]:
-    """All of them, by where they begin."""
-    return {part.start: part for part in _wrong(manifest, data)}
+    """Collect the buckets that do not match the version's digests, by their start."""
+    return {part.start: part for part in _mismatches(manifest, data)}
 
 
-def _lacks_more(manifest: Manifest, data: memoryview, nbytes: int) -> bool:
-    """Whether more than so many bytes are missing; no more is looked at than that takes."""
-    missing = itertools.accumulate(part.stop - part.start for part in _wrong(manifest, data))
+def _missing_exceeds(manifest: Manifest, data: memoryview, nbytes: int) -> bool:
+    """Return whether more than `nbytes` are missing; stops digesting as soon as that is known."""
+    missing = itertools.accumulate(part.stop - part.start for part in _mismatches(manifest, data))
     return any(sofar > nbytes for sofar in missing)
 
 
@@ -529,7 +529,7 @@ def _read_manifest(reader: _Reader, record: VersionRecord) -> Manifest:
 
 
 def manifest_bytes(head: bytes, what: str) -> int:
-    """Length of the manifest that follows this head.
+    """Return the length of the manifest that follows this head.
 
     Raises:
         ProtocolError: it is no head, or the length is over the bound.
@@ -545,8 +545,10 @@ def manifest_bytes(head: bytes, what: str) -> int:
 
 
 def decode_manifest(text: bytes, what: str) -> Manifest:
-    """Raises:
-    ProtocolError: it is none.
+    """Decode a manifest.
+
+    Raises:
+        ProtocolError: it cannot be decoded.
     """
     try:
         return msgspec.json.decode(text, type=Manifest)

@@ -1,4 +1,4 @@
-"""What a joined node and the head say to each other. The node calls, the head answers: only the head listens."""
+"""The interface between the head and the nodes that join. Nodes call, the head answers: only the head listens."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Literal, Protocol
 import msgspec
 
 from relax_rt.supervision.executor import StartOrder
-from relax_rt.supervision.protocol import Progress, SlotExited, SlotFinished, SlotReady, SlotSpawned
+from relax_rt.supervision.protocol import SlotExited, SlotFinished, SlotProgress, SlotReady, SlotSpawned
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.interface import idempotent
 
-DOOR = "nodes"
-"""What both ends greet with: a node does not know the run before it has joined; the keys say who is let in."""
+HELLO_NAME = "nodes"
+"""Run id in the handshake: a node does not know the run before it has joined; the key decides who is admitted."""
 HEAD = "head"
 """Name of the head's own node in a run of several."""
-NODES_PROTOCOL = 1
+NODES_PROTOCOL = 2
 """Version of this interface and of everything that crosses it."""
 MAX_ITEMS = 500
-"""Of one report or one answer; more go into the next."""
+"""Most items in one report or answer; the rest goes into the next."""
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node says of itself.
+class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node says about itself when it joins.
 
     Attributes:
-        name: what it wants to be called.
+        name: its wish for a name.
         host: address at which other nodes reach its roles.
-        machine: for people: the host's own name.
+        machine: the host name, for display.
         cores, memory_mib, gpus: what it offers.
         python, version: of its interpreter and of relax-rt.
         protocol: NODES_PROTOCOL of its code.
@@ -47,11 +47,11 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NameTaken(Refused):
-    """A node of this name is there; it may be given up soon."""
+    """A node of this name is there already; it may be declared lost soon."""
 
 
-class Seat(msgspec.Struct, frozen=True, array_like=True):
-    """A node's place in a run. Each time it joins it gets a new epoch; the earlier ones are fenced."""
+class NodeMembership(msgspec.Struct, frozen=True, array_like=True):
+    """A node's membership in a run. Each join gets a new epoch; the earlier ones are fenced."""
 
     run_id: str
     node: str
@@ -61,18 +61,18 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
         return f"node {self.node}#{self.epoch}"
 
 
-class Joined(msgspec.Struct, frozen=True, kw_only=True):
+class JoinReply(msgspec.Struct, frozen=True, kw_only=True):
     """The head's answer to a node that may take part.
 
     Attributes:
-        seat: comes with every further call.
+        membership: comes with every further call.
         config: the resolved config, JSON.
         system: the system roles of the run.
         lease_s: without a call that is answered, the node ends its roles this long after it made the last one.
         stop_s: within this time after that every process of the run on the node must be dead.
     """
 
-    seat: Seat
+    membership: NodeMembership
     config: str
     system: list[str]
     lease_s: float
@@ -106,7 +106,7 @@ class DumpSlot(msgspec.Struct, frozen=True, tag=4, array_like=True):
 
 
 class InjectSlot(msgspec.Struct, frozen=True, tag=5, array_like=True):
-    """Have a role do itself harm."""
+    """Inject a fault into a role."""
 
     slot: str
     fault: str
@@ -114,21 +114,21 @@ class InjectSlot(msgspec.Struct, frozen=True, tag=5, array_like=True):
     amount: float
 
 
-class BindSlot(msgspec.Struct, frozen=True, tag=6, array_like=True):
-    """Bind the socket of a gang's rendezvous; answered by Bound."""
+class BindRendezvous(msgspec.Struct, frozen=True, tag=6, array_like=True):
+    """Bind the socket of a gang's rendezvous; answered by RendezvousBound."""
 
     slot: str
     generation: int
 
 
 class EndNode(msgspec.Struct, frozen=True, tag=7, array_like=True):
-    """The run, or this node's part in it, is over: end what is left and go."""
+    """The run, or this node's membership, is over: end what is left and leave."""
 
     exit_code: int
     reason: str
 
 
-Order = StartSlot | StopSlot | KillSlot | DumpSlot | InjectSlot | BindSlot | EndNode
+Order = StartSlot | StopSlot | KillSlot | DumpSlot | InjectSlot | BindRendezvous | EndNode
 
 
 class Orders(msgspec.Struct, frozen=True):
@@ -137,25 +137,25 @@ class Orders(msgspec.Struct, frozen=True):
     Attributes:
         first: number of the first; they are numbered without gaps.
         items: the orders, in order.
-        map_version: of `places`.
-        places: where each slot listens for other nodes, by slot; None when nothing changed since the version asked for.
+        addresses_version: of `addresses`.
+        addresses: where each slot listens for other nodes; None when nothing changed since the version asked for.
     """
 
     first: int
     items: list[Order]
-    map_version: int = 0
-    places: dict[str, str] | None = None
+    addresses_version: int = 0
+    addresses: dict[str, str] | None = None
 
 
-class Told(msgspec.Struct, frozen=True, tag=1, array_like=True):
+class ReportedEvent(msgspec.Struct, frozen=True, tag=1, array_like=True):
     """An event for the supervisor."""
 
     kind: str
     body: msgspec.Raw
 
 
-class Listens(msgspec.Struct, frozen=True, tag=2, array_like=True):
-    """Where a role serves; both empty when it is gone.
+class SlotAddress(msgspec.Struct, frozen=True, tag=2, array_like=True):
+    """Where a slot serves; both empty when it has ended.
 
     Attributes:
         address: on its node.
@@ -167,8 +167,8 @@ class Listens(msgspec.Struct, frozen=True, tag=2, array_like=True):
     remote: str
 
 
-class Bound(msgspec.Struct, frozen=True, tag=3, array_like=True):
-    """The socket of a rendezvous; host is empty when there is none, and `error` says why."""
+class RendezvousBound(msgspec.Struct, frozen=True, tag=3, array_like=True):
+    """The socket of a rendezvous; an empty host means that none was bound, and `error` says why."""
 
     slot: str
     generation: int
@@ -177,41 +177,43 @@ class Bound(msgspec.Struct, frozen=True, tag=3, array_like=True):
     error: str = ""
 
 
-class Wrote(msgspec.Struct, frozen=True, tag=4, array_like=True):
-    """A line that a role or the node's agent wrote to the event log there, JSON."""
+class EventLine(msgspec.Struct, frozen=True, tag=4, array_like=True):
+    """A line of the node's event log, JSON."""
 
     line: bytes
 
 
-class Began(msgspec.Struct, frozen=True, tag=6, array_like=True):
-    """The node's agent has begun: its pid there, and where logs and events of the node lie."""
+class AgentStarted(msgspec.Struct, frozen=True, tag=6, array_like=True):
+    """The node's agent has started: its pid, and where the node's logs and events lie."""
 
     pid: int
     run_dir: str
 
 
-class WantsToLeave(msgspec.Struct, frozen=True, tag=5, array_like=True):
-    """Someone asked the node to end: its slots are to be stopped in order and started elsewhere."""
+class LeaveRequested(msgspec.Struct, frozen=True, tag=5, array_like=True):
+    """Someone asked the node to leave: its slots are to be stopped in order and started elsewhere."""
 
     reason: str
 
 
-Item = Told | Listens | Bound | Wrote | WantsToLeave | Began
+Item = ReportedEvent | SlotAddress | RendezvousBound | EventLine | LeaveRequested | AgentStarted
 
-SlotEvent = SlotSpawned | SlotReady | SlotFinished | SlotExited | Progress
+SlotEvent = SlotSpawned | SlotReady | SlotFinished | SlotExited | SlotProgress
 _EVENTS: dict[str, type[SlotEvent]] = {
-    event.__name__: event for event in (SlotSpawned, SlotReady, SlotFinished, SlotExited, Progress)
+    event.__name__: event for event in (SlotSpawned, SlotReady, SlotFinished, SlotExited, SlotProgress)
 }
 
 
-def tell(event: SlotEvent) -> Told:
-    """An event as it crosses the wire."""
-    return Told(type(event).__name__, msgspec.Raw(msgspec.msgpack.encode(event)))
+def encode_event(event: SlotEvent) -> ReportedEvent:
+    """An event in its form on the wire."""
+    return ReportedEvent(type(event).__name__, msgspec.Raw(msgspec.msgpack.encode(event)))
 
 
-def hear(told: Told) -> SlotEvent:
-    """Raises:
-    Refused: it is no event that a node may report.
+def decode_event(told: ReportedEvent) -> SlotEvent:
+    """The event of its form on the wire.
+
+    Raises:
+        Refused: it is no event that a node may report.
     """
     try:
         return msgspec.msgpack.decode(told.body, type=_EVENTS[told.kind])
@@ -220,26 +222,27 @@ def hear(told: Told) -> SlotEvent:
 
 
 class HeadApi(Protocol):
-    """The head of a run, to the nodes that joined it. Every call with a seat renews the node's lease.
+    """The head of a run, for nodes. Every call with a membership renews the node's lease.
 
-    A call of a node that was lost, has left or has joined anew since raises StaleEpoch: it must end its roles.
+    A call with the membership of a node that was lost, has left or has joined anew raises StaleEpoch: it must end its
+    roles.
     """
 
     @idempotent
-    async def join(self, facts: Facts, token: str) -> Joined:
-        """Take part in the run. `token` is one attempt's own, so that the same attempt may ask twice.
+    async def join(self, facts: NodeFacts, token: str) -> JoinReply:
+        """Join the run. `token` names one attempt, which may ask twice.
 
-        Refused when the versions do not fit, or a node of this name is there.
+        Refused when the versions differ, or a node of this name is there.
         """
 
     @idempotent
-    async def orders(self, seat: Seat, since: int, map_version: int, wait_s: float) -> Orders:
+    async def orders(self, membership: NodeMembership, since: int, addresses_version: int, wait_s: float) -> Orders:
         """Orders after number `since` (which confirms those up to it), at once or the next within wait_s."""
 
     @idempotent
-    async def report(self, seat: Seat, first: int, items: list[Item]) -> int:
-        """What came to pass, numbered from `first` without gaps; answers with the last number taken."""
+    async def report(self, membership: NodeMembership, first: int, items: list[Item]) -> int:
+        """Report items numbered from `first` without gaps; returns the last number received."""
 
     @idempotent
-    async def leave(self, seat: Seat, reason: str) -> None:
-        """Nothing of the run lives on the node any more. Told once more, or of an earlier epoch, it changes nothing."""
+    async def leave(self, membership: NodeMembership, reason: str) -> None:
+        """Leave: nothing of the run lives on the node. A repetition, or an earlier epoch, changes nothing."""

@@ -8,8 +8,8 @@ import msgspec
 
 from relax_rt.cluster.nodes.api import HEAD
 from relax_rt.cluster.nodes.machine import count_gpus
+from relax_rt.config.checks import check_listen
 from relax_rt.config.job import load_job
-from relax_rt.config.listen import check_listen
 from relax_rt.config.loader import SYSTEM_ROLES
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RoleSettings, RunConfig

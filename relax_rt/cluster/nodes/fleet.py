@@ -12,30 +12,30 @@ from pathlib import Path
 import structlog
 
 from relax_rt.cluster.nodes.api import (
-    DOOR,
     HEAD,
-    Began,
-    Bound,
+    HELLO_NAME,
+    AgentStarted,
     EndNode,
-    Facts,
+    EventLine,
     HeadApi,
     Item,
-    Joined,
-    Listens,
+    JoinReply,
+    LeaveRequested,
+    NodeFacts,
+    NodeMembership,
     Orders,
-    Seat,
-    Told,
-    WantsToLeave,
-    Wrote,
-    hear,
+    RendezvousBound,
+    ReportedEvent,
+    SlotAddress,
+    decode_event,
 )
 from relax_rt.cluster.nodes.checks import pinned_plans
-from relax_rt.cluster.nodes.head import STOP_S, TICK_S, Departure, HeadCore
 from relax_rt.cluster.nodes.links import role_environment
 from relax_rt.cluster.nodes.machine import count_gpus, physical_mib
+from relax_rt.cluster.nodes.membership import read_keys
 from relax_rt.cluster.nodes.remote import RemoteExecutor
-from relax_rt.cluster.nodes.seat import read_keys
-from relax_rt.config.listen import check_listen
+from relax_rt.cluster.nodes.table import STOP_S, TICK_S, Departure, NodeTable
+from relax_rt.config.checks import check_listen
 from relax_rt.config.loader import SYSTEM_ROLES
 from relax_rt.config.schema import RunConfig
 from relax_rt.observe.events import CURRENT, Appender
@@ -65,28 +65,26 @@ class Fleet:
 
     def __init__(self, config: RunConfig, paths: RunPaths) -> None:
         self._config, self._paths, table = config, paths, config.supervision.nodes
-        self.core = HeadCore(paths.run_id, table.lease_s, time.monotonic()) if table.listen else None
+        self.table = NodeTable(paths.run_id, table.lease_s, time.monotonic()) if table.listen else None
         cores = len(os.sched_getaffinity(0))
-        self.here = Node(HEAD if self.core else "", cores, count_gpus(), physical_mib())
+        self.here = Node(HEAD if self.table else "", cores, count_gpus(), physical_mib())
         self.host, self.environment = "127.0.0.1", dict[str, str]()
-        if self.core:
+        if self.table:
             self.host = parse_address(check_listen(table.listen)).host
             self.environment = role_environment(paths, run_id=paths.run_id, node=HEAD, host=self.host)
         self._lines = Appender(paths.run_dir / "events" / CURRENT)
         self._log = structlog.get_logger()
         self._remote: dict[str, RemoteExecutor] = {}
-        self._room: dict[str, Node] = {}
+        self._capacity: dict[str, Node] = {}
         self._news, self._changed = asyncio.Event(), asyncio.Event()
         self._listener: NodeListener | None = None
         self.ending: EndNode | None = None
-        """Set once the run is over."""
+        """The order that ends every node; set once the run is over."""
 
     def pinned(self, plans: Sequence[RolePlan]) -> list[RolePlan]:
-        """See Nodes."""
         return pinned_plans(plans, self._config)
 
     def attach(self, local: Executor, agent: HeadAgent, emit: EmitEvent) -> None:
-        """See Nodes."""
         self._local, self._agent, self.emit = local, agent, emit
 
     async def open(self, kinds: Sequence[str]) -> str:
@@ -95,11 +93,11 @@ class Fleet:
         Raises:
             AddressError: nothing can listen there.
         """
-        if self.core is None:
+        if self.table is None:
             return ""
         config = (self._paths.run_dir / RESOLVED_CONFIG).read_text()
         system = [kind for kind in SYSTEM_ROLES if kind in kinds]
-        self._listener = NodeListener(self, self.core, config=config, system=system, keys=read_keys(self._paths))
+        self._listener = NodeListener(self, self.table, config=config, system=system, keys=read_keys(self._paths))
         wanted = check_listen(self._config.supervision.nodes.listen)
         before = str((read_run(self._paths.run_dir) or {}).get("listen", ""))
         here, there = parse_address(wanted), parse_address(before) if before else None
@@ -117,13 +115,13 @@ class Fleet:
 
     def put(self, slot: str, remote: str) -> None:
         """Where a slot listens for other nodes; empty: nowhere any more."""
-        if self.core is not None:
-            self.core.put(slot, remote)
+        if self.table is not None:
+            self.table.set_address(slot, remote)
             self.wake()
 
     def where(self, slot: str) -> str:
         """Where a slot listens for other nodes; empty while it does nowhere."""
-        return "" if self.core is None else self.core.places.get(slot, "")
+        return "" if self.table is None else self.table.addresses.get(slot, "")
 
     def log(self, node: str, slot: str) -> str:
         """A slot's log on a node that joined, as ``node:path``; empty for the head's own."""
@@ -131,94 +129,95 @@ class Fleet:
         return f"{node}:{RunPaths('', Path(executor.run_dir)).log(slot)}" if executor and executor.run_dir else ""
 
     def wake(self) -> None:
-        """Answer the calls for orders that wait."""
+        """Answer the waiting calls for orders."""
         self._news.set()
         self._news = asyncio.Event()
 
     @property
     def news(self) -> asyncio.Event:
-        """Set when there may be something for a node; asked for anew after each time."""
+        """Set when there may be orders; a fresh event after each time."""
         return self._news
 
-    def joined(self, seat: Seat, facts: Facts) -> None:
-        """A node has joined; its agent is yet to begin."""
-        assert self.core is not None
-        self._remote[seat.node] = RemoteExecutor(self.core, seat, self.wake, self._agent.on_event)
-        self._room[seat.node] = Node(seat.node, facts.cores, facts.gpus, facts.memory_mib)
+    def node_joined(self, membership: NodeMembership, facts: NodeFacts) -> None:
+        """A node has joined; its agent is still starting."""
+        assert self.table is not None
+        self._remote[membership.node] = RemoteExecutor(self.table, membership, self.wake, self._agent.on_event)
+        self._capacity[membership.node] = Node(membership.node, facts.cores, facts.gpus, facts.memory_mib)
         fields = {"host": facts.host, "machine": facts.machine, "cores": facts.cores, "gpus": facts.gpus}
-        self.emit("node_joined", node=seat.node, node_epoch=seat.epoch, **fields)
-        self._log.info("node joined", node=str(seat), host=facts.host)
+        self.emit("node_joined", node=membership.node, node_epoch=membership.epoch, **fields)
+        self._log.info("node joined", node=str(membership), host=facts.host)
 
-    def began(self, seat: Seat) -> None:
-        """The node's agent takes orders: there is room from now on."""
-        self._agent.post(NodeJoined(self._room[seat.node]))
+    def agent_started(self, membership: NodeMembership) -> None:
+        """The node's agent takes orders: slots can be placed on it from now on."""
+        self._agent.post(NodeJoined(self._capacity[membership.node]))
 
-    def gone(self, departure: Departure, *, lost: bool) -> None:
-        """A node is gone, and with it everything that ran there."""
-        seat, reason = departure.seat, departure.reason
-        executor = self._remote.pop(seat.node, None)
-        if executor is None or self.core is None:
+    def node_gone(self, departure: Departure, *, lost: bool) -> None:
+        """A node left or was lost, and with it everything that ran there."""
+        membership, reason = departure.membership, departure.reason
+        executor = self._remote.pop(membership.node, None)
+        if executor is None or self.table is None:
             return
         kind = "node_lost" if lost else "node_left"
-        self.emit(kind, node=seat.node, node_epoch=seat.epoch, reason=reason, slots=list(executor.open))
-        self._log.warning("node is gone", node=str(seat), why=reason, slots=list(executor.open))
+        self.emit(kind, node=membership.node, node_epoch=membership.epoch, reason=reason, slots=list(executor.open))
+        self._log.warning("node is gone", node=str(membership), why=reason, slots=list(executor.open))
         executor.lost(reason)
         for slot, epoch in executor.open.items():
-            self.core.put(slot, "")
-            self._agent.on_gone(slot, epoch, f"node {seat.node} is gone: {reason}")
+            self.table.set_address(slot, "")
+            self._agent.on_gone(slot, epoch, f"node {membership.node} is gone: {reason}")
         self.wake()
         self._agent.post(
-            NodeLost(seat.node, reason, keep=lost and self._config.supervision.nodes.on_loss == "wait", at=time.time())
+            NodeLost(
+                membership.node, reason, keep=lost and self._config.supervision.nodes.on_loss == "wait", at=time.time()
+            )
         )
         self._changed.set()
 
-    def reported(self, seat: Seat, items: Sequence[Item]) -> None:
-        """Take what a node has to tell."""
-        executor = self._remote.get(seat.node)
-        if executor is None or executor.seat != seat:
+    def apply_report(self, membership: NodeMembership, items: Sequence[Item]) -> None:
+        """Apply the items of a node's report."""
+        executor = self._remote.get(membership.node)
+        if executor is None or executor.membership != membership:
             return
         for item in items:
             try:
-                self._item(executor, item)
+                self._apply(executor, item)
             except RelaxError as error:
-                self._log.error("a node's report makes no sense", node=str(seat), error=str(error))
+                self._log.error("an item of a node's report was refused", node=str(membership), error=str(error))
 
-    def _item(self, executor: RemoteExecutor, item: Item) -> None:
+    def _apply(self, executor: RemoteExecutor, item: Item) -> None:
         match item:
-            case Told():
-                executor.told(hear(item))
-                self._let_go(executor)
-            case Listens(slot=slot, address=address, remote=remote):
+            case ReportedEvent():
+                executor.apply_event(decode_event(item))
+                self._release_if_empty(executor)
+            case SlotAddress(slot=slot, address=address, remote=remote):
                 if slot in executor.open:
                     self._agent.on_address(slot, address, remote)
-            case Bound():
+            case RendezvousBound():
                 executor.bound(item)
-            case Began(pid=pid, run_dir=run_dir):
+            case AgentStarted(pid=pid, run_dir=run_dir):
                 executor.agent_pid, executor.run_dir = pid, run_dir
-            case Wrote(line=line):
+            case EventLine(line=line):
                 self._lines.append(line)
-            case WantsToLeave(reason=reason):
-                self._leaving(executor, reason)
+            case LeaveRequested(reason=reason):
+                self._request_leave(executor, reason)
 
-    def _leaving(self, executor: RemoteExecutor, reason: str) -> None:
-        assert self.core is not None
-        if self.core.leaving(executor.seat, reason):
-            self.emit("node_leaving", node=executor.node, node_epoch=executor.seat.epoch, reason=reason)
+    def _request_leave(self, executor: RemoteExecutor, reason: str) -> None:
+        assert self.table is not None
+        if self.table.request_leave(executor.membership, reason):
+            self.emit("node_leaving", node=executor.node, node_epoch=executor.membership.epoch, reason=reason)
             self._agent.post(DrainRequested(executor.node))
-            self._let_go(executor)
+            self._release_if_empty(executor)
 
-    def _let_go(self, executor: RemoteExecutor) -> None:
-        """A node that wants to leave may go once nothing runs there."""
-        if self.core is not None and not executor.open and self.core.is_leaving(executor.seat):
-            self.core.order(executor.node, EndNode(0, "it was asked to leave, and nothing runs there any more"))
+    def _release_if_empty(self, executor: RemoteExecutor) -> None:
+        """End a node that wants to leave once nothing runs on it."""
+        if self.table is not None and not executor.open and self.table.is_leaving(executor.membership):
+            self.table.order(executor.node, EndNode(0, "it was asked to leave, and nothing runs on it any more"))
             self.wake()
 
     async def close(self, exit_code: int, reason: str) -> None:
-        """See Nodes."""
         self.ending = EndNode(exit_code, reason)
         for node in self._remote:
-            assert self.core is not None
-            self.core.order(node, self.ending)
+            assert self.table is not None
+            self.table.order(node, self.ending)
         self.wake()
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
@@ -227,37 +226,36 @@ class Fleet:
                     await self._changed.wait()
         except TimeoutError:
             names = ", ".join(self._remote)
-            self._log.warning("nodes have not said that they ended; they end when their lease is over", nodes=names)
+            self._log.warning("nodes did not confirm their end; they end when their lease is over", nodes=names)
         if self._listener is not None:
             await self._listener.close()
 
     def status(self, slots: Sequence[str]) -> list[NodeStatus]:
-        """Every node: the head's own first, with its slots of these, then the others in the order they joined."""
         elsewhere = {slot for executor in self._remote.values() for slot in executor.open}
         own = NodeStatus(
             node=self.here.name,
-            host=self.host if self.core else os.uname().nodename,
+            host=self.host if self.table else os.uname().nodename,
             agent_pid=os.getpid(),
             cores=self.here.cores,
             gpus=self.here.gpus,
             slots=[slot for slot in slots if slot not in elsewhere],
         )
-        if self.core is None:
+        if self.table is None:
             return [own]
         now = time.monotonic()
         return [own] + [
             NodeStatus(
-                node=view.seat.node,
+                node=view.membership.node,
                 state=view.state,
                 host=view.facts.host,
-                agent_pid=self._remote[view.seat.node].agent_pid if view.seat.node in self._remote else 0,
+                agent_pid=self._remote[view.membership.node].agent_pid if view.membership.node in self._remote else 0,
                 cores=view.facts.cores,
                 memory_mib=view.facts.memory_mib,
                 gpus=view.facts.gpus,
-                slots=list(self._remote[view.seat.node].open) if view.seat.node in self._remote else [],
-                seen_s=now - view.heard,
+                slots=list(self._remote[view.membership.node].open) if view.membership.node in self._remote else [],
+                seen_s=now - view.seen,
             )
-            for view in self.core.view()
+            for view in self.table.view()
         ]
 
 
@@ -265,17 +263,17 @@ class NodeListener:
     """Serves HeadApi over tcp with CURVE to nodes that hold the run's key, and lets their leases lapse.
 
     Args:
-        fleet: acts on what nodes say.
-        core: the fleet's.
+        fleet: acts on the calls of nodes.
+        table: of the fleet.
         config: the resolved config, JSON; system: the system roles of the run.
         keys: of the run.
     """
 
-    def __init__(self, fleet: Fleet, core: HeadCore, *, config: str, system: list[str], keys: CurveKeys) -> None:
-        self._fleet, self._core = fleet, core
+    def __init__(self, fleet: Fleet, table: NodeTable, *, config: str, system: list[str], keys: CurveKeys) -> None:
+        self._fleet, self._table = fleet, table
         self._config, self._system = config, system
         self._log = structlog.get_logger()
-        self._server = Server(make_hello(DOOR, Incarnation(f"{HEAD}/0", 0)), curve=keys)
+        self._server = Server(make_hello(HELLO_NAME, Incarnation(f"{HEAD}/0", 0)), curve=keys)
         self._server.offer(HeadApi, self)
         self._ticking: asyncio.Task[None] | None = None
         self.address = ""
@@ -300,50 +298,48 @@ class NodeListener:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            for departure in self._core.tick(time.monotonic()):
-                self._fleet.gone(departure, lost=True)
+            for departure in self._table.tick(time.monotonic()):
+                self._fleet.node_gone(departure, lost=True)
 
-    async def join(self, facts: Facts, token: str) -> Joined:
-        """See HeadApi."""
+    async def join(self, facts: NodeFacts, token: str) -> JoinReply:
         if self._fleet.ending is not None:
             raise Refused(f"node {facts.name!r} cannot join", why=f"the run is over: {self._fleet.ending.reason}")
-        seat, new = self._core.joins(facts, token, time.monotonic())
+        membership, new = self._table.join(facts, token, time.monotonic())
         if new:
-            self._fleet.joined(seat, facts)
-        return Joined(seat=seat, config=self._config, system=self._system, lease_s=self._core.lease_s, stop_s=STOP_S)
+            self._fleet.node_joined(membership, facts)
+        return JoinReply(
+            membership=membership, config=self._config, system=self._system, lease_s=self._table.lease_s, stop_s=STOP_S
+        )
 
-    async def orders(self, seat: Seat, since: int, map_version: int, wait_s: float) -> Orders:
-        """See HeadApi."""
-        self._heard(seat)
+    async def orders(self, membership: NodeMembership, since: int, addresses_version: int, wait_s: float) -> Orders:
+        self._heard(membership)
         deadline = time.monotonic() + min(max(0.0, wait_s), MAX_WAIT_S)
         while True:
             news = self._fleet.news
-            found = self._core.orders(seat, since, map_version)
+            found = self._table.orders(membership, since, addresses_version)
             left_s = deadline - time.monotonic()
             if found is not None or left_s <= 0:
-                return found or Orders(since + 1, [], map_version)
+                return found or Orders(since + 1, [], addresses_version)
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await news.wait()
 
-    async def report(self, seat: Seat, first: int, items: list[Item]) -> int:
-        """See HeadApi."""
-        self._heard(seat)
-        known = self._core.report(seat, first, len(items))
-        self._fleet.reported(seat, items[known:])
+    async def report(self, membership: NodeMembership, first: int, items: list[Item]) -> int:
+        self._heard(membership)
+        known = self._table.report(membership, first, len(items))
+        self._fleet.apply_report(membership, items[known:])
         return first + len(items) - 1
 
-    async def leave(self, seat: Seat, reason: str) -> None:
-        """See HeadApi."""
-        departure = self._core.left(seat, reason)
+    async def leave(self, membership: NodeMembership, reason: str) -> None:
+        departure = self._table.leave(membership, reason)
         if departure is not None:
-            self._fleet.gone(departure, lost=False)
+            self._fleet.node_gone(departure, lost=False)
 
-    def _heard(self, seat: Seat) -> None:
+    def _heard(self, membership: NodeMembership) -> None:
         try:
-            first = self._core.heard(seat, time.monotonic())
+            first = self._table.renew(membership, time.monotonic())
         except StaleEpoch as error:
-            self._fleet.emit("node_fenced", node=seat.node, node_epoch=seat.epoch, reason=str(error.why))
+            self._fleet.emit("node_fenced", node=membership.node, node_epoch=membership.epoch, reason=str(error.why))
             raise
         if first:
-            self._fleet.began(seat)
+            self._fleet.agent_started(membership)

@@ -7,19 +7,19 @@ from collections.abc import Callable
 from typing import Literal
 
 from relax_rt.cluster.nodes.api import (
-    BindSlot,
-    Bound,
+    BindRendezvous,
     DumpSlot,
     InjectSlot,
     KillSlot,
+    NodeMembership,
     Order,
-    Seat,
+    RendezvousBound,
     SlotEvent,
     StartSlot,
     StopSlot,
 )
-from relax_rt.cluster.nodes.head import HeadCore
-from relax_rt.supervision.executor import Rendezvous, StartOrder
+from relax_rt.cluster.nodes.table import NodeTable
+from relax_rt.supervision.executor import GangRendezvous, StartOrder
 from relax_rt.supervision.protocol import SlotExited, SlotSpawned
 from relax_rt.transport.rpc.errors import Refused
 
@@ -27,57 +27,55 @@ BIND_TIMEOUT_S = 10.0
 
 
 class RemoteExecutor:
-    """The processes of a node that joined; see Executor. Orders go into the head's account, where the node finds them.
+    """Executor of a node that joined. Orders go into the head's node table, from which the node fetches them.
 
     Args:
-        core: the account.
-        seat: the node.
-        give: tells the node's waiting call that there is an order.
-        on_event: takes what comes to pass.
+        table: of the head.
+        membership: the node.
+        wake: answers the node's waiting call for orders.
+        on_event: gets the events of the node's slots.
     """
 
     def __init__(
-        self, core: HeadCore, seat: Seat, give: Callable[[], None], on_event: Callable[[SlotEvent], None]
+        self,
+        table: NodeTable,
+        membership: NodeMembership,
+        wake: Callable[[], None],
+        on_event: Callable[[SlotEvent], None],
     ) -> None:
-        self.node = seat.node
-        self.seat = seat
-        self._core, self._wake, self._on_event = core, give, on_event
+        self.node = membership.node
+        self.membership = membership
+        self._table, self._wake, self._on_event = table, wake, on_event
         self.run_dir = ""
         """Where the node keeps its logs."""
         self.agent_pid = 0
         self.open: dict[str, int] = {}
         """Epoch of each slot that was ordered to start there and has not exited."""
-        self._binding: dict[tuple[str, int], asyncio.Future[Rendezvous]] = {}
+        self._binding: dict[tuple[str, int], asyncio.Future[GangRendezvous]] = {}
 
     def start(self, order: StartOrder) -> None:
-        """See Executor. Of a node that is gone nothing is heard: the supervisor knows that it is."""
         self.open[order.slot] = order.epoch
-        self._give(StartSlot(order))
+        self._order(StartSlot(order))
 
     def stop(self, slot: str) -> None:
-        """See Executor."""
-        self._give(StopSlot(slot))
+        self._order(StopSlot(slot))
 
     def kill(self, slot: str, kind: Literal["killed", "hang"], reason: str) -> None:
-        """See Executor."""
-        self._give(KillSlot(slot, kind, reason))
+        self._order(KillSlot(slot, kind, reason))
 
     def dump_stacks(self, slot: str) -> None:
-        """See Executor."""
-        self._give(DumpSlot(slot))
+        self._order(DumpSlot(slot))
 
     def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
-        """See Executor. What the node refuses is told in its agent's log."""
         if slot not in self.open:
             raise Refused(f"cannot inject {fault} into {slot}", why=f"it has no process on node {self.node}")
-        self._give(InjectSlot(slot, fault, seconds, amount))
+        self._order(InjectSlot(slot, fault, seconds, amount))
 
-    async def rendezvous(self, slot: str, generation: int) -> Rendezvous:
-        """See Executor."""
-        bound: asyncio.Future[Rendezvous] = asyncio.get_running_loop().create_future()
+    async def rendezvous(self, slot: str, generation: int) -> GangRendezvous:
+        bound: asyncio.Future[GangRendezvous] = asyncio.get_running_loop().create_future()
         self._binding[slot, generation] = bound
         try:
-            if not self._give(BindSlot(slot, generation)):
+            if not self._order(BindRendezvous(slot, generation)):
                 raise OSError(f"node {self.node} is gone")
             async with asyncio.timeout(BIND_TIMEOUT_S):
                 return await bound
@@ -87,25 +85,25 @@ class RemoteExecutor:
             self._binding.pop((slot, generation), None)
 
     async def close(self) -> None:
-        """See Executor: the fleet ends all nodes at once."""
+        """Do nothing: the fleet ends all nodes together."""
 
-    def _give(self, order: Order) -> bool:
-        given = self._core.order(self.node, order)
+    def _order(self, order: Order) -> bool:
+        given = self._table.order(self.node, order)
         self._wake()
         return given
 
-    def bound(self, answer: Bound) -> None:
-        """The node has bound a socket, or could not."""
+    def bound(self, answer: RendezvousBound) -> None:
+        """The node's answer to BindRendezvous."""
         waiting = self._binding.get((answer.slot, answer.generation))
         if waiting is None or waiting.done():
             return
         if answer.host:
-            waiting.set_result(Rendezvous(answer.host, answer.port))
+            waiting.set_result(GangRendezvous(answer.host, answer.port))
         else:
             waiting.set_exception(OSError(f"node {self.node}: {answer.error}"))
 
-    def told(self, event: SlotEvent) -> None:
-        """An event of a slot that we started there; one of any other is none of ours any more."""
+    def apply_event(self, event: SlotEvent) -> None:
+        """Pass on an event of a slot started here; events of other incarnations are ignored."""
         epoch = self.open.get(event.slot)
         if epoch is None or (isinstance(event, SlotSpawned) and event.epoch != epoch):
             return
@@ -114,7 +112,7 @@ class RemoteExecutor:
         self._on_event(event)
 
     def lost(self, reason: str) -> None:
-        """The node is gone: nobody waits for its answers any more."""
+        """The node is gone: fail whatever waits for its answers."""
         for waiting in self._binding.values():
             if not waiting.done():
                 waiting.set_exception(OSError(f"node {self.node} is gone: {reason}"))

@@ -117,7 +117,6 @@ class RegistryCore:
         return epoch if token and token == last else 0
 
     def issue_epoch(self, slot: str, token: str = "") -> int:
-        """See RegistryApi.issue_epoch."""
         if len(token) > MAX_TOKEN:
             raise Refused(f"token of {len(token)} characters", why=f"at most {MAX_TOKEN}")
         if not slot or len(slot) > 200:
@@ -138,7 +137,6 @@ class RegistryCore:
     def announce(
         self, who: Incarnation, pid: int, address: str, ttl_s: float, now: float, *, node: str = "", remote: str = ""
     ) -> Renewed:
-        """See RegistryApi.announce."""
         member = self._living(who)
         if not 0 < ttl_s <= MAX_TTL_S:
             raise Refused(f"lease of {ttl_s} s for {who}", why=f"a lease is longer than 0 and at most {MAX_TTL_S:g} s")
@@ -155,7 +153,6 @@ class RegistryCore:
     def renew(
         self, who: Incarnation, state: str, progress: int, detail: str, policy_version: int, now: float
     ) -> Renewed:
-        """See RegistryApi.renew. Progress and detail alone are not a change that watchers are woken for."""
         member = self._living(who)
         ttl_s = self._entries[who.slot].ttl_s
         if not ttl_s:
@@ -173,11 +170,9 @@ class RegistryCore:
         return self._renewed(ttl_s)
 
     def leave(self, who: Incarnation, reason: str) -> None:
-        """See RegistryApi.leave."""
         self._end(who, reason)
 
     def gone(self, who: Incarnation, reason: str) -> None:
-        """See RegistryApi.gone. Of an incarnation that was replaced already it is only kept how it ended."""
         member = self.member(who.slot)
         if member is None or who.epoch > member.who.epoch:
             return
@@ -197,7 +192,6 @@ class RegistryCore:
         return Changes(self.revision, snapshot, members, self._committed)
 
     def issue_version(self, who: Incarnation) -> int:
-        """See RegistryApi.issue_version."""
         self._living(who)
         version = self._counters.version + 1
         self._count(Counters(self._counters.epoch, version))
@@ -208,7 +202,6 @@ class RegistryCore:
         return version
 
     def commit_version(self, who: Incarnation, record: VersionRecord) -> VersionRecord:
-        """See RegistryApi.commit_version."""
         self._living(who)
         what = f"commit of policy version {record.version}"
         newest = self._committed.version if self._committed else ROOT
@@ -230,7 +223,6 @@ class RegistryCore:
         return record
 
     def versions(self) -> list[VersionRecord]:
-        """See RegistryApi.versions."""
         return self._tree.records()
 
     def tick(self, now: float) -> list[Member]:

@@ -84,7 +84,6 @@ class RegistryService:
         return who
 
     async def issue_epoch(self, slot: str, token: str = "") -> int:
-        """See RegistryApi."""
         asked_again = self.core.issued(slot, token)
         epoch = asked_again or self.core.issue_epoch(slot, token)
         await self._done()
@@ -93,7 +92,6 @@ class RegistryService:
         return epoch
 
     async def announce(self, pid: int, address: str, ttl_s: float, node: str = "", remote: str = "") -> Renewed:
-        """See RegistryApi."""
         who = self._identity()
         answer = self.core.announce(who, pid, address, ttl_s, self._clock(), node=node, remote=remote)
         await self._done()
@@ -102,24 +100,20 @@ class RegistryService:
         return answer
 
     async def renew(self, state: str, progress: int, detail: str, policy_version: int) -> Renewed:
-        """See RegistryApi."""
         who = self._identity()
         answer = self.core.renew(who, state, progress, detail[:MAX_TEXT], policy_version, self._clock())
         await self._done()
         return answer
 
     async def leave(self, reason: str) -> None:
-        """See RegistryApi."""
         self.core.leave(self._identity(), reason[:MAX_TEXT])
         await self._done()
 
     async def gone(self, who: Incarnation, reason: str) -> None:
-        """See RegistryApi."""
         self.core.gone(who, reason[:MAX_TEXT])
         await self._done()
 
     async def watch(self, since: int, wait_s: float) -> Changes:
-        """See RegistryApi."""
         deadline = asyncio.get_running_loop().time() + min(max(0.0, wait_s), MAX_WAIT_S)
         while True:
             signal = self._changed
@@ -135,7 +129,6 @@ class RegistryService:
                     await signal.wait()
 
     async def issue_version(self) -> int:
-        """See RegistryApi."""
         who = self._identity()
         version = self.core.issue_version(who)
         await self._done()
@@ -143,7 +136,6 @@ class RegistryService:
         return version
 
     async def commit_version(self, record: VersionRecord) -> VersionRecord:
-        """See RegistryApi."""
         who = self._identity()
         known = self.core.committed == record
         committed = self.core.commit_version(who, record)
@@ -154,7 +146,6 @@ class RegistryService:
         return committed
 
     async def versions(self) -> list[VersionRecord]:
-        """See RegistryApi."""
         records = self.core.versions()
         await self._store.durable()
         return records

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import Filled, RoleSettings, Seconds, Table
 from relax_rt.roles.models.settings import ChosenDtype, Parallel
 
@@ -21,6 +23,14 @@ class SamplingTable(Table):
     """Only 1.0, all tokens, can be trained on."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """Only 0, all tokens, can be trained on."""
+
+    def problems(self, path: KeyPath) -> Iterator[Problem]:
+        """Refuse truncating samplers."""
+        reason = "truncating samplers are refused for training: behaviour log-probabilities are of the full softmax"
+        if self.top_p < 1:
+            yield Problem((*path, "top_p"), f"top_p = {self.top_p:g}: {reason}", "set top_p = 1.0")
+        if self.top_k > 0:
+            yield Problem((*path, "top_k"), f"top_k = {self.top_k}: {reason}", "set top_k = 0")
 
 
 class ColocationTable(Table):

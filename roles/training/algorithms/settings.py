@@ -9,11 +9,13 @@ one would be the preset's and one that loss's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import Filled, Seconds, Table
 
 Name = Literal[
@@ -191,6 +193,50 @@ class AlgorithmTable(Table):
                 # The table is frozen for everyone else.
                 object.__setattr__(self, key, value)
         return self
+
+    def problems(self, path: KeyPath) -> Iterator[Problem]:
+        """Refuse numbers that cannot be, and keys that have no effect beside the others."""
+        if math.isnan(self.max_staleness) or (
+            math.isfinite(self.max_staleness) and self.max_staleness != int(self.max_staleness)
+        ):
+            message = f"max_staleness = {self.max_staleness:g} counts publications: a whole number, or inf"
+            yield Problem((*path, "max_staleness"), message)
+        if not all(0 <= beta < 1 for beta in self.adam_betas):
+            yield Problem((*path, "adam_betas"), f"adam_betas = {list(self.adam_betas)} must lie in [0, 1)")
+        for name in ("learning_rate", "max_grad_norm", "clip_high", "soft_penalty"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                yield Problem((*path, name), f"{name} must be finite")
+        for key, message, remedy in self._without_effect():
+            yield Problem((*path, key), message, f"leave it out, or {remedy}", at="key")
+
+    def _without_effect(self) -> Iterator[tuple[str, str, str]]:
+        """Yield keys that were set and have no effect: the key, why, and the remedy."""
+        given = self.model_fields_set
+        if math.isinf(self.max_staleness):
+            asked = {
+                "over_provision": self.over_provision > 0,
+                "on_surplus": self.on_surplus == "recycle",
+                "on_straggler": self.on_straggler != "wait",
+                "straggler_wait_s": True,
+            }
+            for key in (key for key, wanted in asked.items() if wanted and key in given):
+                message = f"{key} has no effect with max_staleness = inf: nothing becomes over-stale"
+                yield key, message, "set a max_staleness"
+        else:
+            if "straggler_wait_s" in given and self.on_straggler != "wait":
+                message = f'straggler_wait_s has no effect with on_straggler = "{self.on_straggler}": no update waits'
+                yield "straggler_wait_s", message, 'set on_straggler = "wait"'
+            # Groups that refill a step for filters are begun beyond the bound too.
+            if self.on_surplus == "recycle" and not self.over_provision and not self.filters:
+                message = 'on_surplus = "recycle" has no effect without over_provision'
+                yield "on_surplus", f"{message}: no group is begun beyond the bound", "set over_provision"
+        if "min_group" in given and self.on_failed_member != "shrink":
+            message = f'min_group has no effect with on_failed_member = "{self.on_failed_member}"'
+            yield "min_group", message, 'set on_failed_member = "shrink"'
+        if "soft_penalty" in given and self.truncated != "soft_penalty":
+            message = f'soft_penalty has no effect with truncated = "{self.truncated}"'
+            yield "soft_penalty", message, 'set truncated = "soft_penalty"'
 
 
 class ColdStartTable(Table):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from relax_rt.cluster.nodes.api import HEAD
 from relax_rt.cluster.nodes.links import Links
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.base.locations import config_dir, offers_folder, stage_folder
+from relax_rt.roles.base.locations import offers_folder, stage_folder
 from relax_rt.roles.rollout.engines.communicator import communicator_of
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.training.publication.settings import PublicationTable
@@ -21,9 +21,9 @@ from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, OutOf
 from relax_rt.transport.weights.broadcast.receivers import Receiver
 from relax_rt.transport.weights.directory import DirectorySource
 from relax_rt.transport.weights.manifest import Manifest, check_manifest
-from relax_rt.transport.weights.served import StageApi
 from relax_rt.transport.weights.source import WeightSource, stage_source
 from relax_rt.transport.weights.stage import read_manifest
+from relax_rt.transport.weights.stage_server import StageApi
 
 if TYPE_CHECKING:
     pass
@@ -43,7 +43,7 @@ _FELL = (Gone, Corrupt, Unreachable, DeadlineExceeded, OutOfSpace)
 def files_folder(ctx: RoleContext) -> Path | None:
     """Where the run's versions lie as files, if they do."""
     named = ctx.config.table(PublicationTable).directory
-    return None if named is None else config_dir(ctx) / Path(named).expanduser() / ctx.run_id
+    return None if named is None else Path(ctx.config.config_dir) / Path(named).expanduser() / ctx.run_id
 
 
 def source_for(ctx: RoleContext) -> MakeSource:

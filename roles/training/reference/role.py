@@ -46,7 +46,7 @@ class ReferenceRole(RLRole[ReferenceSettings]):
         "torch",
         "transformers",
         "relax_rt.roles.training.reference.model",
-        "relax_rt.roles.base.columns",
+        "relax_rt.roles.base.sample",
         "relax_rt.transport.queue.client",
         *MODEL_CODE,
     )
@@ -137,7 +137,7 @@ class ReferenceRole(RLRole[ReferenceSettings]):
         """Columns of the samples that can be judged, and why the others cannot."""
         import numpy as np
 
-        from relax_rt.roles.base.columns import read_sample
+        from relax_rt.roles.base.sample import read_sample
 
         samples = {leased.key: read_sample(leased) for leased in batch.samples}
         failed: dict[SampleKey, str] = {}

@@ -149,13 +149,13 @@ class ColdStartPhase:
 
     def _prepare(self) -> None:
         """Data and objective; the backend follows it, with log-probabilities of the model's own distribution."""
-        from relax_rt.roles.base.locations import config_dir, model_folder
+        from relax_rt.roles.base.locations import model_folder
         from relax_rt.roles.data.source import PromptSource
         from relax_rt.roles.models.tokenizer import load_tokenizer
         from relax_rt.roles.training.algorithms.objective import Objective
 
         ctx, config = self._ctx, self._config
-        tokenizer, base = load_tokenizer(model_folder(ctx)), config_dir(ctx)
+        tokenizer, base = load_tokenizer(model_folder(ctx)), Path(ctx.config.config_dir)
         source = PromptSource.load(
             config.table(DataTable), tokenizer, seed=config.run.seed, config_dir=base, run_dir=ctx.run_dir
         )

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from relax_rt.transport import TransferQueue
-from relax_rt.transport.memory.arena import Bf16, Raw, Shared
+from relax_rt.transport.memory.values import Bf16, Raw, Shared
 from relax_rt.transport.queue.hosting import Host, Keys
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.errors import RelaxError

@@ -11,8 +11,7 @@ from itertools import count
 import msgspec
 
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
-from relax_rt.transport.memory.slab_names import owner_key
+from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent, owner_key
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.admission import crowded, obstacle
 from relax_rt.transport.queue.ledger.core import ROOM

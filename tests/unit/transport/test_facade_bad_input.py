@@ -20,8 +20,8 @@ import pytest
 
 from relax_rt.transport import TransferQueue
 from relax_rt.transport.base.folder import RUN_ID, SHM_PREFIX, SHM_ROOT
-from relax_rt.transport.memory.arena import Bf16, slab_name
-from relax_rt.transport.memory.refs import BlockRef, Extent
+from relax_rt.transport.memory.refs import BlockRef, Extent, slab_name
+from relax_rt.transport.memory.values import Bf16
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.hosting import Keys
 from relax_rt.transport.queue.ledger.messages import Failure, Put, RowPut, SampleKey

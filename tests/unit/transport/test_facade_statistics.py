@@ -15,7 +15,7 @@ import pytest
 from facade_world import World, settled
 
 from relax_rt.transport import TransferQueue
-from relax_rt.transport.memory.arena import Shared
+from relax_rt.transport.memory.values import Shared
 from relax_rt.transport.queue.ledger.messages import Failure
 
 

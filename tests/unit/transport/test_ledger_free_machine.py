@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from ledger_driver import ROW_BYTES, Driver, free_policy
 
-from relax_rt.transport.memory.refs import BlockRef, Extent, extents_in
-from relax_rt.transport.memory.slab_names import owner_key
+from relax_rt.transport.memory.refs import BlockRef, Extent, extents_in, owner_key
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.messages import GroupsPut, LeaseGrant, Put, RowPut, SampleKey
 from relax_rt.transport.queue.ledger.policy import QueueLimits

@@ -15,8 +15,7 @@ from ledger_model import TRAIN, Model
 from msgspec import structs
 
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.memory.refs import Extent, extents_in
-from relax_rt.transport.memory.slab_names import owner_key
+from relax_rt.transport.memory.refs import Extent, extents_in, owner_key
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.admission import partials
 from relax_rt.transport.queue.ledger.messages import (

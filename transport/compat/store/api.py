@@ -215,7 +215,7 @@ class StoreApi(Protocol):
     ) -> Found:
         """Rows that have the fields and that the task has not consumed, chosen by the sampler, which then are consumed.
 
-        rank and batch_index name the batch for samplers that give the same one to several callers. Waits at most
+        rank and batch_index name the batch for samplers that give the same one to several callers. WaitingCalls at most
         wait_s; nothing was there in time: `waiting_on` says what is missing.
         """
 

@@ -12,8 +12,8 @@ import msgspec
 
 from relax_rt.transport.base.journal import Journal
 from relax_rt.transport.base.process_stat import start_time
-from relax_rt.transport.base.waits import Waits
-from relax_rt.transport.base.watch import Watch, node_name
+from relax_rt.transport.base.waits import WaitingCalls
+from relax_rt.transport.base.watch import ProcessWatch, node_name
 from relax_rt.transport.compat.store import state as ev
 from relax_rt.transport.compat.store.api import (
     MAX_ROWS,
@@ -28,7 +28,7 @@ from relax_rt.transport.compat.store.api import (
 )
 from relax_rt.transport.compat.store.ledger import ROOM, ROWS, Reply, StoreLedger
 from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
-from relax_rt.transport.memory.spill import Disk, dead_slabs
+from relax_rt.transport.memory.spill import SpillFiles, dead_slabs
 from relax_rt.transport.rpc import rpc
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
@@ -73,9 +73,9 @@ class StoreBroker:
         self._journal = Journal(folder)
         self._encoder = msgspec.msgpack.Encoder()
         self._ledger = StoreLedger()
-        self._disk = Disk(shm_dir, spill_dir, 0)
-        self._watch = Watch(self._process_ended)
-        self._waits = Waits(time.monotonic)
+        self._disk = SpillFiles(shm_dir, spill_dir, 0)
+        self._watch = ProcessWatch(self._process_ended)
+        self._waits = WaitingCalls(time.monotonic)
         self._unmet: dict[tuple[Incarnation, int], Found | Stored] = {}
         self._full = asyncio.Event()
         self._sweep_wanted = True
@@ -106,7 +106,7 @@ class StoreBroker:
                 raise Corrupt(f"journal record {n}", why="its replay changes nothing", hint=_OTHER_VERSION)
         self._apply(ev.Open(self._memory, self._limits))
         # A broker that spills has journaled something before, so no two brokers of a folder use the same number.
-        self._disk = Disk(self._shm_dir, self._spill_dir, self._ledger.state.n)
+        self._disk = SpillFiles(self._shm_dir, self._spill_dir, self._ledger.state.n)
         for known in list(self._ledger.state.callers.values()):
             self._watch.add(known.who, known.pid, known.started)
         self._tasks = [asyncio.create_task(work()) for work in (self._keep_disk, self._keep_room)]

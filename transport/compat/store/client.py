@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from relax_rt.transport.base.calls import Calls
+from relax_rt.transport.base.calls import NumberedCalls
 from relax_rt.transport.base.folder import RUN_ID, find
 from relax_rt.transport.base.watch import node_name
 from relax_rt.transport.compat.store.api import Fetched, Found, Joined, Rows, StoreApi, StoreConfig, Stored, Tags
-from relax_rt.transport.memory.arena import Block, Placed, Reader, Writer
-from relax_rt.transport.memory.arena.slab import path_of
+from relax_rt.transport.memory.arena import Placed, Reader, Writer
+from relax_rt.transport.memory.blocks import Block
 from relax_rt.transport.memory.refs import BlockRef, Extent
+from relax_rt.transport.memory.slabs import path_of
 from relax_rt.transport.rpc import rpc
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused, RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
@@ -66,7 +67,7 @@ class StoreClient:
         self._client, self._loop = client, asyncio.get_running_loop()
         self._shm_dir, self._spill_dir = Path(joined.shm_dir), Path(joined.spill_dir)
         self._api = client.bind(StoreApi, timeout_s=CALL_S)
-        self._calls = Calls(str(self.who), patience_s, self._waits)
+        self._calls = NumberedCalls(str(self.who), patience_s, self._waits)
         self._space_wait_s = space_wait_s
         self.writer = Writer(
             self._shm_dir, self.who, slab_bytes=min(SLAB_BYTES, capacity_bytes // 2), capacity_bytes=capacity_bytes

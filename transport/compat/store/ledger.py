@@ -16,8 +16,7 @@ from relax_rt.transport.compat.store.api import Fetched, Found, StoreConfig, Sto
 from relax_rt.transport.compat.store.rows import RowTable
 from relax_rt.transport.compat.store.state import Answer, Caller, StoreState
 from relax_rt.transport.memory.arena import Placed
-from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.memory.slab_names import is_spilled, owner_key, unfit_slot
+from relax_rt.transport.memory.refs import Extent, is_spilled, owner_key, unfit_slot
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from relax_rt.transport.base.targets import did_you_mean
-from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.memory.slab_names import owner_of
+from relax_rt.transport.memory.refs import Extent, owner_of
 from relax_rt.transport.queue.ledger.admission import MAX_SAMPLES, check_fields, check_rows, return_extents
 from relax_rt.transport.queue.ledger.core import Core
 from relax_rt.transport.queue.ledger.events import CompleteLease, ReleaseLease, RequestLease

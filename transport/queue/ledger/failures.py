@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from relax_rt.transport.memory.slab_names import owner_key
+from relax_rt.transport.memory.refs import owner_key
 from relax_rt.transport.queue.ledger.core import ROOM, Core
 from relax_rt.transport.queue.ledger.messages import (
     ABOUT,

@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.memory.slab_names import owner_key, owner_of, unfit_slot
+from relax_rt.transport.memory.refs import Extent, owner_key, owner_of, unfit_slot
 from relax_rt.transport.queue.ledger import accounting, admission, consumption, failures, memory, steps
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.consumption import lapse

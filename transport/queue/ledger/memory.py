@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 
-from relax_rt.transport.memory.block_table import Block
-from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.memory.slab_names import is_spilled, owner_of
+from relax_rt.transport.memory.block_table import LiveBlock
+from relax_rt.transport.memory.refs import Extent, is_spilled, owner_of
 from relax_rt.transport.queue.ledger.core import ROOM, Core
 from relax_rt.transport.queue.ledger.events import MoveBlocks
 
@@ -49,7 +48,7 @@ def wanted(core: Core, skip: Container[int] = (), short: Mapping[str, int] = _NO
     return found
 
 
-def _coldest(core: Core) -> Iterator[tuple[int, Block]]:
+def _coldest(core: Core) -> Iterator[tuple[int, LiveBlock]]:
     blocks = core.blocks.blocks
     seen: set[int] = set()
     for group in core.state.trained.values():

@@ -8,8 +8,7 @@ import msgspec
 
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.block_table import BlockTable
-from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.memory.slab_names import is_spilled, owner_key
+from relax_rt.transport.memory.refs import Extent, is_spilled, owner_key
 from relax_rt.transport.queue.ledger.messages import (
     Admission,
     GroupsPut,

@@ -19,7 +19,7 @@ from relax_rt.transport.weights.device import DeviceBuffer
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Manifest, Sent, bucket_digest, bucket_slices
 from relax_rt.transport.weights.memory import HostMemory, Memory
 from relax_rt.transport.weights.payloads import decode_wire
-from relax_rt.transport.weights.stage import copy_verified, kept, pinned, verify, wire_file
+from relax_rt.transport.weights.stage import copy_verified, keep_file, pinned, verify, wire_file
 
 SendBuffer = Callable[[Path, Manifest], AbstractContextManager[tuple[Memory, str]]]
 """Context manager that holds a staged version in memory which a root can send from; gives the memory and its digest."""
@@ -35,7 +35,7 @@ def host_send_buffer(folder: Path, manifest: Manifest) -> Iterator[tuple[Memory,
         path = folder / wire_file(manifest.version)
         narrow = HostMemory(str(path), manifest.wire_bytes)
         # Ranks open it by its name, later.
-        with kept(path):
+        with keep_file(path):
             with host.opened(narrow, writable=False) as view:
                 digest = digest_of(view, BUCKET_BYTES)
             yield narrow, digest

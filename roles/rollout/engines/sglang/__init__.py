@@ -30,7 +30,6 @@ MIN_KV_TOKENS = 4096
 def make(ctx: RoleContext, model: Path, settings: EngineSettings) -> SglangEngine:
     """The engine of a role, not started yet."""
     from relax_rt.config.schema import RunConfig
-    from relax_rt.roles.base.locations import config_dir
     from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
     from relax_rt.roles.rollout.engines.sglang.server import Place
     from relax_rt.roles.training.algorithms.settings import SHARING
@@ -45,7 +44,7 @@ def make(ctx: RoleContext, model: Path, settings: EngineSettings) -> SglangEngin
         shutil.rmtree(left, ignore_errors=True)
     folder = ctx.shm_dir / f"{name}.{ctx.who.epoch}"
     place = Place(
-        python=interpreter(settings.sglang.python, config_dir(ctx), sys.executable),
+        python=interpreter(settings.sglang.python, Path(ctx.config.config_dir), sys.executable),
         folder=folder / "tmp",
         log=ctx.run_dir / "logs" / f"{name}.log",
         environment=server_environment(device, settings.threads, folder / "tmp", os.environ),

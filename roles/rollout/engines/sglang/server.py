@@ -259,8 +259,6 @@ class Server:
                 "relax_rt.process.guard",
                 "--lifeline",
                 str(reading),
-                "--shm-prefix",
-                "sglang",
             ]
             log = ["--log", str(self._place.log), "--log-mib", str(LOG_MIB)]
             self._guard = subprocess.Popen(

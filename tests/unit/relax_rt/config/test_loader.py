@@ -159,32 +159,17 @@ def test_render_has_file_line_column_source_line_and_caret(write: Callable[[str]
     [
         ("[run]\nname = quick\n", "2:8", "text stands in quotes"),
         ("[run]\nname = True\n", "2:8", "true"),
-        ("[run]\nname = 'a'\nname = 'b'\n", "3:1:", "first in line 2"),
+        ("[run]\nname = 'a'\nname = 'b'\n", "3:1:", "given twice"),
+        ("[run]\nname = 'a'\n[run]\n", "3:1:", "given twice"),
         ("[run\n", "1:5", ""),
         ("[run]\nname = [1, \n", "2:", ""),
         ("a = " + "[" * 5000, "1:", ""),
     ],
 )
 def test_syntax_errors_have_the_same_form(write: Callable[[str], Path], text: str, where: str, hint: str) -> None:
-    (problem,) = [p for p in problems(write(text)) if f"roles.toml:{where}" in p.render()]
+    (problem,) = problems(write(text))
+    assert f"roles.toml:{where}" in problem.render() and problem.message.startswith("not TOML: ")
     assert hint in problem.hint
-
-
-def test_what_is_wrong_as_toml_does_not_hide_the_rest(write: Callable[[str], Path]) -> None:
-    text = MINIMAL + (
-        "[algorithm]\nsteps = 5\nsteps = 6\nname = grpo\ngroup_sise = 2\n"
-        "[queue]\nslab_mib = 1_000\n[algorithm]\nsteps = 'x'\n[queue.lease_s]\n"
-    )
-    found = problems(write(text))
-    assert [p.message for p in found] == [
-        "key 'algorithm.steps' is given twice",
-        "not TOML: Invalid value",
-        "unknown key 'group_sise' in [algorithm]",
-        "a slab of 1000 MiB is larger than the queue's capacity of 256 MiB",
-        "table 'algorithm' is given twice",
-        "queue.lease_s: must be a number, not a table",
-    ]
-    assert found[0].hint.startswith("it is given first in line ")
 
 
 @pytest.mark.parametrize(
@@ -192,8 +177,7 @@ def test_what_is_wrong_as_toml_does_not_hide_the_rest(write: Callable[[str], Pat
     [
         ("[queue]\nslab_mib = 1000\ncapacity_mib = 'x'\n", "a slab of"),
         ("[supervision.restart]\nbackoff_first_s = 90.0\nbackoff_max_s = -1\n", "is above backoff_max_s"),
-        ("[queue]\nslab_mib = 1000\n[queue]\ncapacity_mib = 2000\n", "a slab of"),
-        ("[algorithm]\nwarmup_steps = 900\nsteps = many\n", "the rate is never reached"),
+        ("[algorithm]\nwarmup_steps = 900\nsteps = 'many'\n", "the rate is never reached"),
     ],
 )
 def test_findings_that_rest_on_a_wrong_value_wait_for_it(
@@ -253,9 +237,9 @@ def test_numbers_are_not_coerced_but_integers_are_numbers(write: Callable[[str],
     )
     assert isinstance(config, RLConfig)
     assert math.isinf(config.algorithm.max_staleness)
-    config = load_config(write(MINIMAL + "[algorithm]\nmax_staleness = 3\nadam_betas = [0, 1]\n"))
+    config = load_config(write(MINIMAL + "[algorithm]\nmax_staleness = 3\nadam_betas = [0, 0.5]\n"))
     assert isinstance(config, RLConfig)
-    assert config.algorithm.adam_betas == (0.0, 1.0)
+    assert config.algorithm.adam_betas == (0.0, 0.5)
     for wrong in ("seed = '1'", "seed = 1.0", "seed = true", "job = 1"):
         assert one(write(MINIMAL.replace("[model]", f"{wrong}\n[model]"))).message.startswith("run.")
 

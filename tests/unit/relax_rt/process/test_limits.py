@@ -28,7 +28,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_limits_hold_for_the_process_they_are_put_on(child: subprocess.Popen[bytes]) -> None:
     core = min(os.sched_getaffinity(0))
-    assert limits.apply(limits.Limits(nice=7, cpus=[core], open_files=100), child.pid) == []
+    assert limits.apply(limits.ProcessLimits(nice=7, cpus=[core], open_files=100), child.pid) == []
     assert os.getpriority(os.PRIO_PROCESS, child.pid) == 7
     assert os.sched_getaffinity(child.pid) == {core}
     assert resource.prlimit(child.pid, resource.RLIMIT_NOFILE)[0] == 100
@@ -41,13 +41,13 @@ def test_a_role_in_a_session_of_its_own_has_its_niceness_among_sessions_too() ->
     own = Path("/proc/self/autogroup").read_text()
     with subprocess.Popen(SLEEP, stdin=subprocess.PIPE, start_new_session=True) as leader:
         try:
-            assert limits.apply(limits.Limits(nice=9), leader.pid) == []
+            assert limits.apply(limits.ProcessLimits(nice=9), leader.pid) == []
             assert Path(f"/proc/{leader.pid}/autogroup").read_text().split()[-1] == "9"
         finally:
             leader.kill()
     with subprocess.Popen(SLEEP, stdin=subprocess.PIPE) as member:
         try:
-            assert limits.apply(limits.Limits(nice=9), member.pid) == []
+            assert limits.apply(limits.ProcessLimits(nice=9), member.pid) == []
             assert Path("/proc/self/autogroup").read_text() == own, "the session is not this process's own"
         finally:
             member.kill()
@@ -62,9 +62,9 @@ def test_niceness_among_sessions_is_no_condition_for_a_start(tmp_path: Path, mon
             closed.mkdir()
             for path in (off, tmp_path / "missing"):
                 monkeypatch.setattr(limits, "AUTOGROUP", path)
-                assert limits.apply(limits.Limits(nice=9), leader.pid) == []
+                assert limits.apply(limits.ProcessLimits(nice=9), leader.pid) == []
             monkeypatch.setattr(limits, "AUTOGROUP", closed)
-            (problem,) = limits.apply(limits.Limits(nice=9), leader.pid)
+            (problem,) = limits.apply(limits.ProcessLimits(nice=9), leader.pid)
             assert "was refused for the session" in problem
             assert not before or Path(f"/proc/{leader.pid}/autogroup").read_text() == before
         finally:
@@ -73,7 +73,7 @@ def test_niceness_among_sessions_is_no_condition_for_a_start(tmp_path: Path, mon
 
 def test_what_cannot_be_done_is_said(child: subprocess.Popen[bytes]) -> None:
     hard = resource.prlimit(child.pid, resource.RLIMIT_NOFILE)[1]
-    impossible = limits.Limits(cpus=[100_000], open_files=hard + 1)
+    impossible = limits.ProcessLimits(cpus=[100_000], open_files=hard + 1)
     cpus, files = limits.apply(impossible, child.pid)
     assert "cpus = [100000] was refused" in cpus and "above the hard limit" in files
 

@@ -9,9 +9,9 @@ from relax_rt.supervision.diagnosis import Diagnosis, Kind
 from relax_rt.supervision.placement import Placer
 from relax_rt.supervision.protocol import (
     Action,
-    Done,
     Emit,
     Event,
+    RunDone,
     SlotExited,
     SlotReady,
     SlotSpawned,
@@ -85,7 +85,7 @@ class Bench:
         return [a.fields for a in self.actions if isinstance(a, Emit) and a.kind == kind]
 
     @property
-    def done(self) -> Done:
+    def done(self) -> RunDone:
         assert self.core.done is not None
         return self.core.done
 

@@ -152,12 +152,12 @@ async def stop(task: asyncio.Task[Any]) -> None:
 
 async def test_membership_is_announced_and_renewed_and_left(place: Place) -> None:
     ctx = place.context()
-    assert ctx.membership is not None
-    task = asyncio.create_task(ctx.membership.keep())
+    assert ctx.registry_lease is not None
+    task = asyncio.create_task(ctx.registry_lease.keep())
     ctx.progress.advance(5, "decoding")
     await ctx.ready(policy_version=2)
     assert place.registry.renewals[-1] == ("ready", 5, "decoding", 2)
-    assert ctx.membership.committed == 3
+    assert ctx.registry_lease.committed == 3
     await until(lambda: len(place.registry.renewals) > 3)
     assert place.registry.announced == [Incarnation("rollout/0", 4)]
     await stop(task)
@@ -201,8 +201,8 @@ async def test_others_hear_how_a_role_ended(
 async def test_registry_that_is_away_does_not_hurt(place: Place) -> None:
     await place.registry_down()
     ctx = place.context()
-    assert ctx.membership is not None
-    task = asyncio.create_task(ctx.membership.keep())
+    assert ctx.registry_lease is not None
+    task = asyncio.create_task(ctx.registry_lease.keep())
     await ctx.ready()
     assert ReadyMsg() in place.heard(), "the agent hears of it all the same"
     await place.registry_up()
@@ -217,8 +217,8 @@ async def test_registry_that_is_away_does_not_hurt(place: Place) -> None:
 
 async def test_registry_that_forgot_is_told_again(place: Place) -> None:
     ctx = place.context()
-    assert ctx.membership is not None
-    task = asyncio.create_task(ctx.membership.keep())
+    assert ctx.registry_lease is not None
+    task = asyncio.create_task(ctx.registry_lease.keep())
     await until(lambda: place.registry.renewals)
     place.registry.error = Refused("no such member")
     await until(lambda: len(place.registry.announced) > 1)
@@ -230,10 +230,10 @@ async def test_registry_that_forgot_is_told_again(place: Place) -> None:
 
 async def test_fenced_incarnation_ends(place: Place) -> None:
     ctx = place.context()
-    assert ctx.membership is not None
+    assert ctx.registry_lease is not None
     place.registry.error = StaleEpoch("rollout/0#4", why="rollout/0#5 holds the slot")
     with pytest.raises(StaleEpoch, match="rollout/0#5"):
-        await asyncio.wait_for(ctx.membership.keep(), 120)
+        await asyncio.wait_for(ctx.registry_lease.keep(), 120)
 
 
 async def test_role_without_registry_is_told_why(place: Place) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from relax_rt.supervision.devices import (
-    App,
-    CannotAsk,
     DeviceBusy,
     DeviceGate,
+    DeviceProcess,
+    DeviceQueryFailed,
     ask_nvidia_smi,
     device_environment,
     device_names,
@@ -23,22 +23,22 @@ DEAD, LIVING = 111, 222
 class StandIn:
     """Answers for nvidia-smi: what the devices hold is taken from a list, answer by answer; the last one stays."""
 
-    def __init__(self, *answers: list[App] | str) -> None:
+    def __init__(self, *answers: list[DeviceProcess] | str) -> None:
         self.answers = list(answers)
         self.asked: list[str] = []
 
-    async def __call__(self, device: str) -> list[App]:
+    async def __call__(self, device: str) -> list[DeviceProcess]:
         self.asked.append(device)
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, str):
-            raise CannotAsk(answer)
+            raise DeviceQueryFailed(answer)
         return answer
 
 
 class Gate:
     def __init__(
         self,
-        *answers: list[App] | str,
+        *answers: list[DeviceProcess] | str,
         within_s: float = 5.0,
         visible: str | None = None,
         knows_pids: bool = True,
@@ -66,18 +66,21 @@ def test_devices_are_those_that_the_agent_may_see() -> None:
 
 
 def test_answers_of_nvidia_smi() -> None:
-    assert parse_apps("123, 456\n 7 , [N/A]\n\nNo running processes found\n") == [App(123, 456), App(7, 0)]
+    assert parse_apps("123, 456\n 7 , [N/A]\n\nNo running processes found\n") == [
+        DeviceProcess(123, 456),
+        DeviceProcess(7, 0),
+    ]
 
 
-async def test_first_use_of_a_device_asks_nobody() -> None:
-    world = Gate([App(DEAD, 100)])
+async def test_first_use_of_a_device_queries_nothing() -> None:
+    world = Gate([DeviceProcess(DEAD, 100)])
     await world.gate.free("rollout/0", [0])
     assert world.smi.asked == [] and world.told == []
 
 
-async def test_memory_of_the_dead_is_waited_for_and_the_reason_is_told_once() -> None:
-    held = [App(DEAD, 9000), App(LIVING, 10)]
-    world = Gate(held, held, [App(LIVING, 10)], visible="3,5")
+async def test_memory_of_the_dead_is_waited_for_and_reported_once() -> None:
+    held = [DeviceProcess(DEAD, 9000), DeviceProcess(LIVING, 10)]
+    world = Gate(held, held, [DeviceProcess(LIVING, 10)], visible="3,5")
     await world.gate.free("rollout/0", [1])
     await world.gate.free("rollout/0", [1])
     assert world.smi.asked == ["5", "5", "5"]
@@ -88,14 +91,14 @@ async def test_memory_of_the_dead_is_waited_for_and_the_reason_is_told_once() ->
     )
 
 
-async def test_memory_that_never_comes_back_is_an_error_that_says_so() -> None:
-    world = Gate([App(DEAD, 9000)], within_s=0.0)
+async def test_memory_that_is_never_freed_is_an_error_that_names_the_process() -> None:
+    world = Gate([DeviceProcess(DEAD, 9000)], within_s=0.0)
     await world.gate.free("rollout/0", [0])
     with pytest.raises(DeviceBusy, match="device 0 still holds 9000 MiB of the dead process 111"):
         await world.gate.free("rollout/0", [0])
 
 
-async def test_where_nobody_can_be_asked_it_is_said_once_and_the_start_goes_on() -> None:
+async def test_a_start_goes_on_where_devices_cannot_be_queried_which_is_reported_once() -> None:
     world = Gate("nvidia-smi is not installed")
     for _ in range(3):
         await world.gate.free("rollout/0", [0])
@@ -103,8 +106,8 @@ async def test_where_nobody_can_be_asked_it_is_said_once_and_the_start_goes_on()
     assert world.smi.asked == ["0"]
 
 
-async def test_pids_of_another_namespace_are_not_taken_for_dead_ones() -> None:
-    world = Gate([App(DEAD, 9000)], knows_pids=False)
+async def test_pids_of_another_namespace_do_not_count_as_dead() -> None:
+    world = Gate([DeviceProcess(DEAD, 9000)], knows_pids=False)
     await world.gate.free("rollout/0", [0])
     await world.gate.free("rollout/0", [0])
     ((kind, told),) = world.told
@@ -116,10 +119,10 @@ async def test_program_that_fails_is_no_answer(tmp_path: Any, monkeypatch: pytes
     program.write_text("#!/bin/sh\necho 'driver mismatch'\nexit 9\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(CannotAsk, match="driver mismatch"):
+    with pytest.raises(DeviceQueryFailed, match="driver mismatch"):
         await ask_nvidia_smi("0")
     program.write_text('#!/bin/sh\necho "$@" >&2\necho "42, 77"\n')
-    assert await ask_nvidia_smi("0") == [App(42, 77)]
+    assert await ask_nvidia_smi("0") == [DeviceProcess(42, 77)]
     monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(CannotAsk, match="not installed"):
+    with pytest.raises(DeviceQueryFailed, match="not installed"):
         await ask_nvidia_smi("0")

@@ -13,10 +13,10 @@ from relax_rt.config.problems import BadInput
 from relax_rt.supervision import diagnosis
 from relax_rt.supervision.diagnosis import (
     Diagnosis,
-    Exit,
+    ExitFacts,
+    FailureReport,
     KernelLog,
     Kind,
-    Report,
     classify_exception,
     diagnose,
 )
@@ -26,7 +26,7 @@ TRACE = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\
 
 
 def judge(**facts: object) -> Diagnosis:
-    return diagnose("rollout/0", 7, 42, Exit(**{"exit_code": None, **facts}), at=5.0)  # type: ignore[arg-type]
+    return diagnose("rollout/0", 7, 42, ExitFacts(**{"exit_code": None, **facts}), at=5.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,11 @@ def judge(**facts: object) -> Diagnosis:
             "CUDA error: device-side",
         ),
         ({"signal": signal.SIGBUS}, "killed", "shared memory"),
-        ({"exit_code": 1, "report": Report(kind="exception", cause="ValueError: no")}, "exception", "ValueError: no"),
+        (
+            {"exit_code": 1, "report": FailureReport(kind="exception", cause="ValueError: no")},
+            "exception",
+            "ValueError: no",
+        ),
         ({"exit_code": 1, "log": TRACE + "ModuleNotFoundError: No module named 'x'"}, "import_error", "No module"),
         ({"exit_code": 1, "log": TRACE + "torch.OutOfMemoryError: CUDA out of memory."}, "cuda", "CUDA out of memory"),
         ({"exit_code": 1, "log": TRACE + "MemoryError"}, "oom", "MemoryError"),
@@ -70,7 +74,7 @@ def test_says_who_and_when_and_keeps_the_end_of_the_log() -> None:
 
 
 def test_traceback_comes_from_the_report_else_from_the_log() -> None:
-    assert judge(exit_code=1, report=Report(kind="exception", cause="c", trace="reported")).trace == "reported"
+    assert judge(exit_code=1, report=FailureReport(kind="exception", cause="c", trace="reported")).trace == "reported"
     log = "before\n" + TRACE + "first\n" + TRACE + "KeyError: 'k'"
     assert judge(exit_code=1, log=log).trace == TRACE + "KeyError: 'k'"
 
@@ -91,11 +95,13 @@ def test_classifies_exceptions_where_they_are_raised() -> None:
 def test_evidence_does_not_repeat_the_cause() -> None:
     cause = "a call of x: " + "y " * 100
     chained = f"{TRACE}m.RelaxError: {cause}\n\nThe above exception\n{TRACE}m.RelaxError: {cause}\n"
-    said = diagnose("a/0", 1, 2, Exit(exit_code=1, report=Report(kind="exception", cause=cause, trace=chained)), at=1.0)
+    said = diagnose(
+        "a/0", 1, 2, ExitFacts(exit_code=1, report=FailureReport(kind="exception", cause=cause, trace=chained)), at=1.0
+    )
     assert not any("y y" in line for line in said.evidence()) and TRACE.splitlines()[1] in said.evidence()
     assert said.evidence(trace_lines=1) == ['  File "x.py", line 1, in <module>']
-    plain = Report(kind="exception", cause="KeyError: 'k'", trace=f"{TRACE}KeyError: 'k'")
-    assert diagnose("a/0", 1, 2, Exit(exit_code=1, report=plain), at=1.0).evidence() == TRACE.splitlines()
+    plain = FailureReport(kind="exception", cause="KeyError: 'k'", trace=f"{TRACE}KeyError: 'k'")
+    assert diagnose("a/0", 1, 2, ExitFacts(exit_code=1, report=plain), at=1.0).evidence() == TRACE.splitlines()
     assert judge(signal=9, log="one\ntwo").evidence(log_lines=1) == ["two"]
 
 
@@ -133,8 +139,8 @@ def test_an_end_that_says_all_in_its_cause_shows_the_users_lines_alone() -> None
     trace = CHAINED.format(runtime=Path(diagnosis.__file__).parents[1], **paths)
 
     def ended(kind: Kind, trace: str) -> Diagnosis:
-        report = Report(kind=kind, cause="c", trace=trace)
-        return diagnose("trainer/0", 6, 1, Exit(exit_code=1, report=report, log="one\ntwo\n"), 1.0)
+        report = FailureReport(kind=kind, cause="c", trace=trace)
+        return diagnose("trainer/0", 6, 1, ExitFacts(exit_code=1, report=report, log="one\ntwo\n"), 1.0)
 
     assert ended("given_up", trace).evidence() == [
         '  File "/home/me/game.py", line 12, in reset',

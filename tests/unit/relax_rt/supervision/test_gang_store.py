@@ -10,14 +10,14 @@ import pytest
 
 from relax_rt.hosting import gang as module
 from relax_rt.hosting.gang import RENDEZVOUS_FD, Gang
-from relax_rt.supervision.executor import Rendezvous, gang_orders
+from relax_rt.supervision.executor import GangRendezvous, gang_orders
 from relax_rt.supervision.local import gang_environment
 from relax_rt.supervision.protocol import Start, StartGang
 
 
 def test_ranks_of_one_start_have_one_key_and_the_next_start_another() -> None:
     gang = StartGang("ranks", 1, [Start("ranks/0", "a", ()), Start("ranks/1", "b", ())])
-    first, again = (gang_orders(gang, Rendezvous("10.0.0.1", 7)) for _ in range(2))
+    first, again = (gang_orders(gang, GangRendezvous("10.0.0.1", 7)) for _ in range(2))
     assert len({order.key for order in first}) == 1 and len({order.key for order in first + again}) == 2
     place = Gang.here(gang_environment(first[1]))
     assert (place.key, place.rank, place.world_size) == (first[0].key, 1, 2)

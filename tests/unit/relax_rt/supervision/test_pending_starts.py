@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from relax_rt.supervision.agent import Agent
 from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.supervision.executor import GangOrder, PendingStarts, Rendezvous, StartAttempt, StartOrder, gang_orders
+from relax_rt.supervision.executor import (
+    GangOrder,
+    GangRendezvous,
+    PendingStart,
+    PendingStarts,
+    StartOrder,
+    gang_orders,
+)
 from relax_rt.supervision.local import unspawned
 from relax_rt.supervision.placement import Node, Placer
 from relax_rt.supervision.protocol import KillRequested, NodeLost, RunStarted, StartGang, StopRequested, Tick
@@ -71,7 +78,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["begin", "call_off", "forget", "sett
 @given(STEPS)
 def test_each_start_is_answered_for_exactly_once(steps: list[tuple[str, int]]) -> None:
     starts, attempts = PendingStarts(), []
-    owner: dict[str, StartAttempt] = {}
+    owner: dict[str, PendingStart] = {}
     for what, n in steps:
         slot = f"w/{n % 3}"
         if what == "begin":
@@ -142,7 +149,7 @@ class BareAgent(Agent):
         self._done = asyncio.get_running_loop().create_future()
 
     async def _open_rendezvous(self, gang: StartGang) -> list[GangOrder]:
-        return gang_orders(gang, Rendezvous("head", 1))
+        return gang_orders(gang, GangRendezvous("head", 1))
 
 
 @pytest.mark.parametrize("gang", [False, True])

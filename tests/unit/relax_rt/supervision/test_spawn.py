@@ -16,14 +16,14 @@ import pytest
 
 from relax_rt.config.schema import RunConfig
 from relax_rt.process import procfs
-from relax_rt.process.limits import Limits
+from relax_rt.process.limits import ProcessLimits
 from relax_rt.process.zygote_pool import ZygoteKey
 from relax_rt.supervision.channel import PreparedMsg, encode
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.local import LocalExecutor
 from relax_rt.supervision.role_process import Launch, RoleProcess, StartedProcess
 from relax_rt.supervision.rundir import RunPaths
-from relax_rt.supervision.spawner import BACKOFF_FIRST_S, EXAMINERS, Spares, SpareSpec, Spawner
+from relax_rt.supervision.spawner import BACKOFF_FIRST_S, EXAMINERS, RoleSpawner, Spares, SpareSpec
 
 WAIT_S = 120
 IDLE = "import os, socket\nc = socket.socket(fileno=int(os.environ['RELAX_CONTROL_FD']))\nwhile c.recv(999): pass"
@@ -42,7 +42,7 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.log = folder / "toy.log"
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.spawner = Spawner(lambda kind, **fields: self.events.append((kind, fields)))
+        self.spawner = RoleSpawner(lambda kind, **fields: self.events.append((kind, fields)))
 
     async def start(self, code: str, **fields: Any) -> Started:
         end: asyncio.Future[Diagnosis] = asyncio.get_running_loop().create_future()
@@ -68,7 +68,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 
 async def test_limits_are_put_on_spawned_processes(world: World) -> None:
-    toy = await world.start(IDLE, limits=Limits(nice=3))
+    toy = await world.start(IDLE, limits=ProcessLimits(nice=3))
     assert os.getpriority(os.PRIO_PROCESS, toy.process.pid) == 3
     toy.process.kill("killed", "enough")
     end = await toy.diagnosis()

@@ -13,10 +13,10 @@ from relax_rt.supervision.protocol import (
     Emit,
     Kill,
     KillRequested,
-    Progress,
     RestartRequested,
     RunStarted,
     SlotFinished,
+    SlotProgress,
     SlotReady,
     SlotSpawned,
     Start,
@@ -120,7 +120,7 @@ def stopping(**rules: Any) -> Bench:
 def test_a_role_that_drains_has_its_time_again_at_each_progress_and_a_bound() -> None:
     b = stopping(drains=True)
     for n in range(1, 15):
-        b(Progress("a/0", n, detail="writing a checkpoint"), after=4)
+        b(SlotProgress("a/0", n, detail="writing a checkpoint"), after=4)
         assert b.of(Kill) == [], f"after {b.now} s"
     b(Tick(), after=4)
     assert b.now == 60 and b.of(Kill) == ["a/0"], "no more than drain_timeout_s in all"
@@ -134,13 +134,13 @@ def test_a_stopping_slot_says_when_it_is_killed_unless_it_makes_progress_and_at_
     assert (b.view("a/0").kill_at, b.view("a/0").kill_latest) == (5, 60)
     (told,) = [action.fields for action in b.actions if isinstance(action, Emit) and action.kind == "run_draining"]
     assert told["slot_most_s"] == 60
-    b(Progress("a/0", 1, detail="writing a checkpoint"), after=4)
+    b(SlotProgress("a/0", 1, detail="writing a checkpoint"), after=4)
     assert (b.view("a/0").kill_at, b.view("a/0").kill_latest) == (9, 60)
 
 
 def test_a_role_that_drains_and_stands_still_is_killed() -> None:
     b = stopping(drains=True)
-    b(Progress("a/0", 1, detail="writing"), after=4), b(Progress("a/0", 1, detail="writing"), after=4)
+    b(SlotProgress("a/0", 1, detail="writing"), after=4), b(SlotProgress("a/0", 1, detail="writing"), after=4)
     assert b.of(Kill) == []
     b(Tick(), after=1)
     assert b.of(Kill) == ["a/0"]
@@ -148,14 +148,14 @@ def test_a_role_that_drains_and_stands_still_is_killed() -> None:
 
 def test_progress_alone_gives_no_other_role_more_time() -> None:
     b = stopping()
-    b(Progress("a/0", 1), after=4)
-    b(Progress("a/0", 2), after=1)
+    b(SlotProgress("a/0", 1), after=4)
+    b(SlotProgress("a/0", 2), after=1)
     assert b.of(Kill) == ["a/0"]
 
 
 def test_known_slow_work_while_stopping_is_bounded() -> None:
     b = stopping()
-    b(Progress("a/0", 1, extend_s=1000), after=1)
+    b(SlotProgress("a/0", 1, extend_s=1000), after=1)
     b(Tick(), after=58)
     assert b.of(Kill) == []
     b(Tick(), after=1)
@@ -165,8 +165,8 @@ def test_known_slow_work_while_stopping_is_bounded() -> None:
 def test_a_role_that_has_finished_gets_no_more_time_for_waiting() -> None:
     b = Bench(spec("a/0", stop_timeout_s=5, drains=True))
     b(RunStarted()), b.up("a/0"), b(SlotFinished("a/0"))
-    b(Progress("a/0", 1, "somebody"), after=4)
-    b(Progress("a/0", 1, "somebody"), after=1)
+    b(SlotProgress("a/0", 1, "somebody"), after=4)
+    b(SlotProgress("a/0", 1, "somebody"), after=1)
     assert b.of(Kill) == ["a/0"]
 
 
@@ -270,7 +270,7 @@ def test_restarts_age_only_in_good_time() -> None:
     steady(RunStarted())
     for _ in range(6):
         steady.up("a/0")
-        steady(Progress("a/0", 1), after=11)
+        steady(SlotProgress("a/0", 1), after=11)
         steady.dies("a/0")
         assert steady.state("a/0") == "backoff", "each failure came after a whole period of good work"
         steady(Tick(), after=10)
@@ -336,8 +336,8 @@ def test_what_a_role_gives_up_ends_the_run_without_a_restart() -> None:
 def test_hang_dumps_stacks_then_kills() -> None:
     b = Bench(spec("a/0", hang_after_s=10, dump_grace_s=1))
     b(RunStarted()), b.up("a/0")
-    b(Progress("a/0", 5), after=9)
-    b(Progress("a/0", 5, detail="decoding"), after=9)
+    b(SlotProgress("a/0", 5), after=9)
+    b(SlotProgress("a/0", 5, detail="decoding"), after=9)
     assert b(Tick(), after=0.5) == []
     b(Tick(), after=0.5)
     assert b.of(DumpStacks) == ["a/0"] and b.of(Kill) == []
@@ -350,7 +350,7 @@ def test_progress_during_the_stack_dump_saves_the_role() -> None:
     b(RunStarted()), b.up("a/0")
     b(Tick(), after=10)
     assert b.of(DumpStacks) == ["a/0"]
-    b(Progress("a/0", 1), after=0.5)
+    b(SlotProgress("a/0", 1), after=0.5)
     b(Tick(), after=5)
     assert b.of(Kill) == [] and b.state("a/0") == "ready"
 
@@ -359,10 +359,10 @@ def test_waiting_is_idle_and_extend_moves_the_deadline_once() -> None:
     b = Bench(spec("a/0", hang_after_s=10))
     b(RunStarted()), b.up("a/0")
     for _ in range(100):
-        b(Progress("a/0", 0, waiting="for samples"), after=9)
+        b(SlotProgress("a/0", 0, waiting="for samples"), after=9)
     assert b.of(DumpStacks) == []
-    b(Progress("a/0", 0))
-    b(Progress("a/0", 0, extend_s=30), after=5)
+    b(SlotProgress("a/0", 0))
+    b(SlotProgress("a/0", 0, extend_s=30), after=5)
     b(Tick(), after=34)
     assert b.of(DumpStacks) == []
     b(Tick(), after=1)
@@ -371,13 +371,13 @@ def test_waiting_is_idle_and_extend_moves_the_deadline_once() -> None:
 
 def test_an_idle_role_without_a_sign_of_life_is_a_hang_and_its_next_beat_saves_it() -> None:
     b = Bench(spec("a/0", hang_after_s=10, dump_grace_s=1))
-    b(RunStarted()), b(SlotSpawned("a/0", 1, 5), Progress("a/0", 0, waiting="for weights"), SlotReady("a/0"))
-    b(Progress("a/0", 0, waiting="for weights"), after=9)
+    b(RunStarted()), b(SlotSpawned("a/0", 1, 5), SlotProgress("a/0", 0, waiting="for weights"), SlotReady("a/0"))
+    b(SlotProgress("a/0", 0, waiting="for weights"), after=9)
     b(Tick(), after=9.9)
     assert b.state("a/0") == "ready"
     b(Tick(), after=0.1)
     assert b.of(DumpStacks) == ["a/0"]
-    b(Progress("a/0", 0, waiting="for weights"), after=0.5)
+    b(SlotProgress("a/0", 0, waiting="for weights"), after=0.5)
     assert b.state("a/0") == "ready"
     b(Tick(), after=10), b(Tick(), after=1)
     assert "for weights" in next(a for a in b.actions if isinstance(a, Kill)).reason
@@ -385,7 +385,7 @@ def test_an_idle_role_without_a_sign_of_life_is_a_hang_and_its_next_beat_saves_i
 
 def test_an_idle_role_has_time_for_a_beat_however_short_its_limit() -> None:
     b = Bench(spec("a/0", hang_after_s=0.5))
-    b(RunStarted()), b.up("a/0"), b(Progress("a/0", 0, waiting="for samples"))
+    b(RunStarted()), b.up("a/0"), b(SlotProgress("a/0", 0, waiting="for samples"))
     b(Tick(), after=2)
     assert b.state("a/0") == "ready"
 
@@ -394,9 +394,9 @@ def test_a_start_that_waits_for_another_role_lasts_as_long_as_it_says_so() -> No
     b = Bench(spec("a/0", start_timeout_s=10))
     b(RunStarted()), b(SlotSpawned("a/0", 1, 5))
     for _ in range(10):
-        b(Progress("a/0", 0, waiting="the first committed weights"), after=9)
+        b(SlotProgress("a/0", 0, waiting="the first committed weights"), after=9)
     assert b.state("a/0") == "starting" and b.of(DumpStacks) == []
-    b(Progress("a/0", 0), after=9)
+    b(SlotProgress("a/0", 0), after=9)
     b(Tick(), after=1)
     assert b.of(DumpStacks) == ["a/0"]
 
@@ -404,7 +404,7 @@ def test_a_start_that_waits_for_another_role_lasts_as_long_as_it_says_so() -> No
 def test_start_timeout_dumps_kills_and_counts_and_can_be_extended() -> None:
     b = Bench(spec("a/0", start_timeout_s=10, max_restarts=0))
     b(RunStarted()), b(SlotSpawned("a/0", 1, 5))
-    b(Progress("a/0", 0, extend_s=100), after=5)
+    b(SlotProgress("a/0", 0, extend_s=100), after=5)
     b(Tick(), after=104)
     assert b.of(DumpStacks) == []
     b(Tick(), after=1)
@@ -420,7 +420,7 @@ def test_a_start_goes_on_beyond_its_timeout_while_slow_work_gets_on() -> None:
     b = Bench(spec("a/0", start_timeout_s=10, dump_grace_s=1))
     b(RunStarted()), b(SlotSpawned("a/0", 1, 5))
     for n in range(100):
-        b(Progress("a/0", n, extend_s=9), after=9)
+        b(SlotProgress("a/0", n, extend_s=9), after=9)
         assert b.state("a/0") == "starting"
     b(Tick(), after=9.5)
     assert b.of(DumpStacks) == []

@@ -16,12 +16,12 @@ from relax_rt.supervision.protocol import (
     KillRequested,
     NodeJoined,
     NodeLost,
-    Progress,
     RestartRequested,
     RunStarted,
     ScaleRequested,
     SlotExited,
     SlotFinished,
+    SlotProgress,
     SlotReady,
     SlotSpawned,
     Start,
@@ -93,7 +93,7 @@ def test_rank_that_gives_up_ends_the_run_though_another_was_seen_to_die_before(k
 def test_gang_ages_its_failures_while_all_of_it_works() -> None:
     b = gang(2, max_restarts=1, period_s=10)
     for _ in range(4):
-        b(Progress("t/0", 1), Progress("t/1", 1), after=11)
+        b(SlotProgress("t/0", 1), SlotProgress("t/1", 1), after=11)
         b.dies("t/0"), b.dies("t/1", "killed")
         b(Tick(), after=1)
         b.up("t/0")
@@ -208,7 +208,7 @@ def test_restart_of_the_role_ages_in_the_good_time_of_the_slot_that_needed_it() 
     b(RunStarted())
     for _ in range(3):
         b.up("r/0")
-        b(Progress("r/0", 1), after=110)
+        b(SlotProgress("r/0", 1), after=110)
         b.dies("r/0")
         b(Tick(), after=10)
     assert b.core.done is None

@@ -15,19 +15,19 @@ from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.placement import Node, NoRoom, Placement, Placer
 from relax_rt.supervision.protocol import (
     Action,
-    Done,
     DrainRequested,
     Event,
     Kill,
     KillRequested,
     NodeJoined,
     NodeLost,
-    Progress,
     RestartRequested,
+    RunDone,
     RunStarted,
     ScaleRequested,
     SlotExited,
     SlotFinished,
+    SlotProgress,
     SlotReady,
     SlotSpawned,
     Start,
@@ -135,7 +135,7 @@ class World(RuleBasedStateMachine):
         """Kinds that operators or lost nodes had restarted, which no limit counts."""
         self.down: set[str] = set()
         self.wanted = {kind: shape.slots for kind, shape in self.shapes.items()}
-        self.done: Done | None = None
+        self.done: RunDone | None = None
         self.send(RunStarted())
 
     # What the core does to the world.
@@ -152,7 +152,7 @@ class World(RuleBasedStateMachine):
             return False
         self.stopping = self.stopping or bool(self.core.draining)
         for action in actions:
-            assert self.done is None, "nothing follows Done"
+            assert self.done is None, "nothing follows RunDone"
             self.carry_out(action)
         return True
 
@@ -177,7 +177,7 @@ class World(RuleBasedStateMachine):
             case Kill(slot=slot):
                 assert slot in self.live
                 self.stopped.add(slot)
-            case Done():
+            case RunDone():
                 assert not self.live, "done while a process lives"
                 self.done = action
 
@@ -248,7 +248,7 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: any(self.live.values()))
     @rule(data=st.data(), n=st.integers(0, 50), waiting=st.sampled_from(["", "x"]), extend=st.sampled_from([0.0, 50.0]))
     def reports(self, data: st.DataObject, n: int, waiting: str, extend: float) -> None:
-        self.send(Progress(self.pick(data, [s for s, up in self.live.items() if up]), n, waiting, extend))
+        self.send(SlotProgress(self.pick(data, [s for s, up in self.live.items() if up]), n, waiting, extend))
 
     @precondition(lambda self: any(self.live.values()))
     @rule(data=st.data())

@@ -8,13 +8,13 @@ from supervisor_bench import spec
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.protocol import (
     Action,
-    Done,
     DrainRequested,
     Emit,
     Event,
-    Progress,
+    RunDone,
     RunStarted,
     SlotExited,
+    SlotProgress,
     SlotReady,
     SlotSpawned,
     Tick,
@@ -55,7 +55,7 @@ class Run:
                     continue
                 self.count[slot] += slot in moving or slot == "queue/0"
                 waiting = "" if slot in moving or slot == "queue/0" else f"what {slot} waits for"
-                self(Progress(slot, self.count[slot], waiting=waiting))
+                self(SlotProgress(slot, self.count[slot], waiting=waiting))
 
     @property
     def ending(self) -> str:
@@ -92,7 +92,7 @@ def test_without_a_deadline_it_never_ends_for_that() -> None:
 
 def test_known_slow_work_and_starts_have_deadlines_of_their_own() -> None:
     run = Run()
-    run(Progress("trainer/0", 0, detail="downloading the model", extend_s=900.0))
+    run(SlotProgress("trainer/0", 0, detail="downloading the model", extend_s=900.0))
     run.passes(900 + STALL_S - 10)
     assert run.ending == ""
     run.passes(20)
@@ -131,5 +131,5 @@ def test_the_end_is_in_order_and_its_time_is_a_deadline() -> None:
     run.passes(2 * STALL_S)
     for slot in ("trainer/0", "rollout/0", "queue/0"):
         run(SlotExited(slot, Diagnosis(slot=slot, epoch=1, kind="clean", cause="finished")))
-    (done,) = [a for a in run.actions if isinstance(a, Done)]
+    (done,) = [a for a in run.actions if isinstance(a, RunDone)]
     assert done.exit_code == 1 and "nothing moved" in done.reason

@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
+from relax_rt.roles.gateway.access import Keys
 from relax_rt.roles.gateway.api import SessionLimits
-from relax_rt.roles.gateway.app import Bounds, Gateway
-from relax_rt.roles.gateway.keys import Keys
+from relax_rt.roles.gateway.app import Gateway, HttpLimits
 from relax_rt.roles.gateway.server import listen, make_server, url_of
-from relax_rt.roles.gateway.service import Service, Terms
+from relax_rt.roles.gateway.service import AnswerPolicy, Service
 from relax_rt.roles.gateway.sessions import Sessions
 from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer
@@ -151,8 +151,8 @@ def ledger(name: str, tokens: int) -> TokenLedger:
 async def running(
     script: Script,
     *,
-    terms: Terms | None = None,
-    bounds: Bounds | None = None,
+    terms: AnswerPolicy | None = None,
+    bounds: HttpLimits | None = None,
     limits: AdmissionLimits | None = None,
     connections: int = 256,
     head_s: float = 20.0,
@@ -161,7 +161,7 @@ async def running(
     chat: ChatTemplate | None = None,
 ) -> AsyncIterator[Running]:
     engine = Scripted(script)
-    terms = terms or Terms(models=("policy",), new_tokens=200, context=4096)
+    terms = terms or AnswerPolicy(models=("policy",), new_tokens=200, context=4096)
     chat = chat or template()
     sessions = Sessions(
         lambda name, tokens: TokenLedger(chat, max_tokens=tokens, session=name),
@@ -175,7 +175,7 @@ async def running(
     url = url_of(listening)
     async with AdmissionQueue(limits or AdmissionLimits(), load) as admission:
         service = Service(engine, chat.tokenizer, admission, terms, sight=chat.sight)
-        gateway = Gateway(service, sessions, Keys(TOKEN), bounds or Bounds())
+        gateway = Gateway(service, sessions, Keys(TOKEN), bounds or HttpLimits())
         server = make_server(gateway.application(), connections=connections, head_s=head_s, send_s=send_s)
         serving = asyncio.create_task(server.serve([listening]))
         try:

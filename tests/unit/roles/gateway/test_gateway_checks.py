@@ -8,7 +8,7 @@ import pytest
 
 from relax_rt.config.loader import load_config
 from relax_rt.config.problems import ConfigErrors
-from relax_rt.roles.gateway import checks
+from relax_rt.roles.gateway import settings as checks
 
 TINY = Path(__file__).parents[3] / "tiny_job" / "roles.toml"
 

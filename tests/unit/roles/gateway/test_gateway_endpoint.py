@@ -12,7 +12,7 @@ from gateway_world import TOKEN, running
 from test_gateway_openai import ask, echo
 
 from relax_rt import Runtime
-from relax_rt.roles.gateway.keys import FILE, run_token
+from relax_rt.roles.gateway.access import FILE, run_token
 from relax_rt.transport.rpc.errors import RelaxError
 
 

@@ -15,7 +15,7 @@ import pytest
 from gateway_world import TOKEN, Running, running, until
 from test_gateway_openai import ask, client, echo
 
-from relax_rt.roles.gateway.app import Bounds
+from relax_rt.roles.gateway.app import HttpLimits
 from relax_rt.roles.rollout.router.admission import AdmissionLimits, FleetLoad
 
 CHAT = "/v1/chat/completions"
@@ -74,7 +74,7 @@ async def still_serves(world: Running) -> None:
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_a_body_of_100_mb_is_refused_while_it_comes(chunked: bool) -> None:
     chunk = b"x" * (1 << 20)
-    async with running(echo, bounds=Bounds(body_bytes=1 << 20)) as world:
+    async with running(echo, bounds=HttpLimits(body_bytes=1 << 20)) as world:
         tracemalloc.start()
         try:
             raw = await Raw.to(world)
@@ -96,7 +96,7 @@ async def test_a_body_of_100_mb_is_refused_while_it_comes(chunked: bool) -> None
 
 
 async def test_the_client_package_hears_of_it_too() -> None:
-    async with running(echo, bounds=Bounds(body_bytes=1 << 16)) as world, client(world) as api:
+    async with running(echo, bounds=HttpLimits(body_bytes=1 << 16)) as world, client(world) as api:
         with pytest.raises(openai.APIStatusError, match="the bound is 65536") as caught:
             await api.chat.completions.create(model="policy", messages=ask("x" * (8 << 20)))
         assert caught.value.status_code == 413
@@ -149,7 +149,7 @@ async def test_without_a_key_nothing_is_read() -> None:
 async def test_an_image_bomb_is_not_opened(nbytes: int) -> None:
     data = "A" * nbytes
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
-    async with running(echo, bounds=Bounds(body_bytes=32 << 20)) as world, client(world) as api:
+    async with running(echo, bounds=HttpLimits(body_bytes=32 << 20)) as world, client(world) as api:
         messages: Any = [{"role": "user", "content": [{"type": "text", "text": "look"}, part]}]
         with pytest.raises(openai.APIStatusError) as caught:
             await api.chat.completions.create(model="policy", messages=messages)
@@ -181,7 +181,7 @@ async def test_a_head_that_comes_slowly_or_never_loses_its_connection() -> None:
 
 
 async def test_a_body_that_comes_slowly_is_not_waited_for() -> None:
-    async with running(echo, bounds=Bounds(body_s=1.0)) as world:
+    async with running(echo, bounds=HttpLimits(body_s=1.0)) as world:
         raw = await Raw.to(world)
         await raw.send(head(1000) + b'{"model"')
         status, told = await raw.answer()
@@ -220,7 +220,7 @@ async def test_too_many_connections_are_turned_away_and_those_at_rest_make_room(
 
 
 async def test_requests_at_hand_are_bounded_together() -> None:
-    async with running(echo, bounds=Bounds(held_bytes=3000)) as world:
+    async with running(echo, bounds=HttpLimits(held_bytes=3000)) as world:
         first = await Raw.to(world)
         await first.send(head(4000) + b" " * 2000)
         await until(lambda: world.gateway.memory.held == 2000)

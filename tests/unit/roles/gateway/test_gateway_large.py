@@ -18,10 +18,10 @@ from test_gateway_openai import TOOL, ask, client, echo
 
 from relax_rt.roles.agentic.tokens import ChatTemplate
 from relax_rt.roles.agentic.tokens.types import Message, Tool
-from relax_rt.roles.gateway.app import Bounds
-from relax_rt.roles.gateway.bounds import PARSED_TIMES, VALUE_BYTES, parsed_bytes
-from relax_rt.roles.gateway.calls import MOST_TOOL_BYTES
-from relax_rt.roles.gateway.service import Terms
+from relax_rt.roles.gateway.app import HttpLimits
+from relax_rt.roles.gateway.calls import MAX_TOOL_BYTES
+from relax_rt.roles.gateway.request_body import PARSED_TIMES, VALUE_BYTES, parsed_bytes
+from relax_rt.roles.gateway.service import AnswerPolicy
 
 
 class Watched(ChatTemplate):
@@ -50,7 +50,7 @@ LONG_CALLS: dict[str, Any] = {
 @pytest.mark.parametrize("what", LONG_CALLS)
 async def test_what_is_long_in_any_part_is_rendered_in_a_thread(what: str) -> None:
     chat = Watched()
-    terms = Terms(models=("policy",), new_tokens=20, context=100_000)
+    terms = AnswerPolicy(models=("policy",), new_tokens=20, context=100_000)
     async with running(echo, chat=chat, terms=terms) as world, client(world) as api:
         world.sessions._tokens = 100_000
         await api.chat.completions.create(model="policy", messages=ask("short"))
@@ -62,7 +62,7 @@ async def test_what_is_long_in_any_part_is_rendered_in_a_thread(what: str) -> No
 
 async def test_a_long_conversation_that_is_gone_on_with_by_its_id_is_rendered_in_a_thread() -> None:
     chat = Watched()
-    terms = Terms(models=("policy",), new_tokens=20, context=100_000)
+    terms = AnswerPolicy(models=("policy",), new_tokens=20, context=100_000)
     async with running(lambda p, w: "yes", chat=chat, terms=terms) as world, client(world, world.episode()) as api:
         first = await api.responses.create(model="policy", input="hi")
         chat.threads.clear()
@@ -88,7 +88,7 @@ async def test_a_text_far_beyond_the_room_is_not_even_rendered(kind: str) -> Non
 
 
 async def test_tools_are_bounded_in_bytes() -> None:
-    tool = {**TOOL, "function": {**TOOL["function"], "description": "x" * MOST_TOOL_BYTES}}
+    tool = {**TOOL, "function": {**TOOL["function"], "description": "x" * MAX_TOOL_BYTES}}
     async with running(echo) as world, client(world) as api:
         with pytest.raises(openai.APIStatusError, match="bytes as JSON") as caught:
             await api.chat.completions.create(model="policy", messages=ask("hi"), tools=[tool])
@@ -103,7 +103,7 @@ async def post(world: Running, body: bytes) -> httpx.Response:
 
 
 async def test_a_body_of_many_values_is_refused_before_it_is_parsed() -> None:
-    bounds = Bounds(body_bytes=1 << 16, held_bytes=1 << 16)
+    bounds = HttpLimits(body_bytes=1 << 16, held_bytes=1 << 16)
     values = (1 << 16) * PARSED_TIMES // VALUE_BYTES
     begin = b'{"model": "policy", "messages": [{"role": "user", "content": "x"}], "other": ['
     async with running(echo, bounds=bounds) as world:

@@ -14,7 +14,7 @@ from gateway_world import TEMPLATE, TOKEN, Running, running, tokenizer, until
 from openai import AsyncOpenAI
 
 from relax_rt.roles.agentic.tokens import ChatTemplate
-from relax_rt.roles.gateway.service import Terms
+from relax_rt.roles.gateway.service import AnswerPolicy
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.router.core import GenerationRequest
 
@@ -357,7 +357,7 @@ async def test_what_cannot_be_done_is_refused_by_its_name() -> None:
 
 
 async def test_what_cannot_be_done_is_left_out_where_that_is_set_and_said() -> None:
-    terms = Terms(models=("*",), new_tokens=50, context=512, unsupported="ignore", other_temperature="override")
+    terms = AnswerPolicy(models=("*",), new_tokens=50, context=512, unsupported="ignore", other_temperature="override")
     async with running(echo, terms=terms) as world, client(world, world.episode()) as api:
         raw = await api.chat.completions.with_raw_response.create(
             model="gpt-4o-mini", messages=ask("x"), top_p=0.5, tool_choice="required", tools=[TOOL], temperature=0.2
@@ -370,7 +370,7 @@ async def test_what_cannot_be_done_is_left_out_where_that_is_set_and_said() -> N
 
 
 async def test_log_probabilities_of_others_are_left_out_where_that_is_set() -> None:
-    terms = Terms(models=("policy",), new_tokens=50, context=512, unsupported="ignore")
+    terms = AnswerPolicy(models=("policy",), new_tokens=50, context=512, unsupported="ignore")
     async with running(echo, terms=terms) as world, client(world) as api:
         chat = await api.chat.completions.with_raw_response.create(
             model="policy", messages=ask("x"), logprobs=True, top_logprobs=5

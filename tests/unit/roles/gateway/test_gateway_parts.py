@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_rt.roles.gateway import reading
-from relax_rt.roles.gateway.calls import event
-from relax_rt.roles.gateway.errors import CallError
-from relax_rt.roles.gateway.keys import Caller, Keys, run_token
-from relax_rt.roles.gateway.reading import Reader
+from relax_rt.roles.gateway.access import Caller, Keys, run_token
+from relax_rt.roles.gateway.calls import CallError, event
+from relax_rt.roles.gateway.reading import AnswerReader
 from relax_rt.transport.rpc.errors import Refused
 
 END = 0
@@ -39,7 +38,7 @@ SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
 @given(TEXT, SIZES)
 def test_text_is_whole_however_the_tokens_come(text: str, sizes: list[int]) -> None:
-    reader, shown = Reader(spell, (), {END}), ""
+    reader, shown = AnswerReader(spell, (), {END}), ""
     for piece in cut([*text.encode(), END], sizes):
         assert reader.take(piece, [0.0] * len(piece)) == len(piece)
         shown += reader.show()
@@ -50,7 +49,7 @@ def test_text_is_whole_however_the_tokens_come(text: str, sizes: list[int]) -> N
 @given(TEXT, SIZES, st.integers(0, 3))
 def test_a_text_that_is_cut_inside_a_character_has_all_before_it(text: str, sizes: list[int], missing: int) -> None:
     tokens = text.encode()[: max(0, len(text.encode()) - missing)]
-    reader, shown = Reader(spell, (), {END}), ""
+    reader, shown = AnswerReader(spell, (), {END}), ""
     for piece in cut(tokens, sizes):
         reader.take(piece, [0.0] * len(piece))
         shown += reader.show()
@@ -69,7 +68,7 @@ def test_a_decoder_that_takes_a_character_back_changes_nothing_that_was_read() -
         except UnicodeDecodeError:
             return "�" * len(tokens)
 
-    reader = Reader(together, ("!",), {END}, logprobs=True)
+    reader = AnswerReader(together, ("!",), {END}, logprobs=True)
     for token in "ab😀😀!".encode():
         reader.take([token], [0.0])
     assert reader.text == "ab😀😀!" and reader.stop == "!" and reader.visible == "ab😀😀"
@@ -85,7 +84,7 @@ def test_a_place_in_a_text_is_found_in_its_tokens(text: str, end: int, piece: in
 
 @given(TEXT, SIZES, st.lists(st.text("abß€ ", min_size=1, max_size=3), min_size=1, max_size=3))
 def test_a_stop_string_ends_it_at_the_token_that_completes_it(text: str, sizes: list[int], stops: list[str]) -> None:
-    reader, shown, kept = Reader(spell, stops, {END}, logprobs=True), "", 0
+    reader, shown, kept = AnswerReader(spell, stops, {END}, logprobs=True), "", 0
     tokens = [*text.encode(), END]
     for piece in cut(tokens, sizes):
         count = reader.take(piece, [-0.1] * len(piece))
@@ -109,7 +108,7 @@ def test_a_stop_string_ends_it_at_the_token_that_completes_it(text: str, sizes: 
     st.text("ab<", max_size=10), st.sampled_from(["<think>", "<tool_call>", "<|python_tag|>", "[TOOL_CALLS]"]), SIZES
 )
 def test_what_follows_a_mark_is_not_shown(text: str, mark: str, sizes: list[int]) -> None:
-    reader, shown = Reader(spell, (), {END}), ""
+    reader, shown = AnswerReader(spell, (), {END}), ""
     for piece in cut((text + mark + "hidden").encode(), sizes):
         reader.take(piece, [0.0] * len(piece))
         shown += reader.show()
@@ -119,7 +118,7 @@ def test_what_follows_a_mark_is_not_shown(text: str, mark: str, sizes: list[int]
 
 def test_json_may_be_a_call_where_tools_were_offered() -> None:
     for calls, shown in ((True, ""), (False, '{"name"')):
-        reader = Reader(spell, (), {END}, calls=calls)
+        reader = AnswerReader(spell, (), {END}, calls=calls)
         reader.take(list(b'{"name"'), [0.0] * 7)
         assert reader.show() == shown
 

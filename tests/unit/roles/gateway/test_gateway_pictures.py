@@ -16,7 +16,7 @@ from tiny_sight import PLACES, part, picture
 from relax_rt.roles.agentic.tokens import ChatTemplate
 from relax_rt.roles.data.media.pictures import MOST_PICTURES, Shown
 from relax_rt.roles.data.media.sight import load_sight
-from relax_rt.roles.gateway.app import Bounds
+from relax_rt.roles.gateway.app import HttpLimits
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.rollout.router.core import GenerationRequest
 
@@ -113,7 +113,7 @@ AT = r"new picture 1: a picture"
 async def test_what_cannot_be_taken_is_told_and_the_gateway_goes_on(
     chat: ChatTemplate, content: Any, status: int, why: str
 ) -> None:
-    async with running(counts, chat=chat, bounds=Bounds(body_bytes=32 << 20)) as world, client(world) as api:
+    async with running(counts, chat=chat, bounds=HttpLimits(body_bytes=32 << 20)) as world, client(world) as api:
         with pytest.raises(openai.APIStatusError, match=why) as caught:
             await api.chat.completions.create(model="policy", messages=[{"role": "user", "content": content}])
         assert caught.value.status_code == status and len(caught.value.message) < 600

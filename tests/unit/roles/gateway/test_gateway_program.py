@@ -16,8 +16,7 @@ from relax_rt.roles.agentic.program import load_program
 from relax_rt.roles.agentic.program_episodes import Programs
 from relax_rt.roles.agentic.program_host import ProgramHost
 from relax_rt.roles.agentic.rewards import turns_of
-from relax_rt.roles.gateway.api import Access, Closed, SessionLimits
-from relax_rt.roles.gateway.remote import Lessee
+from relax_rt.roles.gateway.api import Access, Closed, SessionClient, SessionLimits
 from relax_rt.roles.rollout.router.core import GenerationRequest
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
@@ -71,7 +70,7 @@ async def play(world: Running, here: Here, host: ProgramHost, name: str, questio
     limits = Limits(max_turns=turns, max_new_tokens=100, turn_timeout_s=60, episode_timeout_s=120)
     program = load_program(COMMAND, OPTIONS, EXAMPLE)
     task = Task(index=0, item=name, split="train", seed=1, question=question, answer="851")
-    async with Lessee(here, "gateway/0") as lessee:  # type: ignore[arg-type]
+    async with SessionClient(here, "gateway/0") as lessee:  # type: ignore[arg-type]
         programs = Programs(program, host, lessee, limits, 2000, judged=True, told=lambda count: None)
         return await programs.play(name, task, 5, temperature=1.0)
 

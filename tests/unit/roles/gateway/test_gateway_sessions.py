@@ -19,11 +19,10 @@ from relax_rt.roles.agentic.program import Result
 from relax_rt.roles.agentic.program_episodes import rewards_of
 from relax_rt.roles.agentic.samples import make_sample
 from relax_rt.roles.gateway import service
-from relax_rt.roles.gateway.api import LEASE_S, Access, Closed, SessionLimits
-from relax_rt.roles.gateway.errors import CallError
-from relax_rt.roles.gateway.keys import Caller, Keys
-from relax_rt.roles.gateway.remote import Lessee
-from relax_rt.roles.gateway.service import Terms
+from relax_rt.roles.gateway.access import Caller, Keys
+from relax_rt.roles.gateway.api import LEASE_S, Access, Closed, SessionClient, SessionLimits
+from relax_rt.roles.gateway.calls import CallError
+from relax_rt.roles.gateway.service import AnswerPolicy
 from relax_rt.roles.gateway.sessions import PAUSE_S, Sessions
 from relax_rt.roles.rollout.router.core import GenerationRequest
 from relax_rt.roles.training.algorithms.inputs import trajectory
@@ -122,7 +121,7 @@ def test_a_key_is_of_one_opening() -> None:
 
 
 async def test_what_an_episode_was_refused_for_and_what_was_said_is_known_at_its_end() -> None:
-    terms = Terms(models=("policy",), new_tokens=200, context=120)
+    terms = AnswerPolicy(models=("policy",), new_tokens=200, context=120)
     async with running(echo, terms=terms) as world, client(world, world.episode(calls=2)) as api:
         with pytest.raises(openai.BadRequestError, match="the model takes 120"):
             await api.chat.completions.create(model="policy", messages=ask("x" * 200))
@@ -383,9 +382,9 @@ async def test_a_lessee_hears_of_another_gateway_and_of_another_of_its_own_slot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("RENEW_S", "RETRY_S"):
-        monkeypatch.setattr(f"relax_rt.roles.gateway.remote.{name}", 0.005)
+        monkeypatch.setattr(f"relax_rt.roles.gateway.api.{name}", 0.005)
     far = Far()
-    async with Lessee(Ctx(far), "gateway/0") as lessee:  # type: ignore[arg-type]
+    async with SessionClient(Ctx(far), "gateway/0") as lessee:  # type: ignore[arg-type]
         async with lessee.session("1.0", NONE) as first, lessee.session("1.1", NONE) as second:
             assert far.calls[0][2] != far.calls[1][2] and far.calls[0][3] == "env/0#3"
             far.down = True

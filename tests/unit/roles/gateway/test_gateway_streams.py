@@ -12,7 +12,7 @@ import pytest
 from gateway_world import Running, running, tokenizer, until
 
 from relax_rt.roles.gateway.api import Closed
-from relax_rt.roles.gateway.streams import tokens_until
+from relax_rt.roles.gateway.sessions import tokens_until
 from relax_rt.roles.rollout.router.core import GenerationRequest
 
 LONG = "word " * 30

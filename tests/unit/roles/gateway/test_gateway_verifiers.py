@@ -17,7 +17,7 @@ from relax_rt.roles.agentic.episode import Limits, Played
 from relax_rt.roles.agentic.program import load_program
 from relax_rt.roles.agentic.program_episodes import Programs
 from relax_rt.roles.agentic.program_host import ProgramHost
-from relax_rt.roles.gateway.remote import Lessee
+from relax_rt.roles.gateway.api import SessionClient
 from relax_rt.roles.rollout.router.core import GenerationRequest
 
 EXAMPLE = Path(__file__).parents[4] / "examples/verifiers"
@@ -36,7 +36,7 @@ async def play(world: Running, number: int) -> Played:
     limits = Limits(max_turns=3, max_new_tokens=20, turn_timeout_s=60, episode_timeout_s=120)
     program = load_program(f"{PYTHON} play.py sums", {}, EXAMPLE)
     task = Task(index=number, item=f"train-{number}", split="train", seed=1)
-    async with ProgramHost(EXAMPLE) as host, Lessee(Here(world), "gateway/0") as lessee:  # type: ignore[arg-type]
+    async with ProgramHost(EXAMPLE) as host, SessionClient(Here(world), "gateway/0") as lessee:  # type: ignore[arg-type]
         programs = Programs(program, host, lessee, limits, 2000, judged=False, told=lambda count: None)
         return await programs.play(str(number), task, 5, temperature=1.0)
 

@@ -13,7 +13,7 @@ from relax_rt.roles.evaluation.settings import EvaluatorSettings
 from relax_rt.roles.planning.estimate import DELTA_PART, plan, published_bytes, stage_bytes
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.transport.weights.served import MAX_BESIDE_VERSIONS
+from relax_rt.transport.weights.stage_server import MAX_SIDE_VERSIONS
 
 LORA: dict[str, Any] = {"trainer": {"lora": {"rank": 8}}}
 
@@ -105,7 +105,7 @@ def test_the_plan_asks_for_the_base_and_the_adapters() -> None:
     assert "for adapters and their base" in line.how
     # And between nodes for those that are still read by one.
     served = config({"adapters": True}, supervision={"nodes": {"listen": "10.0.0.1:0"}})
-    assert stage_bytes(served) - stage_bytes(made) == MAX_BESIDE_VERSIONS * published_bytes(made)
+    assert stage_bytes(served) - stage_bytes(made) == MAX_SIDE_VERSIONS * published_bytes(made)
 
 
 def test_the_plan_counts_deltas_in_each_engines_own_memory() -> None:

@@ -9,8 +9,9 @@ from job_config import ROLES_TOML, problems
 
 from relax_rt.config.job import advice, stall_after_s
 from relax_rt.config.loader import load_config
-from relax_rt.roles.base.progress import LEAST_S, ending
+from relax_rt.roles.base.progress import no_progress
 from relax_rt.roles.base.settings import ProgressTable
+from relax_rt.roles.config.progress import LEAST_S
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.job.job import RLJob
 from relax_rt.transport.queue.ledger.messages import Loss, ProgressReport, failure_summary
@@ -114,7 +115,7 @@ def test_the_setting_that_helps_is_named(toml: Path) -> None:
 
 def test_the_end_names_causes_settings_and_how_to_go_on(toml: Path) -> None:
     report = ProgressReport(70, 4, 64, True, [LOSS] * 5, [], 0)
-    error = ending(config(toml), report)
+    error = no_progress(config(toml), report)
     assert str(error).count("KeyError") == 3 and "2 further causes" in str(error)
     assert "70 groups of 4 or more prompts failed in a row" in error.what
     # Samples are lost until the last role has ended: the closing lines have their number.

@@ -30,8 +30,8 @@ from relax_rt.roles.planning.estimate import DELTA_PART, SERVED_BESIDE, STAGE_BU
 from relax_rt.roles.training.checkpoints.store import CheckpointState, CheckpointStore
 from relax_rt.transport.rpc.errors import Corrupt, RelaxError
 from relax_rt.transport.weights.manifest import MAX_DELTA
-from relax_rt.transport.weights.served import MAX_BESIDE_VERSIONS
 from relax_rt.transport.weights.stage import MAX_BUFFERS
+from relax_rt.transport.weights.stage_server import MAX_SIDE_VERSIONS
 
 
 @pytest.fixture(scope="module")
@@ -328,7 +328,7 @@ def test_the_plan_counts(toml: Path) -> None:
 
 def test_the_weight_stage_is_asked_for(toml: Path) -> None:
     parameters = model_size("model", toml.parent).parameters
-    assert (STAGE_BUFFERS, DELTA_PART, SERVED_BESIDE) == (MAX_BUFFERS, MAX_DELTA, MAX_BESIDE_VERSIONS)
+    assert (STAGE_BUFFERS, DELTA_PART, SERVED_BESIDE) == (MAX_BUFFERS, MAX_DELTA, MAX_SIDE_VERSIONS)
     half = 'roles.rollout.dtype="bfloat16"'
     assert RLJob().shm_bytes(loaded(toml, half)) == STAGE_BUFFERS * 2 * parameters + (1 << 20)
     # With deltas, room for the one to the committed version and the one being written.

@@ -9,7 +9,7 @@ import pytest
 
 from relax_rt.config.job import load_job
 from relax_rt.config.loader import load_config
-from relax_rt.roles.config import startable
+from relax_rt.roles.config import checks as config_checks
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.gym import GymTask
 from relax_rt.roles.data.source import fill
@@ -42,7 +42,7 @@ def test_every_example_that_runs_here_has_keys_that_there_are_and_parts_that_fit
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Extras that an example names need not be installed to check its keys.
-    monkeypatch.setattr(startable, "find_spec", lambda name: name)
+    monkeypatch.setattr(config_checks, "find_spec", lambda name: name)
     config = load_config(path)
     if isinstance(config, RLConfig):
         RLJob().ledger_policy(config).check()

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from relax_rt.roles.base.columns import read_sample
+from relax_rt.roles.base.sample import read_sample
 from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.engines.base import Completion, GroupRequest

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from packing_samples import make_sample
 
-from relax_rt.roles.base.columns import generated_columns
-from relax_rt.roles.base.sample import TASK_FIELDS
+from relax_rt.roles.base.sample import TASK_FIELDS, generated_columns
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.broker import Broker
 from relax_rt.transport.queue.client import NewSample, QueueClient

@@ -31,7 +31,7 @@ from relax_rt.transport.base.versions import VersionRecord  # noqa: E402
 from relax_rt.transport.rpc.errors import Refused, RelaxError  # noqa: E402
 from relax_rt.transport.weights.manifest import bucket_digest, bucket_slices, total_digest  # noqa: E402
 from relax_rt.transport.weights.source import add_adapters, base_of  # noqa: E402
-from relax_rt.transport.weights.stage import WeightStage, adapters_of, read_manifest, verify  # noqa: E402
+from relax_rt.transport.weights.stage import WeightStage, adapters_view, read_manifest, verify  # noqa: E402
 
 LORA = LoraTable(rank=4, alpha=8.0)
 
@@ -225,7 +225,7 @@ def test_receivers_make_of_the_adapters_what_the_trainer_publishes(dtype: str, m
     record, base = version(trainer, stage, 1, dtype)
     into = bytearray(trainer.layout(dtype).nbytes)
     manifest = read_manifest(stage, record.version)
-    with adapters_of(stage, manifest) as blob:
+    with adapters_view(stage, manifest) as blob:
         add_adapters(blob, stage, base_of(stage, manifest), memoryview(into))
     verify(manifest, memoryview(into))
     flat = torch.frombuffer(into, dtype=torch.uint8)

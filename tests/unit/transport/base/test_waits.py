@@ -10,8 +10,8 @@ from eventually import eventually
 
 from relax_rt.transport.base import calls as calls_module
 from relax_rt.transport.base import waits as waits_module
-from relax_rt.transport.base.calls import WINDOW, Calls
-from relax_rt.transport.base.waits import Waits
+from relax_rt.transport.base.calls import WINDOW, NumberedCalls
+from relax_rt.transport.base.waits import WaitingCalls
 from relax_rt.transport.queue.reasons import WaitReasons
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, Unreachable
 
@@ -31,7 +31,7 @@ async def settle() -> None:
 
 async def test_only_what_was_waited_for_wakes() -> None:
     clock = Clock()
-    waits = Waits(clock)
+    waits = WaitingCalls(clock)
     woken: list[str] = []
 
     async def waiting(who: str, topic: str) -> None:
@@ -65,7 +65,7 @@ async def test_only_what_was_waited_for_wakes() -> None:
 
 
 async def test_a_wait_ends_by_itself_and_one_that_was_cancelled_is_not_counted_on() -> None:
-    waits = Waits(Clock())
+    waits = WaitingCalls(Clock())
     token = waits.enter("a/0", "train")
     await waits.wait(token, "no train", 0.001)
     waits.leave(token)
@@ -82,7 +82,7 @@ async def test_a_wait_ends_by_itself_and_one_that_was_cancelled_is_not_counted_o
 async def test_waiters_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits_module, "MAX_WAITERS", 3)
     monkeypatch.setattr(waits_module, "POLL_S", 0.001)
-    waits = Waits(Clock())
+    waits = WaitingCalls(Clock())
     tokens = [waits.enter("a/0", "train") for _ in range(3)]
     one_too_many = waits.enter("b/0", "train")
     # It waits all the same, for a moment, and asks again.
@@ -142,13 +142,13 @@ def told() -> list[str]:
 
 
 @pytest.fixture
-def make(told: list[str]) -> Callable[[float], Calls]:
-    return lambda patience_s: Calls("reader/0#1", patience_s, told.append)
+def make(told: list[str]) -> Callable[[float], NumberedCalls]:
+    return lambda patience_s: NumberedCalls("reader/0#1", patience_s, told.append)
 
 
 @pytest.mark.parametrize("error", [Unreachable("broker", why="away"), DeadlineExceeded("call", why="late")])
 async def test_calls_are_made_again_under_their_number(
-    make: Callable[[float], Calls], told: list[str], error: Exception
+    make: Callable[[float], NumberedCalls], told: list[str], error: Exception
 ) -> None:
     broker, calls = Broker(), make(30.0)
     assert await calls.call(broker) == 1
@@ -165,7 +165,7 @@ async def test_calls_are_made_again_under_their_number(
     assert (numbers.calls, numbers.unanswered) == (4, 0) and numbers.resent == len(broker.seen) - 4
 
 
-async def test_patience_ends(make: Callable[[float], Calls], told: list[str]) -> None:
+async def test_patience_ends(make: Callable[[float], NumberedCalls], told: list[str]) -> None:
     broker, calls = Broker(), make(0.1)
     broker.away = Unreachable("broker", why="away")
     with pytest.raises(Unreachable, match="away"):
@@ -178,7 +178,7 @@ async def test_patience_ends(make: Callable[[float], Calls], told: list[str]) ->
     assert len(broker.seen) == seen + 1
 
 
-async def test_no_call_runs_too_far_ahead_of_one_without_an_answer(make: Callable[[float], Calls]) -> None:
+async def test_no_call_runs_too_far_ahead_of_one_without_an_answer(make: Callable[[float], NumberedCalls]) -> None:
     broker, calls = Broker(), make(30.0)
     broker.held[1] = asyncio.Event()
     first = asyncio.create_task(calls.call(broker))
@@ -191,7 +191,7 @@ async def test_no_call_runs_too_far_ahead_of_one_without_an_answer(make: Callabl
     assert broker.seen == list(range(1, 2 * WINDOW + 2))
 
 
-async def test_a_wait_at_the_far_end_gives_way_to_other_calls(make: Callable[[float], Calls]) -> None:
+async def test_a_wait_at_the_far_end_gives_way_to_other_calls(make: Callable[[float], NumberedCalls]) -> None:
     calls = make(30.0)
     asked: list[tuple[int, float]] = []
 
@@ -211,7 +211,7 @@ async def test_a_wait_at_the_far_end_gives_way_to_other_calls(make: Callable[[fl
 
 
 async def test_a_broker_that_says_nothing_is_told_of(
-    make: Callable[[float], Calls], told: list[str], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[float], NumberedCalls], told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls_module, "SILENT_S", 0.01)
     broker, calls = Broker(), make(30.0)

@@ -10,7 +10,7 @@ from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.weights.manifest import layout_of
 from relax_rt.transport.weights.payloads import Adapter, Lora, encode_lora
 from relax_rt.transport.weights.source import add_adapters, base_of
-from relax_rt.transport.weights.stage import WeightStage, adapters_of, read_manifest, verify
+from relax_rt.transport.weights.stage import WeightStage, adapters_view, read_manifest, verify
 
 MODULE, RANK = "layers.0.up_proj", 3
 ROWS, COLUMNS = 640, 512
@@ -51,7 +51,7 @@ def made(folder: Path, record: VersionRecord) -> bytes:
     """A version on the stage as receivers elsewhere make it of what lies there, verified."""
     manifest = read_manifest(folder, record.version)
     into = bytearray(b"\x55" * LAYOUT.nbytes)
-    with adapters_of(folder, manifest) as blob:
+    with adapters_view(folder, manifest) as blob:
         add_adapters(blob, folder, base_of(folder, manifest), memoryview(into))
     verify(manifest, memoryview(into))
     return bytes(into)

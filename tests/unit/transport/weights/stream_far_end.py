@@ -19,9 +19,9 @@ from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.identity import CurveKeys
 from relax_rt.transport.weights import stream
 from relax_rt.transport.weights.manifest import Layout, layout_of
-from relax_rt.transport.weights.served import stage_server
 from relax_rt.transport.weights.source import StageSource
 from relax_rt.transport.weights.stage import WeightStage
+from relax_rt.transport.weights.stage_server import stage_server
 from relax_rt.transport.weights.stream import StageMirror
 
 KEYS = CurveKeys.make()

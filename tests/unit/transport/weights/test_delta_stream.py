@@ -22,13 +22,13 @@ from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.training.publication.carriers import source_for
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone
-from relax_rt.transport.weights import served as served_module
+from relax_rt.transport.weights import stage_server as served_module
 from relax_rt.transport.weights import stream
 from relax_rt.transport.weights.delta import apply
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, MAX_DELTAS, layout_of
-from relax_rt.transport.weights.served import StagedVersions, delta_name
 from relax_rt.transport.weights.source import StageSource
 from relax_rt.transport.weights.stage import WeightStage, delta_file, read_manifest
+from relax_rt.transport.weights.stage_server import StagedVersions, delta_name
 from relax_rt.transport.weights.stream import StageMirror
 
 ELEMENTS = 400_000
@@ -439,7 +439,7 @@ def test_what_is_served_beside_the_buffers_is_bounded_by_bytes_and_by_number(
     assert len(served) == 3 and 3 * 200_000 < size <= home.layout.nbytes, "together no more than a version"
     with pytest.raises(Gone):
         served.range(delta_name(large[0].version, large[0].digest), 0, 1)
-    monkeypatch.setattr(served_module, "MAX_BESIDE", 2)
+    monkeypatch.setattr(served_module, "MAX_SIDE_FILES", 2)
     small = home.publish()
     served.range(delta_name(small.version, small.digest), 0, 1)
     assert len(served) == 2

@@ -527,7 +527,7 @@ def staged_narrow(folder: Path) -> list[str]:
 async def test_a_version_is_what_arrives_where_fewer_bits_are_sent(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from relax_rt.transport.weights.payloads import decode_wire
-    from relax_rt.transport.weights.stage import narrow, wire_file
+    from relax_rt.transport.weights.stage import wire_file, wire_view
 
     layout = layout_of([("w", "bfloat16", (40, 100), 8000)])
     values = torch.linspace(-2, 3, 4000).to(torch.bfloat16)
@@ -542,7 +542,7 @@ async def test_a_version_is_what_arrives_where_fewer_bits_are_sent(tmp_path: Pat
         source.copy_into(memoryview(into))
         arrived = torch.frombuffer(into, dtype=torch.bfloat16).float()
         assert 0 < float((arrived - values.float()).abs().max()) < 3 / 16
-        with narrow(tmp_path, source.manifest) as sent:
+        with wire_view(tmp_path, source.manifest) as sent:
             assert len(sent) == source.manifest.wire_bytes < layout.nbytes * 0.6
             again = bytearray(layout.nbytes)
             decode_wire(memoryview(bytearray(sent)), layout, memoryview(again))

@@ -14,7 +14,15 @@ import pytest
 
 from relax_rt.transport.rpc.errors import Corrupt, Gone, OutOfSpace, StaleEpoch
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout, Manifest, layout_of
-from relax_rt.transport.weights.stage import MAX_BUFFERS, WeightStage, delta_file, fetch, kept, read_manifest, wire_file
+from relax_rt.transport.weights.stage import (
+    MAX_BUFFERS,
+    WeightStage,
+    delta_file,
+    fetch,
+    keep_file,
+    read_manifest,
+    wire_file,
+)
 
 LAYOUT = layout_of([("a", "float32", (3,), 12), ("b", "bfloat16", (5, 2), 20)])
 
@@ -130,7 +138,7 @@ def test_who_comes_to_keep_a_file_while_it_is_retired_finds_it_gone(
 
     def keep() -> None:
         try:
-            with kept(path):
+            with keep_file(path):
                 entered.set()
                 assert unlinked.wait(120)
                 found.append(path.exists())
@@ -150,7 +158,7 @@ def test_who_comes_to_keep_a_file_while_it_is_retired_finds_it_gone(
     unlinked.set()
     reader.join(120)
     assert found == [f"{path.name}: retired from the stage {tmp_path}"]
-    with kept(tmp_path / wire_file(2)):
+    with keep_file(tmp_path / wire_file(2)):
         stage.retire(3)
         assert (tmp_path / wire_file(2)).exists(), "who has come before is not disturbed"
 

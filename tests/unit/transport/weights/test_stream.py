@@ -22,11 +22,12 @@ from stream_far_end import KEYS, MIB, Far, layout_of_mib, publish, reader, told
 from weight_versions import fill, version_of
 
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.memory.payload import frames
-from relax_rt.transport.memory.payload.frames import Get, Range
+from relax_rt.transport.memory import payload_wire
+from relax_rt.transport.memory.payload_wire import Get, Range
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, ProtocolError, Unreachable
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout, check_manifest, layout_of
-from relax_rt.transport.weights.served import (
+from relax_rt.transport.weights.stage import WeightStage, wire_file
+from relax_rt.transport.weights.stage_server import (
     IDLE_S,
     MANIFEST_HEAD,
     MANIFEST_MAGIC,
@@ -36,7 +37,6 @@ from relax_rt.transport.weights.served import (
     stage_server,
     weights_name,
 )
-from relax_rt.transport.weights.stage import WeightStage, wire_file
 from relax_rt.transport.weights.stream import LOCK_FILE, StageMirror, decode_manifest, manifest_bytes
 
 LAYOUT = layout_of_mib(28)
@@ -328,7 +328,7 @@ def impostor(answer: Callable[[Range], list[bytes]]) -> Iterator[str]:
         while not stop.is_set():
             if sock.poll(20):
                 who, frame = sock.recv_multipart()
-                for wanted in frames.decode_get(frame).ranges:
+                for wanted in payload_wire.decode_get(frame).ranges:
                     sock.send_multipart([who, *answer(wanted)])
 
     thread = threading.Thread(target=run)
@@ -345,18 +345,32 @@ def impostor(answer: Callable[[Range], list[bytes]]) -> Iterator[str]:
 def honest(wanted: Range, body: bytes) -> list[bytes]:
     import xxhash
 
-    return [frames.encode_head(frames.BYTES, [frames.Part(wanted.id, len(body), xxhash.xxh3_64_intdigest(body))]), body]
+    return [
+        payload_wire.encode_head(
+            payload_wire.BYTES, [payload_wire.Part(wanted.id, len(body), xxhash.xxh3_64_intdigest(body))]
+        ),
+        body,
+    ]
 
 
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
         (
-            lambda w: [b"RLXQ" + frames.encode_head(frames.BYTES, [frames.Part(w.id, 1, 0)])[4:], b"x"],
+            lambda w: [
+                b"RLXQ" + payload_wire.encode_head(payload_wire.BYTES, [payload_wire.Part(w.id, 1, 0)])[4:],
+                b"x",
+            ],
             "begins with b'RLXQ'",
         ),
-        (lambda w: [frames.encode_head(frames.BYTES, [frames.Part(w.id, w.nbytes + 1, 0)]), b"x"], "another size"),
-        (lambda w: [frames.encode_head(frames.BYTES, [frames.Part(w.id + 99, 1, 0)]), b"x"], "not asked for"),
+        (
+            lambda w: [payload_wire.encode_head(payload_wire.BYTES, [payload_wire.Part(w.id, w.nbytes + 1, 0)]), b"x"],
+            "another size",
+        ),
+        (
+            lambda w: [payload_wire.encode_head(payload_wire.BYTES, [payload_wire.Part(w.id + 99, 1, 0)]), b"x"],
+            "not asked for",
+        ),
         (lambda w: [b"nothing"], "is no head"),
         (lambda w: honest(w, MANIFEST_HEAD.pack(b"RLXWMAN9", 5)), "begins with b'RLXWMAN9'"),
         (lambda w: honest(w, MANIFEST_HEAD.pack(MANIFEST_MAGIC, 1 << 62)), "it would have 4611686018427387904 bytes"),
@@ -460,14 +474,14 @@ def test_requests_of_hostile_readers_do_not_disturb_the_server(tmp_path: pathlib
         for frame in (b"", b"RLXP", struct.pack("<4sBB", b"XXXX", 1, 1), os.urandom(200)):
             sock.send(frame)
         for wanted in (Range(1, name, 1 << 60, 10), Range(2, "../../etc/passwd", 0, 10), Range(3, name, MIB, 2 * MIB)):
-            sock.send(frames.encode_get(Get(True, [wanted])))
+            sock.send(payload_wire.encode_get(Get(True, [wanted])))
         faults: list[str] = []
         while len(faults) < 3:
             assert sock.poll(5000)
             head, body = sock.recv_multipart()
-            kind, parts = frames.decode_head(head)
-            if kind == frames.FAULT and parts[0].id:
-                faults.append(frames.decode_fault(body).kinds[0].rpartition(":")[2])
+            kind, parts = payload_wire.decode_head(head)
+            if kind == payload_wire.FAULT and parts[0].id:
+                faults.append(payload_wire.decode_fault(body).kinds[0].rpartition(":")[2])
         assert faults == ["Corrupt"] * 3
         sock.close(linger=0)
         context.term()

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import structlog
 
-from relax_rt.cluster.join import Joiner, Wish
+from relax_rt.cluster.join import Joiner, JoinRequest
 from relax_rt.cluster.nodes.agent import EXIT_FAULT, NodeAgent
-from relax_rt.cluster.nodes.api import Joined, Seat
-from relax_rt.cluster.nodes.keys import make_key, read_key
-from relax_rt.cluster.nodes.seat import End, Taken
+from relax_rt.cluster.nodes.api import JoinReply, NodeMembership
+from relax_rt.cluster.nodes.join_key import make_key, read_key
+from relax_rt.cluster.nodes.membership import JoinRecord, MembershipEnd
 from relax_rt.config.schema import RunConfig
 from relax_rt.process import procfs
 from relax_rt.supervision.local import LocalExecutor
 from relax_rt.supervision.rundir import RunPaths
 
-SEAT = Seat("cafe0002", "b", 1)
+MEMBERSHIP = NodeMembership("cafe0002", "b", 1)
 STUCK = [4242]
 
 
@@ -32,7 +32,7 @@ class Around:
         self.left = left
         self.calls: list[str] = []
 
-    async def leave(self, seat: Seat, reason: str) -> None:
+    async def leave(self, membership: NodeMembership, reason: str) -> None:
         self.calls.append("leave")
 
     def emit(self, kind: str, **fields: Any) -> None:
@@ -57,9 +57,11 @@ async def test_an_agent_leaves_only_when_nothing_is_left(tmp_path: Path, left: l
     waited, closed = Awaited(left), Closed(left)
     agent._keeper = agent._events = follower = closed
     agent._local = agent._client = agent._head = server = waited
-    agent._core = SimpleNamespace(silent=True)
-    agent.paths, agent.seat, agent._log = RunPaths("none", tmp_path), SEAT, structlog.get_logger()
-    await agent._close(server, follower, End(seat=str(SEAT), over=True, exit_code=0, reason="test"))
+    agent._session = SimpleNamespace(nothing_to_report=True)
+    agent.paths, agent.membership, agent._log = RunPaths("none", tmp_path), MEMBERSHIP, structlog.get_logger()
+    await agent._close(
+        server, follower, MembershipEnd(membership=str(MEMBERSHIP), over=True, exit_code=0, reason="test")
+    )
     assert waited.calls == ([] if left else ["leave"])
 
 
@@ -82,29 +84,29 @@ def test_the_joining_process_leaves_only_when_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: list[int]
 ) -> None:
     said: list[str] = []
-    wish = Wish(head="tcp://127.0.0.1:1", key=read_key(make_key(tmp_path)), name="b", run_dir=tmp_path)
-    joiner = Joiner(wish, said.append)
+    request = JoinRequest(head="tcp://127.0.0.1:1", key=read_key(make_key(tmp_path)), name="b", run_dir=tmp_path)
+    joiner = Joiner(request, said.append)
     around = Around(left)
 
-    async def take_leave(seat: Seat, reason: str) -> None:
-        await around.leave(seat, reason)
+    async def take_leave(membership: NodeMembership, reason: str) -> None:
+        await around.leave(membership, reason)
 
     held = os.open(tmp_path, os.O_RDONLY)
-    monkeypatch.setattr(joiner, "_prepare", lambda taken: (RunPaths("none", tmp_path), held))
-    monkeypatch.setattr(joiner, "_keep", lambda paths, held: (137, left))
-    monkeypatch.setattr(joiner, "_take_leave", take_leave)
-    joined = Joined(seat=SEAT, config="{}", system=[], lease_s=1.0, stop_s=1.0)
-    end = joiner._sit(Taken(head="", host="", joined=joined))
+    monkeypatch.setattr(joiner, "_prepare", lambda record: (RunPaths("none", tmp_path), held))
+    monkeypatch.setattr(joiner, "_run_agent", lambda paths, held: (137, left))
+    monkeypatch.setattr(joiner, "_leave", take_leave)
+    joined = JoinReply(membership=MEMBERSHIP, config="{}", system=[], lease_s=1.0, stop_s=1.0)
+    end = joiner._run_member(JoinRecord(head="", host="", reply=joined))
     assert around.calls == ([] if left else ["leave"])
     assert end.over == bool(left), "it does not join again beside what is left"
     assert any("4242" in line for line in said) == bool(left)
 
 
-@pytest.mark.parametrize("name", ["carrying orders out", "reporting", "housekeeping", "telling events"])
+@pytest.mark.parametrize("name", ["carrying out orders", "reporting", "housekeeping", "following events"])
 async def test_work_of_an_agent_that_fails_ends_its_part(name: str) -> None:
     agent: Any = object.__new__(NodeAgent)
     told = Around([])
-    agent._events, agent.seat, agent._log = told, SEAT, structlog.get_logger()
+    agent._events, agent.membership, agent._log = told, MEMBERSHIP, structlog.get_logger()
     agent._living, agent._local = {"a/0"}, SimpleNamespace(kill=lambda slot, kind, reason: told.calls.append(slot))
     agent._over = asyncio.get_running_loop().create_future()
 

@@ -8,7 +8,7 @@ import pytest
 
 from relax_rt.cluster.nodes import checks
 from relax_rt.cluster.nodes.checks import check_nodes, pinned_plans
-from relax_rt.config.listen import check_listen
+from relax_rt.config.checks import check_listen
 from relax_rt.config.schema import NodesTable, RunConfig, RunTable, SupervisionTable
 from relax_rt.supervision.plan import RolePlan
 from relax_rt.transport.rpc.errors import RelaxError

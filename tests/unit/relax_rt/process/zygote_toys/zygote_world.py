@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from relax_rt.process.child import packet_pair
-from relax_rt.process.limits import Limits
+from relax_rt.process.limits import ProcessLimits
 from relax_rt.process.zygote_pool import ForkFailed, ForkRequest, ZygoteKey, ZygotePool
-from relax_rt.supervision.spawner import Spawner
+from relax_rt.supervision.spawner import RoleSpawner
 
 TOYS = Path(__file__).parent
 WAIT_S = 120
@@ -39,7 +39,7 @@ class World:
     def __init__(self, folder: Path, modules: Sequence[str] = ("zygote_probe",)) -> None:
         self.log = folder / "log"
         self.events: list[dict[str, Any]] = []
-        self.spawner = Spawner(lambda kind, **fields: self.events.append({"kind": kind, **fields}))
+        self.spawner = RoleSpawner(lambda kind, **fields: self.events.append({"kind": kind, **fields}))
         self.zygotes: ZygotePool = self.spawner.use_zygotes(folder / "zygote.log", None, RUN_ID)
         plain = self.zygotes.environment
         path = os.pathsep.join([str(TOYS), os.environ.get("PYTHONPATH", "")])
@@ -89,6 +89,6 @@ class World:
                     log_fd=log.fileno(),
                     fds={"RELAX_CONTROL_FD": theirs.fileno()},
                     tags=("RELAX_SLOT", "RELAX_EPOCH"),
-                    limits=Limits(nice=nice),
+                    limits=ProcessLimits(nice=nice),
                 )
             )

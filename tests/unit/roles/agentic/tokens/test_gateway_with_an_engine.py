@@ -28,11 +28,11 @@ from relax_rt.roles.agentic.episode import Played  # noqa: E402
 from relax_rt.roles.agentic.samples import make_sample  # noqa: E402
 from relax_rt.roles.base.sample import Sample  # noqa: E402
 from relax_rt.roles.gateway.api import Closed  # noqa: E402
-from relax_rt.roles.gateway.service import Terms  # noqa: E402
+from relax_rt.roles.gateway.service import AnswerPolicy  # noqa: E402
 from relax_rt.transport.queue.ledger.messages import Ticket  # noqa: E402
 
 TOLERANCE = 2e-4
-TERMS = Terms(models=("policy",), new_tokens=40, context=2048)
+TERMS = AnswerPolicy(models=("policy",), new_tokens=40, context=2048)
 
 
 @pytest.fixture

@@ -23,8 +23,7 @@ from relax_rt.roles.agentic.loading import Factory
 from relax_rt.roles.agentic.replay_cache import Replies
 from relax_rt.roles.agentic.samples import make_sample
 from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
-from relax_rt.roles.base.columns import generated_columns, read_sample
-from relax_rt.roles.base.sample import Sample
+from relax_rt.roles.base.sample import Sample, generated_columns, read_sample
 from relax_rt.roles.data.media.pictures import Shown, digest_of
 from relax_rt.roles.data.media.sight import load_sight
 from relax_rt.roles.models.tokenizer import load_tokenizer

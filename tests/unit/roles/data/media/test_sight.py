@@ -15,7 +15,7 @@ pytest.importorskip("PIL")
 
 
 from relax_rt.config.loader import load_config
-from relax_rt.roles.config.picture_checks import check_pictures
+from relax_rt.roles.config.model_checks import check_pictures
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.media.pictures import Shown
 from relax_rt.roles.data.media.sight import Sight, load_sight, sees

@@ -1,0 +1,33 @@
+"""What the tests of arenas have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from relax_rt.transport.memory.arena import Placed, Reader, Writer
+from relax_rt.transport.memory.blocks import Block
+from relax_rt.transport.rpc.identity import Incarnation
+
+WHO = Incarnation("rollout/0", 7)
+PAGE = 4096
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def writer(folder: Path, slab_bytes: int = 1 << 16, capacity_bytes: int = 1 << 18, **more: Any) -> Writer:
+    return Writer(folder, WHO, slab_bytes=slab_bytes, capacity_bytes=capacity_bytes, **more)
+
+
+def read(reader: Reader, placed: Placed) -> Block:
+    return reader.block(placed.block, {blob.digest: blob.extent for blob in placed.blobs})
+
+
+def free(arena: Writer, placed: Placed) -> None:
+    for extent in placed.extents():
+        arena.free(extent)
