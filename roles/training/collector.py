@@ -22,12 +22,12 @@ LEASE_WAIT_S = 1.0
 
 
 class Collector:
-    """Takes the groups of one step after the other.
+    """Leases the groups of one step after the other.
 
     Args:
-        groups: of a step.
-        parts: take groups as they become ready, instead of all of a step at once.
-        group_filter: judges them as they come; goes with `parts`.
+        groups: number of groups of a step.
+        parts: lease groups as they become ready, instead of all of a step at once.
+        group_filter: dynamic sampling; implies `parts`.
     """
 
     def __init__(
@@ -44,19 +44,19 @@ class Collector:
         self._parts, self.group_filter = parts or group_filter is not None, group_filter
         self._batch: StepBatch | None = None
         self.waiting_for = ""
-        """What the last call waited for when it timed out."""
+        """What the last call of `collect` waited for when it timed out."""
 
     async def collect(self, step: int) -> StepBatch | None:
-        """Take what is ready of a step's groups; None if nothing is. Waits for a second at most.
+        """Lease what is ready of a step's groups, waiting for a second at most.
 
         Returns:
-            All that the step has so far; when it is full, the next call begins another one.
+            All that the step has so far, or None if nothing came. After a full batch the next call begins a new one.
 
         Raises:
-            OwnPartFailed: a filter of a user's own failed; what it was to judge is given back.
+            UserPartFailed: a user's filter failed; the lease that it was to judge is released.
         """
         if self._batch is None:
-            # A wait may take many calls; it counts from the first of them.
+            # A wait may take many calls; the timer starts with the first of them.
             self._batch = StepBatch(StepTimer(self._clock))
             if self.group_filter is not None:
                 await self.group_filter.begin()
@@ -69,7 +69,7 @@ class Collector:
             self._progress.waiting(self.waiting_for)
             return None
         self._progress.waiting("")
-        batch.timer.on("wait")
+        batch.timer.lap("wait")
         if self.group_filter is None:
             batch.add(lease, [read_sample(one) for one in lease.samples])
         else:
@@ -83,18 +83,18 @@ class Collector:
             self._batch = None
         return batch
 
-    async def give_up(self, reason: str) -> None:
-        """Give back what was taken for a step that will not be taken. Raises as `abort_leases` does."""
-        await abort_leases(self._queue, self.pop_leases(), reason)
+    async def release(self, reason: str) -> None:
+        """Release the leases of a step that will not be taken. Raises as `release_leases` does."""
+        await release_leases(self._queue, self.pop_leases(), reason)
 
     def pop_leases(self) -> list[LeasedBatch]:
-        """The leases of a step that will not be taken; whoever asks gives them back."""
+        """Return the leases of a step that will not be taken, and forget them; the caller releases them."""
         batch, self._batch = self._batch, None
         return batch.leases if batch is not None else []
 
 
-async def abort_leases(queue: QueueClient, leases: Sequence[LeasedBatch], reason: str) -> None:
-    """Give leases back undone: each of them, though others fail.
+async def release_leases(queue: QueueClient, leases: Sequence[LeasedBatch], reason: str) -> None:
+    """Release each of the leases undone, also when others fail.
 
     Raises:
         RelaxError: the first failure, when all have been tried.

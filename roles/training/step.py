@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 
 class StepTimer:
-    """Where the time of a step goes, without gaps, in seconds."""
+    """Charges the time of a step to its activities, without gaps; seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.since = clock()
         self.seconds: dict[str, float] = {}
 
-    def on(self, what: str) -> None:
-        """The time since the last call, or the beginning, went into this."""
+    def lap(self, what: str) -> None:
+        """Charge the time since the last call, or since the start, to this activity."""
         now = self._clock()
         self.seconds[what] = self.seconds.get(what, 0.0) + now - self.since
         self.since = now
@@ -48,20 +48,21 @@ class StepTimer:
 
 @dataclass(slots=True, eq=False)
 class StepBatch:
-    """The groups of one step, as far as they are there.
+    """The groups of one step, as far as they have arrived.
 
     Attributes:
-        full: no more are waited for.
-        leases: what they were taken under; the step finishes them together.
+        timer: laps `wait`, `train` and `publish`.
+        full: no more groups are waited for.
+        leases: under which the samples are held; the step completes them together.
         leased, samples: the same samples, as they were leased and as they were read. digests: of what was read.
-        groups: how many there are.
-        accumulated: so many samples, from the first on, have had their gradients computed, in so many parts.
-        count: what the gradients so far are to be divided by.
-        scored: groups that came, also those that filters left out. filtered: groups left out, by filter.
-        beside: what compares the policies over tokens without gradients (`mismatch.beside_gradients`).
-        left_out_tokens: whose advantage the loss took away before the update.
-        refused_tokens: of samples that the queue refused as over-stale since the step before.
-        spent: on `wait`, `train` and `publish`. stage_wait_s: how long the update waited for the weights to be copied.
+        groups: number of groups in the batch.
+        accumulated: number of samples, from the first on, whose gradients are computed, in so many `parts`.
+        count: divisor of the gradients so far.
+        scored: groups that arrived, filtered ones included. filtered: groups that were filtered out, by filter.
+        idle_metrics: trainer-engine mismatch over tokens without gradients (`mismatch.idle_token_metrics`).
+        masked_tokens: tokens whose advantage the loss set to 0 before the update.
+        refused_tokens: tokens of samples that the queue refused as over-stale since the step before.
+        stage_wait_s: how long the update waited for the weights to be copied to the stage.
     """
 
     timer: StepTimer = field(default_factory=StepTimer)
@@ -82,7 +83,7 @@ class StepBatch:
     stage_wait_s: float = 0.0
 
     def add(self, lease: LeasedBatch, samples: list[Sample]) -> None:
-        """Further groups: those of a lease, with its samples as they were read."""
+        """Add the groups of a lease, with its samples as they were read."""
         self.leases.append(lease)
         self.leased += lease.samples
         self.samples += samples
@@ -97,11 +98,11 @@ class StepBatch:
 
 
 def accumulate(batch: StepBatch, backend: TrainerBackend, objective: Objective, version: int) -> None:
-    """Forward and backward of those samples of a batch whose gradients are not there yet. Blocks.
+    """Compute the gradients of those samples of a batch that have none yet. Blocks.
 
     Args:
         batch: all groups of the step, unless the objective streams.
-        version: the published one that the step, or the first of its publication, begins with.
+        version: the published policy version that the step begins with.
     """
     samples = batch.samples[batch.accumulated :]
     if "proximal" in objective.needs:
@@ -117,13 +118,13 @@ def set_proximal_logprobs(
 ) -> None:
     """Give samples the proximal log-probabilities of the backend's weights, or none. Blocks.
 
-    What was computed under another version, by an engine or for an earlier publication, has lapsed; what is of this
-    one stays. So whoever takes several updates to a publication (`take_updates`) calls this before the first, with the
-    samples of all: each update is then compared with the weights before the first. For a single update the pass that
-    computes gradients finds them itself (`Objective.proximal_first`).
+    Values of another version, from an engine or an earlier publication, have lapsed; those of this version stay. With
+    several updates to a publication (`take_updates`) this is called before the first one, with the samples of all, so
+    that each update is compared with the weights before the first. For a single update the pass that computes
+    gradients finds them itself (`Objective.proximal_first`).
 
     Args:
-        version: of the weights, as they were published. wanted: compute those that are not there.
+        version: published version of the weights. wanted: compute missing values.
     """
     for sample in samples:
         if sample.proximal_version != version:

@@ -337,7 +337,7 @@ class SleepingTrainer(TrainerRole):
     """The trainer with such a backend."""
 
     Settings: ClassVar[type[RoleSettings]] = SleepingTrainerSettings
-    preload: ClassVar[tuple[str, ...]] = tuple(name for name in TrainerRole.preload if not name.endswith("_backend"))
+    preload: ClassVar[tuple[str, ...]] = tuple(name for name in TrainerRole.preload if not name.endswith(".backend"))
 
     def _load(self) -> None:
         settings: Any = self.settings

@@ -96,7 +96,7 @@ def truncated(group: ScoredGroup, history: PromptHistory, options: TruncatedOpti
     return ""
 
 
-State = Literal["lacking", "full", "short", "barren"]
+State = Literal["lacking", "full", "short", "none_passed"]
 """Of a step: groups are lacking; it has all; it is to be taken with fewer; nothing was kept of all it may cost."""
 
 
@@ -147,7 +147,7 @@ class RefillPolicy:
         self._count(drop)
         return drop
 
-    def left_out(self, group: ScoredGroup, step: int, drop: FilteredGroup) -> None:
+    def filtered(self, group: ScoredGroup, step: int, drop: FilteredGroup) -> None:
         """A group came and was judged by another: it is left out."""
         self.history.record(group.item, group.rewards, step)
         self._count(drop)
@@ -178,10 +178,10 @@ class RefillPolicy:
             return "full"
         if self._scored < self._options.most * self.wanted:
             return "lacking"
-        return "short" if self._kept else "barren"
+        return "short" if self._kept else "none_passed"
 
     @property
-    def share(self) -> float:
+    def pass_rate(self) -> float:
         """The running share of groups that pass."""
         return self._share
 

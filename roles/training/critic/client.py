@@ -49,7 +49,7 @@ class CriticReport(msgspec.Struct, frozen=True):
 
     Attributes:
         applied: False when it was thrown away (a loss or gradient that is not finite); of several updates, when all
-            were. thrown_away: how many were.
+            were. updates_skipped: how many were.
         loss: mean over the trained tokens. grad_norm: before clipping; the mean of the updates that were taken.
         value, returned: mean value before the step, and mean return. clipped: share of tokens whose gradient the
             clip stopped.
@@ -64,7 +64,7 @@ class CriticReport(msgspec.Struct, frozen=True):
     returned: float
     clipped: float
     explained: float
-    thrown_away: int = 0
+    updates_skipped: int = 0
 
 
 class CriticApi(Protocol):
@@ -109,18 +109,18 @@ class CriticApi(Protocol):
 
 CALL_S = 900.0
 SCRATCH = "critic"
-"""Folder of the run where the critic writes what goes into a checkpoint."""
+"""Folder of the run where the critic writes its part of a checkpoint."""
 SKIPPED_IN_A_ROW = 5
-"""Of its steps one after the other, thrown away or with an update that was, before the run ends; as of the policy."""
+"""Consecutive steps of the critic that were skipped, or one of whose updates was, before the run ends."""
 CALL_BYTES = 8 << 20
-"""Of tokens and masks in one call; an answer has about as many."""
+"""Bytes of tokens and masks in one call; a reply has about as many."""
 
 
 class CriticClient:
-    """Takes the critic along with the trainer: to a checkpoint, through each step, into the next checkpoint.
+    """The trainer's side of the critic: resumes it, computes values, has it learn, and saves it with each checkpoint.
 
     Raises (all methods):
-        Refused: the critic is at another place, because it was started again: end, and begin at a checkpoint.
+        Refused: the critic is at another position, because it was restarted: end, and resume from a checkpoint.
     """
 
     def __init__(self, ctx: RoleContext) -> None:
@@ -130,7 +130,7 @@ class CriticClient:
 
     @asynccontextmanager
     async def _waiting(self, what: str) -> AsyncIterator[CriticApi]:
-        """The critic, while nothing else is done here."""
+        """Yield the critic's API; the wait for it is visible in the role's progress."""
         api = await self._api()
         self._ctx.progress.waiting(f"the critic: {what}")
         try:
@@ -142,7 +142,7 @@ class CriticClient:
         return await self._ctx.peer(CRITIC_SLOT, CriticApi, timeout_s=CALL_S)
 
     async def begin(self, step: int, folder: Path | None) -> None:
-        """Both start from this checkpoint, or from the beginning.
+        """Start the critic from this checkpoint, or from the model's own weights.
 
         Raises:
             Refused: the checkpoint does not hold the critic's state.
@@ -150,8 +150,8 @@ class CriticClient:
         async with self._waiting("its state") as api:
             await api.begin(TrainingPosition(self._epoch, step), str(folder) if folder is not None else "")
 
-    async def judge(self, samples: Sequence[Sample], step: int) -> None:
-        """Give each sample its values, float32 [T], of the critic at this step."""
+    async def compute_values(self, samples: Sequence[Sample], step: int) -> None:
+        """Set each sample's `values`, float32 [T], of the critic at this step."""
         async with self._waiting("values") as api:
             for first, part in _parts(samples):
                 found = await api.values(
@@ -164,10 +164,10 @@ class CriticClient:
                     sample.values = values
 
     async def learn(self, samples: Sequence[Sample], returns: Sequence[NDArray[np.float32] | None], step: int) -> None:
-        """Have the critic learn what was judged at this step; it is at the next one then.
+        """Have the critic learn from the samples of this step's `compute_values`; afterwards it is at the next step.
 
         Args:
-            samples: as they were judged. returns: float32 [T] each; None: not to be learnt from.
+            samples: the same samples. returns: float32 [T] each; None: not to be learnt from.
 
         Raises:
             GivenUp: too many of its steps in a row had a loss or gradient that is not finite.
@@ -178,7 +178,7 @@ class CriticClient:
                 raw = [b"" if one is None else one.tobytes() for one in returns[first : first + len(part)]]
                 await api.returns(at, first, raw)
             report = await api.learn(at)
-        self._skipped = self._skipped + 1 if report.thrown_away else 0
+        self._skipped = self._skipped + 1 if report.updates_skipped else 0
         if self._skipped >= SKIPPED_IN_A_ROW:
             which = "had an update that was thrown away" if report.applied else "were thrown away"
             why = f"a loss or gradient is not finite; of the last step: {report.loss} and {report.grad_norm}"
@@ -186,12 +186,12 @@ class CriticClient:
             raise GivenUp(f"{self._skipped} steps of the critic in a row {which}", why=why, hint=hint)
 
     async def snapshot(self, step: int) -> None:
-        """Copy its state aside, for the checkpoint of this step."""
+        """Have the critic copy its state aside, for the checkpoint of this step."""
         async with self._waiting("a copy of its state") as api:
             await api.snapshot(TrainingPosition(self._epoch, step))
 
-    async def written(self, step: int) -> CriticFiles:
-        """Its snapshot of this step, on disk. Training may go on meanwhile."""
+    async def write(self, step: int) -> CriticFiles:
+        """Have the critic write its snapshot of this step to disk. Training may continue meanwhile."""
         folder = self._scratch / f"step-{step:06d}-{self._epoch}"
         shutil.rmtree(self._scratch, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -200,13 +200,13 @@ class CriticClient:
 
 
 class CriticFiles:
-    """Files of a snapshot, in a folder of the run's own."""
+    """The files of a critic's snapshot, in a scratch folder of the run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def move(self, into: Path) -> None:
-        """Into a checkpoint that is being made, on the same file system."""
+        """Move the files into a checkpoint that is being written, on the same file system."""
         for path in self._folder.iterdir():
             path.rename(into / path.name)
         shutil.rmtree(self._folder)
@@ -219,7 +219,7 @@ def _piece(sample: Sample) -> CriticSample:
 
 
 def _parts(samples: Sequence[Sample]) -> Iterator[tuple[int, Sequence[Sample]]]:
-    """Samples that go together in one call, with the number of the first of them."""
+    """Yield the samples of one call each, with the number of the first of them."""
     first, size = 0, 0
     for index, sample in enumerate(samples):
         nbytes = 5 * len(sample.tokens)

@@ -133,7 +133,7 @@ class CriticModel:
             returned=float(wanted.mean()) if len(before) else 0.0,
             clipped=sums.get("clipped", 0.0) / max(sums.get("tokens", 0.0), 1.0),
             explained=_explained(before, wanted),
-            thrown_away=sum(bool(measured) and not applied for applied, measured, _ in found),
+            updates_skipped=sum(bool(measured) and not applied for applied, measured, _ in found),
         )
 
     def _update(

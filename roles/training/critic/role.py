@@ -79,8 +79,8 @@ class CriticRole(RLRole[CriticSettings]):
         self.ctx.metrics({"kind": "critic", "step": step, **fields})
         if not report.applied:
             self.ctx.event("critic_step_skipped", step=step)
-        elif report.thrown_away:
-            self.ctx.event("critic_update_skipped", step=step, thrown_away=report.thrown_away)
+        elif report.updates_skipped:
+            self.ctx.event("critic_update_skipped", step=step, updates_skipped=report.updates_skipped)
 
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import pytest
 from queue_parts import V2, World, world
 
 from relax_rt.roles.training import collector as collecting
-from relax_rt.roles.training.collector import Collector, abort_leases
+from relax_rt.roles.training.collector import Collector, release_leases
 from relax_rt.roles.training.step import StepBatch
 from relax_rt.transport.queue.batch import LeasedBatch
 from relax_rt.transport.rpc.errors import Unreachable
@@ -126,6 +126,6 @@ async def test_a_lease_that_cannot_be_given_back_keeps_no_other(
 
         monkeypatch.setattr(made.trainer, "release", unwilling)
         with pytest.raises(Unreachable, match=f"of group {groups[0]}"):
-            await abort_leases(made.trainer, leases, "the trainer cannot go on")
+            await release_leases(made.trainer, leases, "the trainer cannot go on")
         batch = await made.trainer.lease("train", groups=3, at_least=1, wait_s=0)
         assert {key.group for key in batch.keys} == {groups[1]}

@@ -62,7 +62,7 @@ async def test_values_and_a_step_are_those_of_branches_apart(model_dir: Path) ->
     link = CriticClient(SimpleNamespace(who=who, run_dir=model_dir, peer=peer, progress=silent))  # type: ignore[arg-type]
     service._at = TrainingPosition(1, 0)
     whole = [copy.deepcopy(SAMPLES[0]), joined()]
-    await link.judge(whole, 0)
+    await link.compute_values(whole, 0)
     apart = critics[1].values([SAMPLES[0], *PARTS])
     assert whole[1].values is not None and whole[1].values.any()
     np.testing.assert_allclose(whole[1].values, np.concatenate(apart[1:]), atol=1e-6)
