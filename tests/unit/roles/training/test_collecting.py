@@ -30,7 +30,7 @@ class Shown:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collecting, "TAKE_WAIT_S", 0.0)
+    monkeypatch.setattr(collecting, "LEASE_WAIT_S", 0.0)
 
 
 class LateQueue:
@@ -68,9 +68,9 @@ def worked(batch: StepBatch, clock: dict[str, float]) -> tuple[float, ...]:
     """What the step's times are after training for 5 s and publishing for 0.25 s."""
     assert batch.full and batch.groups == 3
     clock["now"] += 5.0
-    batch.timer.on("train")
+    batch.timer.lap("train")
     clock["now"] += 0.25
-    batch.timer.on("publish")
+    batch.timer.lap("publish")
     return tuple(batch.timer[what] for what in ("wait", "train", "publish"))
 
 
@@ -102,7 +102,7 @@ async def test_what_was_taken_for_a_step_that_ends_is_given_back(tmp_path: Path)
         for _ in range(2):
             groups += await made.make(1, 1, 0)
             assert await collector.collect(1) is not None
-        await collector.give_up("the run ends")
+        await collector.release("the run ends")
         assert made.trainer.leases == set()
         batch = await made.trainer.lease("train", groups=2, wait_s=0)
         assert {key.group for key in batch.keys} == set(groups)

@@ -14,7 +14,7 @@ from relax_rt.supervision.role_process import KEEP_PAGES
 
 HOLES = """
 import numpy as np
-from relax_rt.roles.models.heap import give_back
+from relax_rt.roles.models.heap import trim_heap
 
 def rss():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
@@ -25,7 +25,7 @@ for _ in range(10):
     pins.append(np.ones(1000))
 large.clear()
 held = rss()
-give_back()
+trim_heap()
 print(held, rss())
 """
 

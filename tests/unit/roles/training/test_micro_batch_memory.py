@@ -140,11 +140,11 @@ sys.path.insert(0, sys.argv[2])
 import torch
 from packing_samples import make_sample
 from test_micro_batch_memory import backend
-from relax_rt.roles.training.batch.budget import Budget
+from relax_rt.roles.training.batch.budget import TokenBudget
 
 torch.set_num_threads(1)
 told = []
-trainer = backend(Path(sys.argv[1]), Budget(1 << 20, on_smaller=lambda *what: told.append(what)))
+trainer = backend(Path(sys.argv[1]), TokenBudget(1 << 20, on_smaller=lambda *what: told.append(what)))
 samples = [make_sample(n, 0, [1, 2], [3 + (n + k) % 60 for k in range(100)]) for n in range(1200)]
 trainer.step(samples[:2], 1)
 used = int(open("/proc/self/statm").read().split()[0]) * 4096

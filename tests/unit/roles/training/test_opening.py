@@ -100,7 +100,7 @@ def test_what_a_rank_of_megatron_refuses_ends_the_run(
 
     gang = SimpleNamespace(rank=0, local_rank=0, world_size=1, local_world_size=1, store=lambda: None)
     monkeypatch.setattr(megatron_start.Gang, "here", lambda: gang)
-    monkeypatch.setattr(megatron_start, "Ranks", lambda *_, **__: None)
+    monkeypatch.setattr(megatron_start, "MegatronRanks", lambda *_, **__: None)
     monkeypatch.setattr(megatron_start, "MegatronBackend", refusing)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     ctx = context(model_dir, TrainerSettings(backend="megatron", dtype="bfloat16", threads=1), tmp_path)

@@ -25,7 +25,7 @@ class Silent:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collecting, "TAKE_WAIT_S", 0.0)
+    monkeypatch.setattr(collecting, "LEASE_WAIT_S", 0.0)
 
 
 def collector(made: World, events: list[dict[str, Any]], *, ahead: float = 0, **options: float) -> Collector:
@@ -152,7 +152,7 @@ async def test_what_a_step_kept_that_is_not_taken_is_counted_when_it_comes_again
         batch = await collect.collect(2)
         assert collect.group_filter is not None and batch is not None and (batch.scored, batch.full) == (3, False)
         # The run is to end.
-        await collect.give_up("the run ends")
+        await collect.release("the run ends")
         state = json.loads(json.dumps(collect.group_filter.state()))
         assert state["refill"] == {"share": 0.5, "dropped": {"zero_variance": 1}}
         again = collector(made, [], memory=0.5)

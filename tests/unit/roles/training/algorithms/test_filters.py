@@ -120,7 +120,7 @@ def test_a_step_is_not_waited_for_for_ever() -> None:
         assert (machine.state, barren.state) == ("lacking", "lacking")
         machine.scored(dull(key), 1)
         barren.scored(dull(key), 1)
-    assert (machine.state, barren.state) == ("short", "barren")
+    assert (machine.state, barren.state) == ("short", "none_passed")
     # Nor are all prompts asked for at once.
     assert barren.spare <= 4
 
@@ -138,7 +138,7 @@ def test_every_group_is_judged_once_and_what_is_under_way_suffices(
         there, lacking = sum(step), max(0, wanted - sum(step))
         assert 0 <= machine.spare <= lacking * over * most + 1
         assert (lacking > 0) or machine.spare == 0
-        wants = "full" if not lacking else "lacking" if len(step) < most * wanted else "short" if there else "barren"
+        wants = "full" if not lacking else "lacking" if len(step) < most * wanted else "short" if there else "none_passed"
         assert machine.state == wants
         if machine.state != "lacking":
             machine.begin()

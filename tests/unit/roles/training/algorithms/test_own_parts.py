@@ -201,7 +201,7 @@ def test_what_it_raises_is_told_with_line_and_arguments_and_ends_the_run(base: P
         (lambda: loss(base, loss=mine), "loss", "TokenTensors(logprobs float64 [5], behaviour float64 [5]"),
         (lambda: loss(base, corrections=[mine]), "correction", "mask bool [5]"),
         (lambda: filtering(base, "raises"), "filter", "ScoredGroup(key 7, item 'item 7', rewards 2 x 0.0"),
-        (lambda: sampling(base, "raises"), "sampler", "Choice(index 3, step 1, usual 1, items 2 x 'a'"),
+        (lambda: sampling(base, "raises"), "sampler", "SamplerContext(index 3, step 1, usual 1, items 2 x 'a'"),
     ]
     for call, kind, on in calls:
         with pytest.raises(UserPartFailed) as caught:

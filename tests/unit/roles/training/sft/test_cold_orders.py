@@ -41,7 +41,7 @@ def test_ranks_use_what_rank_0_uses(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, table: AlgorithmTable, temperature: float | None
 ) -> None:
     wire: list[bytes] = []
-    monkeypatch.setattr(gang, "give", lambda order, group: wire.append(msgspec.msgpack.encode(order)))
+    monkeypatch.setattr(gang, "send_command", lambda order, group: wire.append(msgspec.msgpack.encode(order)))
     first, other = Rank(), Rank()
     objective = Objective.of(table, base=tmp_path, longest=11)
     made: Any = first

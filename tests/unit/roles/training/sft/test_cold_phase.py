@@ -176,7 +176,7 @@ def test_a_damaged_checkpoint_is_passed_over(home: Path) -> None:
 
 @pytest.mark.parametrize(
     "of",
-    [(checkpoint, "read_state"), (phase, "read_mark"), (TorchBackend, "restore")],
+    [(checkpoint, "read_state"), (phase, "read_progress"), (TorchBackend, "restore")],
     ids=["state", "mark", "weights"],
 )
 def test_a_file_system_that_fails_for_a_moment_costs_no_checkpoint(
