@@ -109,7 +109,7 @@ peer-env: .peers/venv/.installed  ## an environment with TransferQueue, Ray, TRL
 		trl==1.16.0 transformers==5.19.0 fastapi==0.165.0 'uvicorn[standard]==0.54.0' httpx==0.28.1
 	@touch $@
 
-gpu-bundle: $(STAMP)  ## packages for a GPU machine that reaches no registry (43 MB, into build/gpu-bundle; docs/gpu.md)
+gpu-bundle: $(STAMP)  ## packages for a GPU machine that reaches no registry (43 MB, into build/gpu-bundle; docs/guides/gpu.md)
 	$(BIN)/python tools/gpu/bundle.py
 
 clean:  ## remove environments, caches and runs of this checkout

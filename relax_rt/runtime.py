@@ -31,8 +31,7 @@ from typing import Any, Literal, Protocol, TypeVar, overload
 from relax_rt.cluster import launch
 from relax_rt.cluster.discovery import RunDiscovery, connect
 from relax_rt.config.loader import load_config, preflight_config
-from relax_rt.observe.metrics import METRICS
-from relax_rt.observe.tail import Tail
+from relax_rt.observe.metrics import METRICS, Tail
 from relax_rt.supervision import control
 from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.rundir import read_run
@@ -58,7 +57,7 @@ to end in order."""
 
 
 class Debugged(Protocol):
-    """What ``Runtime.from_toml(…, debug=True)`` gives: see relax_rt.roles.job.debugging.Debug and docs/embedding.md."""
+    """What ``Runtime.from_toml(…, debug=True)`` gives: see relax_rt.roles.job.debugging.Debug."""
 
     async def __aenter__(self) -> Debugged: ...
     async def __aexit__(self, *_: object) -> None: ...
@@ -220,7 +219,7 @@ class Runtime:
         """Records of the run's metrics as they come, from its beginning on, until it has ended.
 
         Args:
-            kind: step, evaluation, rollout, … (docs/metrics.md); empty: all.
+            kind: step, evaluation, rollout, … (docs/reference/metrics.md); empty: all.
         """
         tail = Tail(self.run_dir / METRICS)
         try:
@@ -238,17 +237,17 @@ class Runtime:
             tail.close()
 
     def actor(self, name: str, api: type[T]) -> T:
-        """A reference to an actor of the run; see docs/actors.md."""
+        """A reference to an actor of the run; see docs/guides/actors.md."""
         return self.discovery.actor(name, api)
 
     def router(self, role: str = "rollout") -> AbstractAsyncContextManager[Any]:
-        """A Router: tokens of the run's engines, for as long as the block lasts; see docs/router.md."""
+        """A Router: tokens of the run's engines, for as long as the block lasts; see docs/explanation/router.md."""
         # By its name: the runtime knows nothing of RL until somebody asks for it.
         router: AbstractAsyncContextManager[Any] = importlib.import_module(ROUTER).Router(self.discovery, role)
         return router
 
     def gateway(self, slot: str = "gateway/0") -> Served:
-        """Where the policy speaks OpenAI's and Anthropic's API, for a run with [roles.gateway]; see docs/gateway.md. A
+        """Where the policy speaks OpenAI's and Anthropic's API, for a run with [roles.gateway]. A
         gateway that was started again may have another address: ask again.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Actors: objects with a process of their own, called by name from anywhere in a run. See docs/actors.md."""
+"""Actors: objects with a process of their own, called by name from anywhere in a run. See docs/guides/actors.md."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class GoldReport(msgspec.Struct):
         """Return the problem of a reward that does not fit the data, with at most `most` examples; None: it fits."""
         if self.wrong <= MOST_WRONG * self.checked:
             return None
-        hint = "name the column that holds the answer alone, or take a reward that fits: docs/rewards.md"
+        hint = "name the column that holds the answer alone, or take a reward that fits: docs/guides/rewards.md"
         return Problem(("reward",), "\n".join(self.lines(most)), hint)
 
 

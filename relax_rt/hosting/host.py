@@ -280,8 +280,7 @@ async def _threads_left() -> bool:
 
 
 def _tie_to_agent(orders: Orders) -> socket.socket:
-    procfs.prctl(procfs.PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != orders.agent_pid:
+    if not procfs.die_with_parent(orders.agent_pid):
         os._exit(EXIT_ORPHANED)
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)

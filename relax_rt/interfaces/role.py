@@ -73,7 +73,7 @@ class RoleContext(Protocol):
     def actor(self, name: str, api: type[T], *, timeout_s: float = 60.0) -> T:
         """A reference to the actor in a slot (``reward/0``), or to the ready ones of a role (``reward``).
 
-        timeout_s is the deadline of each call, seconds. See docs/actors.md.
+        timeout_s is the deadline of each call, seconds. See docs/guides/actors.md.
         """
 
     def serve(self, api: type[T], implementation: T, *, max_calls: int | None = None) -> None:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import msgspec
+import threadpoolctl
 
 from relax_rt.config.target import load_target
 from relax_rt.process import limits, procfs
@@ -387,8 +388,6 @@ def set_threads(threads: int) -> None:
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(threads)
     if threads > 1 and "numpy" in sys.modules:
-        import threadpoolctl
-
         threadpoolctl.threadpool_limits(threads)
 
 

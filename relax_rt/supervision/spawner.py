@@ -42,7 +42,6 @@ MEMORY_EVERY_S = 0.5
 ALWAYS_IMPORTED = (
     HOST_MODULE,
     "relax_rt.cluster.registry.role",
-    "relax_rt.cluster.registry.service",
     "relax_rt.hosting.queue_role",
 )
 """What every role, the registry and the queue need, by name."""

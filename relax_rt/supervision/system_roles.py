@@ -91,7 +91,9 @@ class SystemRoles:
         exits = self._exits[REGISTRY_SLOT]
         while True:
             who, reason = await exits.get()
-            await self._deliver(who, functools.partial(self._bound_registry().gone, who, reason), REGISTRY_SLOT)
+            await self._deliver(
+                who, functools.partial(self._bound_registry().process_exited, who, reason), REGISTRY_SLOT
+            )
 
     async def _report_to_queue(self) -> None:
         # The queue recognises repeated calls by (incarnation, number): each agent needs an epoch of its own.

@@ -1,4 +1,4 @@
-"""Episodes with several turns: the environments of the users, and the role that plays them. See docs/agentic.md."""
+"""Episodes with several turns: the environments of the users, and the role that plays them."""
 
 from __future__ import annotations
 

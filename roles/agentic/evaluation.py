@@ -17,10 +17,9 @@ from relax_rt.roles.agentic.player import Player
 from relax_rt.roles.agentic.stall_detection import Fruitless
 from relax_rt.roles.agentic.tasks import Tasks
 from relax_rt.roles.agentic.user_tasks import cancel_all
-from relax_rt.roles.evaluation.branch import Branch
 from relax_rt.roles.evaluation.sampling import SEED_DOMAIN
 from relax_rt.roles.evaluation.scoring import Z95, difference, wilson
-from relax_rt.roles.evaluation.sets import MAIN, courses
+from relax_rt.roles.evaluation.sets import MAIN, Branch, courses
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import RelaxError
 

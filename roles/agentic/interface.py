@@ -1,4 +1,4 @@
-"""What an environment is: the user's side of episodes with several turns. See docs/agentic.md."""
+"""What an environment is: the user's side of episodes with several turns. See docs/guides/environments.md."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def load_factory(target: str, options: Mapping[str, Any], config_dir: Path) -> F
     if package in PROGRAMS:
         why = f"{package} has no adapter: its environments drive an OpenAI endpoint themselves, with an older client"
         hint = 'have a script of yours play it, with that endpoint\'s base URL: environment = "program:python mine.py"'
-        raise RelaxError(f"{SETTING} = {target!r}", why=why, hint=f"{hint} (docs/programs.md)")
+        raise RelaxError(f"{SETTING} = {target!r}", why=why, hint=f"{hint} (docs/guides/programs.md)")
     try:
         found = load_target(target, config_dir)
     except TargetError as error:

@@ -1,4 +1,4 @@
-"""Environments that are programs of their own: ``environment = "program:python agent.py"``. See docs/programs.md.
+"""Environments that are programs of their own: ``environment = "program:python agent.py"``.
 
 A program speaks to the policy through the gateway, like to any server of OpenAI's or Anthropic's API, and knows nothing
 of this runtime. What it prints, or reward functions that read what it prints, say how well it went.
@@ -255,7 +255,7 @@ def _options(command: str, options: Mapping[str, Any]) -> Options:
     try:
         asked = msgspec.convert(dict(options), Options)
     except msgspec.ValidationError as error:
-        raise RelaxError(OPTIONS, why=str(error), hint="see docs/programs.md") from error
+        raise RelaxError(OPTIONS, why=str(error), hint="see docs/guides/programs.md") from error
     if asked.stdin not in ("task", "question", "none"):
         raise RelaxError(f"{OPTIONS}.stdin", why=f"{asked.stdin!r} is none of task, question and none")
     return asked

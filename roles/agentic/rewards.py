@@ -1,4 +1,4 @@
-"""Rewards beside an environment's own: components that score an episode once it is over. See docs/agentic.md."""
+"""Rewards beside an environment's own: components that score an episode once it is over."""
 
 from __future__ import annotations
 

@@ -21,12 +21,12 @@ PROGRAM = "program"
 
 
 class EnvSettings(RoleSettings):
-    """Plays episodes with the policy: it takes the place of prompts, reward workers and evaluator (docs/agentic.md)."""
+    """Plays episodes with the policy: it takes the place of prompts, reward workers and evaluator."""
 
     environment: Filled
     """Your class or function, `file.py:Name` (relative to the config file) or `package.module:Name`; or an adapter:
     `textarena:GuessTheNumber-v0`, `gymnasium:FrozenLake-v1`, `reasoning_gym:chain_sum`; or a program that speaks to the
-    gateway: `program:python agent.py` (docs/programs.md)."""
+    gateway: `program:python agent.py` (docs/guides/programs.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the class or function, or options of the adapter or program."""
     rewards: list[ComponentTable] = Field(default_factory=list)

@@ -1,7 +1,7 @@
 """Restart an env slot whose episodes all fail, once at least one has succeeded.
 
 A restart repairs a broken process. If no episode of the slot ever succeeded, the queue counts its failed groups and
-ends the run (docs/progress.md). Held-out episodes belong to no group: after ENDS restarts because of them, `ending`
+ends the run (guides/progress.md). Held-out episodes belong to no group: after ENDS restarts because of them, `ending`
 ends the run.
 """
 

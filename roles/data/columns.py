@@ -1,7 +1,7 @@
 """Map the columns of a row to a prompt: its messages, its answer, and metadata for the reward.
 
 `ColumnReader` is created once per source and called for every row, at indexing and again when the row is used.
-docs/data.md describes the forms.
+docs/guides/data.md describes the forms.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ class ColumnReader:
             if column in MEDIA:
                 if value in (None, [], ""):
                     continue
-                hint = f'use an environment (docs/pictures.md), or go without: data.ignore = ["{column}"]'
+                hint = f'use an environment (docs/guides/pictures.md), or go without: data.ignore = ["{column}"]'
                 raise RelaxError(where, why=f"column `{column}`: prompts of [data] have text alone", hint=hint)
             if column in metadata:
                 why = f"column `{column}` is also a key of the row's metadata"
@@ -418,7 +418,7 @@ def _part(where: str, part: Any, named: str) -> str:
     if kind in TEXT_PARTS and isinstance(part.get("text"), str):
         return str(part["text"])
     if isinstance(part, dict) and isinstance(kind, str) and kind not in TEXT_PARTS:
-        hint = "prompts of [data] have text alone; an environment can show pictures (docs/pictures.md)"
+        hint = "prompts of [data] have text alone; an environment can show pictures (docs/guides/pictures.md)"
         raise RelaxError(where, why=f"{named} has a part of type {kind!r}", hint=hint)
     raise RelaxError(where, why=f"{named} has a part that is no text: {part!r:.60}")
 

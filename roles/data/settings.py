@@ -32,7 +32,7 @@ class DataSource(Table):
 
 
 class DataTable(Table):
-    """Prompts. Exactly one of `task` (reasoning-gym), `path` and `sources` is given (docs/data.md)."""
+    """Prompts. Exactly one of `task` (reasoning-gym), `path` and `sources` is given (docs/guides/data.md)."""
 
     task: Filled | None = None
     """A reasoning-gym task, as `chain_sum`."""

@@ -136,7 +136,7 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self) -> None:
-        from relax_rt.roles.evaluation.branch import Branch
+        from relax_rt.roles.evaluation.sets import Branch
         from relax_rt.roles.training.publication.follower import committed_versions
 
         branch = Branch(self.ctx)

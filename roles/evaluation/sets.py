@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from relax_rt.config.schema import RunConfig
+from relax_rt.interfaces.role import RoleContext
+from relax_rt.roles.data.items import PromptItem
 from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.evaluation.settings import EvaluationSet, EvaluationTable
+from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable, ColdStartTable
-from relax_rt.transport.base.versions import ROOT
-from relax_rt.transport.rpc.errors import RelaxError
-
-if TYPE_CHECKING:
-    from relax_rt.roles.data.items import PromptItem
-    from relax_rt.roles.data.source import PromptSource
-    from relax_rt.roles.models.tokenizer import ChatTokenizer
+from relax_rt.transport.base.versions import ROOT, VersionRecord
+from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError, Unreachable
 
 MAIN = "held_out"
 """The name of the items that [data] holds out."""
 AFTER_COLD_START = "cold_start"
 """When an evaluation is of the weights between cold start and RL."""
+RETRY_S = 0.5
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,3 +198,47 @@ def courses(config: RunConfig, records: Iterable[dict[str, Any]]) -> dict[str, C
         if course is not None:
             course.take(record)
     return found
+
+
+class Lineage:
+    """The versions that led to another, as far as they were told. Pure."""
+
+    def __init__(self) -> None:
+        self._parents = {ROOT: ROOT}
+
+    def __contains__(self, version: int) -> bool:
+        return version in self._parents
+
+    def learn(self, records: Iterable[VersionRecord]) -> None:
+        """These versions were committed."""
+        self._parents.update((record.version, record.parent) for record in records)
+
+    def path(self, version: int) -> set[int]:
+        """The version, all that it was made from, and ROOT."""
+        found = {ROOT}
+        while version not in found and version in self._parents:
+            found.add(version)
+            version = self._parents[version]
+        return found
+
+
+class Branch:
+    """Follows the committed versions for who sees only the newest: the one that began a branch may be missed."""
+
+    def __init__(self, ctx: RoleContext) -> None:
+        self._ctx, self._lineage = ctx, Lineage()
+
+    async def to(self, record: VersionRecord) -> set[int]:
+        """The versions that led to this one, itself among them, and ROOT.
+
+        A registry that is away is waited for, visibly, until the role is asked to stop.
+        """
+        while record.parent not in self._lineage and not self._ctx.stopping.is_set():
+            try:
+                self._lineage.learn(await self._ctx.registry.versions())
+                break
+            except (Unreachable, DeadlineExceeded) as error:
+                self._ctx.progress.waiting(f"the registry: {error}")
+                await asyncio.sleep(RETRY_S)
+        self._lineage.learn([record])
+        return self._lineage.path(record.version)

@@ -1,1 +1,1 @@
-"""The gateway: the policy as an HTTP endpoint that speaks OpenAI's and Anthropic's APIs. See docs/gateway.md."""
+"""The gateway: the policy as an HTTP endpoint that speaks OpenAI's and Anthropic's APIs. See docs/guides/gateway.md."""

@@ -16,7 +16,7 @@ LOOPBACK, NODE_ADDRESS = "127.0.0.1", "node"
 
 
 class GatewaySettings(RoleSettings):
-    """The policy as an HTTP endpoint, for programs that speak OpenAI's or Anthropic's API (docs/gateway.md)."""
+    """The policy as an HTTP endpoint, for programs that speak OpenAI's or Anthropic's API (docs/guides/gateway.md)."""
 
     host: str = LOOPBACK
     """Address to listen at; "node": the one by which the other nodes of the run reach its node. Others than this

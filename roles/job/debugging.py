@@ -207,7 +207,7 @@ class Debug:
         factory = load_factory(table.environment, table.options, Path(self.config.config_dir))
         if factory.program is not None:
             why = "a program has a process of its own, and speaks to the gateway of a run"
-            hint = "start it by hand beside a run (docs/programs.md, By hand)"
+            hint = "start it by hand beside a run (docs/guides/programs.md, By hand)"
             raise RelaxError(f"debugging {table.environment}", why=why, hint=hint)
         added = reward_table(self.config)
         patient = table.model_copy(update={"turn_timeout_s": FOREVER_S, "episode_timeout_s": FOREVER_S})

@@ -148,7 +148,7 @@ class RLJob(Job):
 
     def choose(self, config: Any, recorded: Mapping[str, Any], *, measured: bool, here: bool) -> RunConfig:
         """Resolve the dtypes that are "auto"."""
-        from relax_rt.roles.models.dtypes import choose_dtypes
+        from relax_rt.roles.config.dtypes import choose_dtypes
 
         return choose_dtypes(config, recorded, measured=measured, here=here)
 
@@ -196,7 +196,7 @@ class RLJob(Job):
         from relax_rt.roles.config.checks import not_startable
         from relax_rt.roles.gateway.settings import check_gateway
         from relax_rt.roles.planning.division import divisible
-        from relax_rt.roles.trackers.checks import not_writable
+        from relax_rt.roles.trackers.settings import not_writable
 
         return [*divisible(config), *not_startable(config), *not_writable(config), *check_gateway(config)]
 
@@ -254,13 +254,13 @@ class RLJob(Job):
 
     def finish(self, run_dir: Path, config: Any) -> dict[str, Any]:
         """Write summary.json and the plots."""
-        from relax_rt.roles.report import finish
+        from relax_rt.roles.report.finish import finish
 
         return finish(run_dir, config)
 
     def closing(self, summary: dict[str, Any]) -> list[str]:
         """Render summary.json as lines for people."""
-        from relax_rt.roles.report import render_summary
+        from relax_rt.roles.report.summary import render_summary
 
         return render_summary(summary)
 
@@ -274,8 +274,8 @@ class RLJob(Job):
         env = env_settings(config)
         if env is not None:
             why = "its episodes are played by [roles.env], with several turns"
-            by_hand = "start the program by hand beside a run (docs/programs.md, By hand)"
-            in_python = "Runtime.from_toml(…, debug=True) plays single ones (docs/embedding.md, Breakpoints)"
+            by_hand = "start the program by hand beside a run (docs/guides/programs.md, By hand)"
+            in_python = "Runtime.from_toml(…, debug=True) plays single ones (docs/guides/embedding.md, Breakpoints)"
             raise BadInput("relax-rt sample", why=why, hint=by_hand if is_program(env) else in_python)
 
         return sample(config, run_dir, items, held_out=held_out, prompts=prompts)

@@ -31,7 +31,7 @@ class ShardedSettings(RoleSettings):
     backend: Literal["torch", "megatron"] = "torch"
     dtype: ChosenDtype = "auto"
     """bfloat16: autocast over float32 master weights. auto: bfloat16 where the device computes it fast, else float32
-    (docs/dtype.md)."""
+    (docs/guides/dtype.md)."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """What computes it. auto: the GPU, where `gpus` gives the slot one and torch sees it, else the CPU (torch)."""
     tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 4096

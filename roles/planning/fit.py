@@ -14,6 +14,8 @@ from relax_rt.roles.config.checks import batch_samples
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.models.settings import ShardedSettings, TrainedSettings
 from relax_rt.roles.models.shape import ModelShape
+from relax_rt.roles.planning.communicators import Communicator, Device, memberships, published_width, senders, spans
+from relax_rt.roles.planning.division import Shapes, gang_sizes
 from relax_rt.roles.planning.estimate import (
     DELTA_PART,
     FOLLOWERS,
@@ -22,16 +24,7 @@ from relax_rt.roles.planning.estimate import (
     delta_parts,
     served_parts,
 )
-from relax_rt.roles.planning.flow import cache_tokens, gpu_bytes, longest_sample, longest_trained
-from relax_rt.roles.planning.links import (
-    Communicator,
-    Device,
-    gang_sizes,
-    memberships,
-    published_width,
-    senders,
-    spans,
-)
+from relax_rt.roles.planning.figures import cache_tokens, gpu_bytes, longest_sample, longest_trained
 from relax_rt.roles.planning.memory import (
     GIB,
     MASTER,
@@ -42,7 +35,6 @@ from relax_rt.roles.planning.memory import (
     gang_memory,
     total_bytes,
 )
-from relax_rt.roles.planning.models import Shapes
 from relax_rt.roles.planning.placement import Placed
 from relax_rt.roles.rollout.engines.communicator import communicator_of
 from relax_rt.roles.rollout.engines.settings import EngineSettings

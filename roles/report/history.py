@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,91 @@ import msgspec
 from relax_rt.observe.events import read_events
 from relax_rt.observe.losses import Losses, ReportedLoss
 from relax_rt.observe.metrics import read_metrics
-from relax_rt.roles.report.cold import ColdStart
-from relax_rt.roles.report.sets import SetScore, read_score, set_of
 
 NAN = float("nan")
+MAIN = "held_out"
+
+
+class ColdStart(msgspec.Struct):
+    """What the trainer said of a cold start.
+
+    Attributes:
+        phase: sft or dpo. of: steps that it was to make.
+        losses, validation: by step; what a restart did again stands in place of what it threw away.
+    """
+
+    phase: str = ""
+    of: int = 0
+    losses: dict[int, float] = {}
+    validation: dict[int, float] = {}
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Take in a record of kind `cold_start`."""
+        step, of = record.get("step"), record.get("of")
+        if not isinstance(step, int) or not isinstance(of, int):
+            return
+        self.phase, self.of = str(record.get("phase", "")), of
+        for key, found in (("loss", self.losses), ("validation_loss", self.validation)):
+            if isinstance(value := record.get(key), int | float):
+                found[step] = float(value)
+
+
+class SetScore(msgspec.Struct, frozen=True, kw_only=True):
+    """One evaluation of a set.
+
+    Attributes:
+        pass_at: by k: the value and the ends of its 95% interval.
+        reward: mean, where a reward function judges; greedy: share of right greedy completions; None: not measured.
+    """
+
+    when: str
+    step: int
+    items: int
+    samples: int
+    pass_at: dict[str, tuple[float, float, float]]
+    exact: float | None
+    reward: float | None
+    greedy: float | None
+
+
+def set_of(record: Mapping[str, Any]) -> str:
+    """The set that a record tells of; empty where the summary's other lines say all of it."""
+    if record.get("kind") == "evaluation_set":
+        return str(record.get("set", ""))
+    samples = record.get("samples")
+    several = isinstance(samples, int) and samples > 1
+    return MAIN if several or "greedy" in record else ""
+
+
+def read_score(record: Mapping[str, Any]) -> SetScore:
+    """A record of an evaluation; what is not as it must be is left out."""
+    ends = [_inner_table(record, f"pass_at{end}") for end in ("", "_low", "_high")]
+    greedy = _inner_table(record, "greedy")
+    return SetScore(
+        when=str(record.get("when", "during")),
+        step=int(_finite(record, "step") or 0),
+        items=int(_finite(record, "items") or 0),
+        samples=int(_finite(record, "samples") or 1),
+        pass_at={
+            k: (value, low if low is not None else 0.0, high if high is not None else 1.0)
+            for k in ends[0]
+            if (value := _finite(ends[0], k)) is not None
+            for low, high in [(_finite(ends[1], k), _finite(ends[2], k))]
+        },
+        exact=_finite(record, "exact"),
+        reward=_finite(record, "reward"),
+        greedy=_finite(greedy, "success" if "success" in greedy else "exact"),
+    )
+
+
+def _inner_table(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = record.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _finite(record: Mapping[str, Any], key: str) -> float | None:
+    value = record.get(key)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):

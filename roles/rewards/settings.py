@@ -42,7 +42,7 @@ OnFailure = Literal["fail", "zero"]
 
 
 class ComponentTable(Table):
-    """A part of the reward: one with a name (docs/rewards.md lists them) or a function of yours. Further keys are the
+    """A part of the reward: one with a name (guides/rewards.md lists them) or a function of yours. Further keys are the
     options of the reward that is named: { name = "regex", pattern = 'answer: \\d+', weight = 0.2 }."""
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)

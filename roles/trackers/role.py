@@ -13,8 +13,7 @@ from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.trackers.settings import WriterSettings
 
 if TYPE_CHECKING:
-    from relax_rt.roles.trackers.feed import Feed
-    from relax_rt.roles.trackers.sinks import Sink
+    from relax_rt.roles.trackers.feed import Feed, Sink
 
 LOOK_EVERY_S = 1.0
 OPEN_ALLOWANCE_S = 120.0

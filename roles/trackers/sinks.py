@@ -7,22 +7,10 @@ import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from relax_rt.roles.trackers.scalars import Point
+from relax_rt.roles.trackers.feed import Point
 from relax_rt.transport.rpc.errors import RelaxError
-
-
-class Sink(Protocol):
-    """Takes points. Whatever it raises ends it, and nothing else."""
-
-    name: str
-
-    def write(self, points: Sequence[Point]) -> None:
-        """Take these; they are on disk, or in another process, when it returns."""
-
-    def close(self) -> None:
-        """Take no more."""
 
 
 class TensorBoardSink:

@@ -16,6 +16,7 @@ from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.messages import (
     Failure,
+    Freed,
     LeaseGrant,
     LeaseRequest,
     Put,
@@ -83,11 +84,11 @@ class Process:
                 self.world.checker.found(UNEXPECTED, f"{self.who}: {answer}")
             return answer
         self.world.checker.answered(self.who, self.client.first_sent, self.world.kernel.now)
-        freed = answer if isinstance(answer, list) else getattr(answer, "freed", [])
+        freed = answer.extents if isinstance(answer, Freed) else getattr(answer, "freed", [])
         for extent in freed:
             if not self.arena.free(extent):
                 self.world.checker.found(UNEXPECTED, f"{self.who} is given {extent}, which it does not use")
-        return answer
+        return answer.extents if isinstance(answer, Freed) else answer
 
     # --- memory
 

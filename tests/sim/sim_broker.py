@@ -15,7 +15,7 @@ from sim_memory import CELL, Memory
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.memory.spill import dead_slabs
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.admission import partials
+from relax_rt.transport.queue.ledger.admission import load_partials
 from relax_rt.transport.queue.ledger.core import Notice
 from relax_rt.transport.queue.ledger.events import Entry
 from relax_rt.transport.queue.ledger.machine import Ledger
@@ -133,7 +133,7 @@ class SimBroker:
             return
         try:
             self.ledger.knows(who)
-            reply(partials(self.ledger.core, who, keys))
+            reply(load_partials(self.ledger.core, who, keys))
         except Refused as error:
             reply(error)
 

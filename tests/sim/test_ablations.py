@@ -46,7 +46,7 @@ def forget_marks(core: Core, group: Group) -> None:
 
 ABLATIONS: dict[str, tuple[Callable[[int], World], list[Any], set[str]]] = {
     "epoch check": (training, [patch.object(Callers, "check", lambda *_: None)], {FENCED}),
-    "dedupe": (streaming, [patch.object(Callers, "answer", lambda *_: None)], {DOUBLED}),
+    "dedupe": (streaming, [patch.object(Callers, "reply", lambda *_: None)], {DOUBLED}),
     "lease expiry": (streaming, [patch.object(Ledger, "due", lambda *_: None)], {STANDSTILL}),
     "staleness check": (training, [patch.object(Core, "staleness", lambda *_: 0)], {STALE}),
     "lineage": (training, [patch.object(VersionTree, "distance", lambda _, a, b: abs(a - b))], {STALE}),

@@ -121,7 +121,7 @@ ABLATIONS: dict[str, tuple[Any, set[str]]] = {
         patch.object(RegistryCore, "commit_version", commit_anything),
         {VERSIONS},
     ),
-    "queue: calls that are made again": (patch.object(Callers, "answer", lambda *_: None), {DOUBLED, TWICE}),
+    "queue: calls that are made again": (patch.object(Callers, "reply", lambda *_: None), {DOUBLED, TWICE}),
     "agent: death is confirmed": (patch.object(Executor, "kill", tell_when_killed), {TWO}),
     "supervisor: intensity": (patch.object(RestartWindow, "failed", lambda *_: 0), {UNESCALATED}),
     "supervisor: back-off": (patch.object(Supervisor, "_restart_together", regroup_at_once), {UNESCALATED}),

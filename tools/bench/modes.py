@@ -15,7 +15,7 @@ The pace is such that colocate and on-policy take what the paper says, if nothin
 201.0 s a step). These two do not say how the 201.0 s divide, and the asynchronous 128.6 s are read in two ways, in the
 same round: as the generation of a batch alone, with its tail (`tail`), and as a stage that is never idle (`stage`), so
 that an ideal asynchronous step takes just as long. Lengths are log-normal, of a sample's own, the same in every mode.
-See docs/modes.md for what is concluded from it and what is not.
+See docs/guides/modes.md for what is concluded from it and what is not.
 
 The ideal pipeline is computed from the same lengths and times, twice: as two stages that are never idle, which no way
 of running can beat; and as what the staleness contract allows when nothing else takes any time (modes_times.Pipeline).

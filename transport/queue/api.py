@@ -68,7 +68,7 @@ class QueueApi(Protocol):
         """
 
     @idempotent
-    async def save_partials(self, seq: Count, marks: list[PartialChunk]) -> SavedPartials:
+    async def save_partials(self, seq: Count, chunks: list[PartialChunk]) -> SavedPartials:
         """Have tokens of unfinished members kept, until they are put or their group ends, for whoever makes them."""
 
     @idempotent
@@ -114,7 +114,7 @@ class QueueApi(Protocol):
         """Renew the caller's group tickets and consumer leases; answers with the ids that are no longer its own."""
 
     @idempotent
-    async def lease(self, seq: Count, task: str, want: LeaseRequest, wait_s: float) -> LeaseGrant:
+    async def lease(self, seq: Count, task: str, request: LeaseRequest, wait_s: float) -> LeaseGrant:
         """Lease ready samples for a task, chosen by the task's sampler, waiting at most wait_s for enough of them."""
 
     @idempotent

@@ -21,13 +21,14 @@ from relax_rt.transport.memory.refs import Extent, owner_key
 from relax_rt.transport.memory.spill import SpillFiles, dead_slabs
 from relax_rt.transport.queue.ledger import admission, failures
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.admission import partials as held_partials
+from relax_rt.transport.queue.ledger.admission import load_partials
 from relax_rt.transport.queue.ledger.core import ROOM
 from relax_rt.transport.queue.ledger.events import Entry
 from relax_rt.transport.queue.ledger.machine import Answer, Ledger, load_samplers
 from relax_rt.transport.queue.ledger.messages import (
     Admission,
     Failure,
+    Freed,
     GroupsPut,
     ItemsAssigned,
     LeaseGrant,
@@ -57,7 +58,7 @@ FAR_SILENT_S = 600.0
 _OTHER_VERSION = "was it written by another version of relax-rt?"
 
 T = TypeVar("T", Admission, GroupsPut, LeaseGrant)
-A = TypeVar("A")
+R = TypeVar("R", bound=Answer)
 Notify = Callable[[str, dict[str, Any]], None]
 
 
@@ -67,15 +68,6 @@ def _ignore(_kind: str, _fields: dict[str, Any]) -> None:
 
 def _rpc_caller() -> Incarnation:
     return rpc.caller().who
-
-
-def _expected(kind: type[A], answer: object, who: Incarnation, seq: int) -> A:
-    """Raises:
-    Refused: the answer kept under this number is that of a call of another kind.
-    """
-    if not isinstance(answer, kind):
-        raise Refused(f"call {seq} of {who}", why="another call had this number", hint="number changing calls anew")
-    return answer
 
 
 class Broker:
@@ -172,9 +164,9 @@ class Broker:
         self._disk = SpillFiles(self.shm_dir, self.spill_dir, self._ledger.n)
         self._ledger.restart_deadlines(self._clock())
         self._notify("queue_recovered", {"n": self._ledger.n, "records": len(recovered.records)})
-        for home in list(self._ledger.state.callers.homes.values()):
-            if self._ledger.concerned(home.who):
-                self._know(home)
+        for process in list(self._ledger.state.callers.processes.values()):
+            if self._ledger.concerned(process.who):
+                self._notice_end_of(process)
         self._tasks = [asyncio.create_task(work()) for work in (self._keep_time, self._keep_disk, self._keep_room)]
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
@@ -285,7 +277,10 @@ class Broker:
         try:
             while True:
                 # A copy of this call, sent over a connection that was lost, may have been answered meanwhile.
-                answer = _expected(kind, self._empty.get(key) or self._apply(event, who, seq), who, seq)
+                answer = self._empty.get(key) or self._apply(event, who, seq)
+                if not isinstance(answer, kind):
+                    why, hint = "another call had this number", "number changing calls anew"
+                    raise Refused(f"call {seq} of {who}", why=why, hint=hint)
                 left = deadline - self._clock()
                 if not answer.waiting_on or left <= 0 or key in self._empty:
                     break
@@ -298,10 +293,15 @@ class Broker:
                 del self._empty[next(iter(self._empty))]
         return answer
 
-    # --- QueueApi
+    def _call(self, event: ev.Event, seq: int, kind: type[R]) -> R:
+        """Carry out a call whose answer is of this kind."""
+        answer = self._apply(event, self._identify(), seq)
+        assert isinstance(answer, kind)
+        return answer
+
+    # --- QueueApi says what each of these does
 
     async def join(self, name: str, node: str, pid: int, payloads: str) -> Membership:
-        """See QueueApi."""
         here = node == self._node
         started = start_time(pid) if here and pid else 0
         if here and pid and not started:
@@ -311,23 +311,22 @@ class Broker:
         who = Incarnation(name, max(self._ledger.state.next_epoch, callers.lowest.get(name, 0) + 1))
         # A caller on this node puts into this node's slabs, which its own payload server gives out.
         self._apply(ev.Join(node, "" if here else payloads, pid if here else 0, started, issued=True), who)
-        self._know(callers.homes[owner_key(who)])
+        self._notice_end_of(callers.processes[owner_key(who)])
         self._sweep_wanted = True
         shm_dir, spill_dir = str(self.shm_dir), str(self.spill_dir)
         fields, lease_s, max_bytes = self._policy.fields, self._limits.lease_s, self._limits.max_sample_bytes
         return Membership(who, self._run_id, shm_dir, spill_dir, self._node, lease_s, fields, max_bytes)
 
     async def register(self, node: str, payloads: str) -> None:
-        """See QueueApi."""
         if not self._node:
             self._apply(ev.Join(node, payloads, issued=True), self._identify())
 
-    def _know(self, home: ClientProcess) -> None:
+    def _notice_end_of(self, process: ClientProcess) -> None:
         """Notice the end of a process that joined. Where a supervisor tells of ends, silence is none."""
-        if home.node == self._node:
-            self._watch.add(home.who, home.pid, home.started)
+        if process.node == self._node:
+            self._watch.add(process.who, process.pid, process.started)
         elif self._node:
-            self._far[home.who] = self._clock()
+            self._far[process.who] = self._clock()
 
     def _process_ended(self, who: Incarnation, reason: str) -> None:
         """A watched process is dead. May come after the broker's own failure, when there is nothing left to say."""
@@ -338,31 +337,25 @@ class Broker:
         self._sweep_wanted = True
 
     async def put_groups(self, seq: int, puts: list[Put], groups: list[int], wait_s: float) -> GroupsPut:
-        """See QueueApi."""
         return await self._wait_for(ev.PutGroups(puts, groups), ROOM, seq, wait_s, GroupsPut)
 
     async def admit(self, seq: int, engine_version: int, groups: int, wait_s: float) -> Admission:
-        """See QueueApi."""
         return await self._wait_for(ev.Admit(engine_version, groups), ROOM, seq, wait_s, Admission)
 
     async def put_samples(self, seq: int, puts: list[Put], short_bytes: int = 0) -> list[Extent]:
-        """See QueueApi."""
         if short_bytes and self._limits.spill_bytes:
             self._short[owner_key(self._identify())] = short_bytes
             self._tight.set()
-        return self._extents(ev.PutSamples(puts), seq)
+        return self._call(ev.PutSamples(puts), seq, Freed).extents
 
-    async def save_partials(self, seq: int, marks: list[PartialChunk]) -> SavedPartials:
-        """See QueueApi."""
-        who = self._identify()
-        return _expected(SavedPartials, self._apply(ev.SavePartials(marks), who, seq), who, seq)
+    async def save_partials(self, seq: int, chunks: list[PartialChunk]) -> SavedPartials:
+        return self._call(ev.SavePartials(chunks), seq, SavedPartials)
 
     async def load_partials(self, keys: list[SampleKey]) -> list[PartialChunk]:
-        """See QueueApi."""
         self._check_alive()
         who = self._identify()
         self._ledger.knows(who)
-        return held_partials(self._ledger.core, who, keys)
+        return load_partials(self._ledger.core, who, keys)
 
     async def release_groups(
         self,
@@ -375,15 +368,12 @@ class Broker:
         item: str = "",
         about: str = "",
     ) -> None:
-        """See QueueApi."""
         self._apply(ev.ReleaseGroups(groups, reason, failed, losses, late, item, about), self._identify(), seq)
 
     async def skip_groups(self, seq: int, groups: list[int]) -> None:
-        """See QueueApi."""
         self._apply(ev.SkipGroups(groups), self._identify(), seq)
 
     async def progress(self) -> ProgressReport:
-        """See QueueApi."""
         self._check_alive()
         return failures.report(self._ledger.core)
 
@@ -399,11 +389,10 @@ class Broker:
         self._apply(ev.ReportLosses(older_s))
 
     async def reinstate(self, items: list[str]) -> None:
-        """See QueueApi."""
         self._apply(ev.ReinstateItems(items))
 
     async def renew(self, groups: list[int], leases: list[int]) -> list[int]:
-        """See QueueApi. Not journaled: after a restart all leases run at full length."""
+        # Not journaled: after a restart all leases run at full length.
         self._check_alive()
         who = self._identify()
         self._ledger.knows(who)
@@ -411,52 +400,35 @@ class Broker:
             self._far[who] = self._clock()
         return self._ledger.renew(who, [*groups, *leases], self._clock())
 
-    async def lease(self, seq: int, task: str, want: LeaseRequest, wait_s: float) -> LeaseGrant:
-        """See QueueApi."""
-        return await self._wait_for(ev.RequestLease(task, want), task, seq, wait_s, LeaseGrant)
+    async def lease(self, seq: int, task: str, request: LeaseRequest, wait_s: float) -> LeaseGrant:
+        return await self._wait_for(ev.RequestLease(task, request), task, seq, wait_s, LeaseGrant)
 
     async def complete(
         self, seq: int, lease: int, puts: list[Put], failures: list[Failure], pinned: bool
     ) -> list[Extent]:
-        """See QueueApi."""
-        return self._extents(ev.CompleteLease(lease, puts, failures, pinned), seq)
+        return self._call(ev.CompleteLease(lease, puts, failures, pinned), seq, Freed).extents
 
     async def unpin(self, seq: int, leases: list[int]) -> list[Extent]:
-        """See QueueApi."""
-        return self._extents(ev.Unpin(leases), seq)
-
-    def _extents(self, event: ev.Event, seq: int) -> list[Extent]:
-        who = self._identify()
-        return _expected(list, self._apply(event, who, seq), who, seq)
+        return self._call(ev.Unpin(leases), seq, Freed).extents
 
     async def release(self, seq: int, lease: int, reason: str, pinned: bool = False) -> None:
-        """See QueueApi."""
         self._apply(ev.ReleaseLease(lease, reason, pinned), self._identify(), seq)
 
     async def complete_step(
         self, seq: int, leases: list[int], step: int, weights: VersionRecord, skipped: bool, pinned: list[int]
     ) -> StepReply:
-        """See QueueApi."""
-        who = self._identify()
-        return _expected(
-            StepReply, self._apply(ev.CompleteStep(leases, step, weights, skipped, pinned), who, seq), who, seq
-        )
+        return self._call(ev.CompleteStep(leases, step, weights, skipped, pinned), seq, StepReply)
 
     async def filter_groups(self, seq: int, lease: int, groups: list[int], reason: str, pinned: bool) -> None:
-        """See QueueApi."""
         self._apply(ev.FilterGroups(lease, groups, reason, pinned), self._identify(), seq)
 
     async def request_surplus(self, seq: int, groups: int) -> None:
-        """See QueueApi."""
         self._apply(ev.RequestSurplus(groups), self._identify(), seq)
 
     async def assign_items(self, seq: int, items: dict[int, int]) -> ItemsAssigned:
-        """See QueueApi."""
-        who = self._identify()
-        return _expected(ItemsAssigned, self._apply(ev.AssignItems(items), who, seq), who, seq)
+        return self._call(ev.AssignItems(items), seq, ItemsAssigned)
 
     async def flush(self) -> None:
-        """See QueueApi."""
         self._check_alive()
         try:
             async with self._forcing:
@@ -466,23 +438,19 @@ class Broker:
             raise Unreachable("the queue's broker", why=str(error)) from error
 
     async def commit(self, seq: int, step: int, checkpoint: str) -> None:
-        """See QueueApi."""
         self._apply(ev.Commit(step, checkpoint), self._identify(), seq)
         self._sweep_wanted = True
 
     async def rollback(self, seq: int, step: int, weights: VersionRecord) -> None:
-        """See QueueApi."""
         self._apply(ev.Rollback(step, weights), self._identify(), seq)
 
     async def process_exited(self, seq: int, who: Incarnation, reason: str) -> None:
-        """See QueueApi."""
         self._apply(ev.ProcessExited(who, reason), self._identify(), seq)
         self._watch.remove(who)
         self._far.pop(who, None)
         self._sweep_wanted = True
 
     async def stats(self) -> QueueStats:
-        """See QueueApi."""
         core, state = self._ledger.core, self._ledger.state
         announced = state.trainer_version
         return QueueStats(
@@ -501,11 +469,9 @@ class Broker:
         )
 
     async def statistics(self) -> dict[str, Any]:
-        """See QueueApi."""
         return broker_statistics(self._ledger, self._journal, self._waits, self._states)
 
     async def account(self) -> dict[str, int]:
-        """See QueueApi."""
         return self._ledger.account()
 
     @property

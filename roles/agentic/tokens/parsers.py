@@ -2,7 +2,7 @@
 
 transformers' `parse_response` is used where a tokenizer has a `response_template`; few have one, and it fails as a
 whole if one of several calls is malformed. The parsers here read the text once. A malformed call is counted and stays
-text, because training has to see it; a server may drop it (docs/decisions/0017-tool-parsers.md compares them with
+text, because training has to see it; a server may drop it (decisions/0017-tool-parsers.md compares them with
 SGLang's detectors).
 
 A call between a family's marks is a call whatever its name: the environment answers that the tool does not exist.

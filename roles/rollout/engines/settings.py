@@ -77,7 +77,7 @@ class EngineSettings(RoleSettings):
     """embedded: in the role's own process; sglang: a server under the role's supervision."""
     dtype: ChosenDtype = "auto"
     """Dtype of weights and KV cache, and of published weights. auto: bfloat16 where the rollouts' device
-    computes it fast, else float32 (docs/dtype.md)."""
+    computes it fast, else float32 (docs/guides/dtype.md)."""
     max_sequences: Annotated[int, Field(ge=1, le=4096)] = 64
     """Sequences decoded at the same time."""
     tensor_parallel: Parallel = 1

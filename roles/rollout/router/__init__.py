@@ -1,4 +1,4 @@
-"""Sends generation requests to the engines of a run, for every process that needs tokens (docs/router.md)."""
+"""Sends generation requests to the engines of a run, for every process that needs tokens."""
 
 from __future__ import annotations
 

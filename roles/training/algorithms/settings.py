@@ -97,7 +97,7 @@ Part = str | dict[str, Any]
 
 
 class AlgorithmTable(Table):
-    """What is optimised: a preset, each part of which can be replaced (docs/algorithms.md)."""
+    """What is optimised: a preset, each part of which can be replaced (docs/guides/algorithms.md)."""
 
     meant: ClassVar[Mapping[str, str]] = {
         "lr": "did you mean 'learning_rate'?",
@@ -151,7 +151,7 @@ class AlgorithmTable(Table):
     """How long an update waits for unfinished samples that it would make over-stale; then they are made again."""
     over_provision: Annotated[int, Field(ge=0, le=65_536)] = 0
     """Groups that may be under way beyond the bound, so that a step need not wait for its longest sequences. It costs a
-    bias: short answers are trained on more often than they are generated (docs/modes.md)."""
+    bias: short answers are trained on more often than they are generated (docs/guides/modes.md)."""
     on_surplus: Literal["drop", "recycle"] = "drop"
     """Those of them that an update makes over-stale: begin their prompts anew, or let unfinished sequences go on with
     their tokens, of which those over the bound are context only."""

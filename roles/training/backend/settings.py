@@ -35,5 +35,5 @@ class TrainerSettings(TrainedSettings):
     attention cannot have several in a row is refused, and not padded (torch; megatron always packs)."""
     mismatch: Literal["trained", "all"] = "trained"
     """What a step's comparison of the trained policy with the sampled one is over: tokens whose gradients are computed,
-    or all of the batch, for a forward pass over samples without advantages (docs/metrics.md)."""
+    or all of the batch, for a forward pass over samples without advantages (docs/reference/metrics.md)."""
     hang_after_s: Seconds = 300.0

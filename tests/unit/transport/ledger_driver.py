@@ -20,6 +20,7 @@ from relax_rt.transport.queue.ledger.machine import Ledger, Outcome
 from relax_rt.transport.queue.ledger.messages import (
     Admission,
     Failure,
+    Freed,
     GroupsPut,
     LeaseGrant,
     LeaseRequest,
@@ -205,8 +206,8 @@ class Driver:
 
     def put_all(self, who: Incarnation, puts: list[Put]) -> list[Extent]:
         answer = self.call(who, ev.PutSamples(puts))
-        assert isinstance(answer, list)
-        return answer
+        assert isinstance(answer, Freed)
+        return answer.extents
 
     def mark(self, who: Incarnation, ticket: Ticket, member: int, start: int, tokens: Sequence[tuple[int, int]]) -> int:
         """Tokens with their versions, from `start` on; token n has the log-probability -n."""
@@ -249,8 +250,8 @@ class Driver:
     ) -> list[Extent]:
         failures = [Failure(key, "bad") for key in failed]
         answer = self.call(who, ev.CompleteLease(batch.lease, list(puts), failures, pinned))
-        assert isinstance(answer, list)
-        return answer
+        assert isinstance(answer, Freed)
+        return answer.extents
 
     def columns(
         self, batch: LeaseGrant, *fields: str, version: int = -1, without: Sequence[SampleKey] = ()
@@ -272,8 +273,8 @@ class Driver:
 
     def unpin(self, who: Incarnation, *leases: int) -> list[Extent]:
         answer = self.call(who, ev.Unpin(list(leases)))
-        assert isinstance(answer, list)
-        return answer
+        assert isinstance(answer, Freed)
+        return answer.extents
 
     # --- what the trainer does
 
@@ -319,8 +320,8 @@ class Driver:
 
     def moved(self, moves: list[tuple[int, Extent]]) -> list[Extent]:
         answer = self.own(ev.MoveBlocks(moves))
-        assert isinstance(answer, list)
-        return answer
+        assert isinstance(answer, Freed)
+        return answer.extents
 
 
 def started(limits: QueueLimits = DEFAULT, **changes: object) -> tuple[Driver, int]:

@@ -311,7 +311,7 @@ class FreeQueueMachine(RuleBasedStateMachine):
     def memory_is_what_is_needed(self) -> None:
         live, table = self.live(), self.d.ledger.state.blocks
         assert {(slab, at) for slab, at_ in table.live.items() for at in at_} == {(e.slab, e.offset) for e in live}
-        for owner in self.d.ledger.state.callers.answers:
+        for owner in self.d.ledger.state.callers.replies:
             back = [*self.returned.get(owner, []), *table.freed.get(owner, [])]
             assert Counter(back) == Counter(self.brought.get(owner, set()) - live)
 

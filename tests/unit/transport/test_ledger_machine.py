@@ -17,7 +17,7 @@ from msgspec import structs
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import Extent, extents_in, owner_key
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.admission import partials
+from relax_rt.transport.queue.ledger.admission import load_partials
 from relax_rt.transport.queue.ledger.messages import (
     Admission,
     GroupsPut,
@@ -330,7 +330,7 @@ class LedgerMachine(Consumers):
         """Whoever holds the group gets what is kept, and nobody else."""
         id_ = sorted(self.tickets)[pick % len(self.tickets)]
         engine, _, todo = self.tickets[id_]
-        found = partials(self.d.ledger.core, engine, [SampleKey(id_, member) for member in todo])
+        found = load_partials(self.d.ledger.core, engine, [SampleKey(id_, member) for member in todo])
         group = self.m.groups.get(id_)
         mine = group is not None and group.holder == engine
         kept = {n: group.samples[n].mark for n in todo if n in group.making} if group is not None and mine else {}
@@ -440,7 +440,7 @@ class LedgerMachine(Consumers):
     @invariant()
     def memory_comes_back_once(self) -> None:
         live = self.m.references()
-        for owner in self.d.ledger.state.callers.answers:
+        for owner in self.d.ledger.state.callers.replies:
             back = [*self.returned.get(owner, []), *self.d.ledger.state.blocks.freed.get(owner, [])]
             assert Counter(back) == Counter(self.brought.get(owner, set()) - live.keys())
 

@@ -11,7 +11,7 @@ from ledger_driver import AGENT, ENGINE, OTHER, TRAINER, Driver, a_mark, make, s
 
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.admission import crowded, partials
+from relax_rt.transport.queue.ledger.admission import crowded, load_partials
 from relax_rt.transport.queue.ledger.messages import PartialChunk, SampleKey, Ticket, VersionSpan
 from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.queue.partials import decode_partial, partial_chunk
@@ -24,7 +24,7 @@ def tokens(first: int, count: int, version: int) -> list[tuple[int, int]]:
 
 def kept(d: Driver, who: object, ticket: Ticket) -> dict[int, list[int]]:
     keys = [SampleKey(ticket.group, member) for member in ticket.wanted()]
-    return {mark.key.member: decode_partial(mark).tokens for mark in partials(d.ledger.core, who, keys)}  # type: ignore[arg-type]
+    return {mark.key.member: decode_partial(mark).tokens for mark in load_partials(d.ledger.core, who, keys)}  # type: ignore[arg-type]
 
 
 def test_whoever_gets_the_group_next_goes_on_behind_the_marks() -> None:
@@ -36,7 +36,7 @@ def test_whoever_gets_the_group_next_goes_on_behind_the_marks() -> None:
     before = d.ledger.account()
     d.gone(ENGINE)
     ((kind, told),) = [notice for notice in d.ledger.core.notices if notice[0] == "group_reopened"]
-    assert (told["holder"], told["missing"], told["begun"], told["tokens"]) == (str(ENGINE), 2, 1, 6), kind
+    assert (told["holder"], told["missing"], told["partial"], told["tokens"]) == (str(ENGINE), 2, 1, 6), kind
     after = d.ledger.account()
     # The member that was begun goes on; the one without a mark is another sample.
     assert after["dropped(producer gone)"] == 1 and after["samples_issued"] == before["samples_issued"] + 1
@@ -142,7 +142,7 @@ def test_what_is_kept_of_tokens_besides_goes_where_they_go() -> None:
         return int(held)
 
     def found() -> tuple[list[int], bytes]:
-        (one,) = partials(d.ledger.core, ENGINE, [SampleKey(ticket.group, 0)])
+        (one,) = load_partials(d.ledger.core, ENGINE, [SampleKey(ticket.group, 0)])
         return decode_partial(one).tokens, decode_partial(one).rows
 
     assert (mark(0, 1, 5), mark(3, 50, 2)) == (5, 5)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, repeat
 
-from relax_rt.transport.memory.refs import Extent, extents_in
+from relax_rt.transport.memory.refs import extents_in
 from relax_rt.transport.queue.ledger.core import REFUSED, ROOM, Core
 from relax_rt.transport.queue.ledger.events import Admit, PutGroups, PutSamples, ReleaseGroups, SavePartials, SkipGroups
 from relax_rt.transport.queue.ledger.failures import (
@@ -19,6 +19,7 @@ from relax_rt.transport.queue.ledger.failures import (
 )
 from relax_rt.transport.queue.ledger.messages import (
     Admission,
+    Freed,
     GroupsPut,
     PartialChunk,
     Put,
@@ -228,7 +229,7 @@ def reopen(core: Core, group: Group, state: str, why: str = "", *, losses: int =
     core.touched.add(ROOM)
 
 
-def put(core: Core, who: Incarnation, event: PutSamples) -> list[Extent]:
+def put_samples(core: Core, who: Incarnation, event: PutSamples) -> Freed:
     """New samples of groups that the caller generates.
 
     What comes for a group that is no longer the caller's is not kept: its extents go straight back.
@@ -254,9 +255,14 @@ def put(core: Core, who: Incarnation, event: PutSamples) -> list[Extent]:
             count_success(core, group, "")
     for group in touched.values():
         _after_put(core, group)
+    return collect_freed(core, who)
+
+
+def collect_freed(core: Core, who: Incarnation) -> Freed:
+    """What the caller may use again since it last asked."""
     freed = core.blocks.collect(who)
     core.changed = core.changed or bool(freed)
-    return freed
+    return Freed(freed)
 
 
 def _is_open(core: Core, who: Incarnation, row: RowPut) -> bool:
@@ -387,16 +393,16 @@ def _check_new(core: Core, who: Incarnation, puts: list[Put]) -> None:
                 )
 
 
-def offer(core: Core, who: Incarnation, event: PutGroups) -> GroupsPut:
+def put_groups(core: Core, who: Incarnation, event: PutGroups) -> GroupsPut:
     """Whole groups of samples that no ticket was drawn for."""
     what = f"offer by {who}"
     if core.policy.group_size:
         raise Refused(what, why="this queue admits groups of prompts", hint="ask for tickets with admit, then put")
-    _check_offer(core, who, event)
+    _check_groups(core, who, event)
     full = crowded(core, sum(event.groups))
     if full:
         return GroupsPut([], waiting_on=full)
-    samples = _offered_by_key(core, event) if event.puts[0].rows else _offered_in_order(core, event)
+    samples = _samples_by_key(core, event) if event.puts[0].rows else _samples_in_order(core, event)
     first, version = core.state.next_id, core.state.trainer_version
     core.state.next_id += len(event.groups)
     at = 0
@@ -415,7 +421,7 @@ def offer(core: Core, who: Incarnation, event: PutGroups) -> GroupsPut:
     return GroupsPut(list(range(first, first + len(event.groups))), core.blocks.collect(who))
 
 
-def _offered_in_order(core: Core, event: PutGroups) -> list[Sample]:
+def _samples_in_order(core: Core, event: PutGroups) -> list[Sample]:
     (item,) = event.puts
     rows = item.block.rows
     block = core.blocks.add(item, rows, core.state.callers.alive)
@@ -425,7 +431,7 @@ def _offered_in_order(core: Core, event: PutGroups) -> list[Sample]:
     return [Sample(True, [Part(block, row)], length) for row, length in enumerate(lengths)]
 
 
-def _offered_by_key(core: Core, event: PutGroups) -> list[Sample]:
+def _samples_by_key(core: Core, event: PutGroups) -> list[Sample]:
     starts = list(accumulate(event.groups, initial=0))
     samples = [Sample()] * starts[-1]
     for item in event.puts:
@@ -435,7 +441,7 @@ def _offered_by_key(core: Core, event: PutGroups) -> list[Sample]:
     return samples
 
 
-def _check_offer(core: Core, who: Incarnation, event: PutGroups) -> None:
+def _check_groups(core: Core, who: Incarnation, event: PutGroups) -> None:
     what = f"offer by {who}"
     if not event.groups or min(event.groups) < 1:
         raise Refused(what, why=f"its groups have {event.groups[:8]} members; each needs at least 1")
@@ -464,7 +470,7 @@ def _check_offer(core: Core, who: Incarnation, event: PutGroups) -> None:
         raise Refused(what, why=f"{rows} rows for {sum(event.groups)} samples: each sample is put once, whole")
 
 
-def give_back(core: Core, who: Incarnation, event: ReleaseGroups) -> None:
+def release_groups(core: Core, who: Incarnation, event: ReleaseGroups) -> None:
     """The caller makes these groups no more."""
     for id_ in event.groups:
         group = core.state.groups.get(id_)
@@ -476,7 +482,7 @@ def give_back(core: Core, who: Incarnation, event: ReleaseGroups) -> None:
                 reopen(core, group, "dropped(returned)", event.reason, losses=event.losses)
 
 
-def skip(core: Core, who: Incarnation, event: SkipGroups) -> None:
+def skip_groups(core: Core, who: Incarnation, event: SkipGroups) -> None:
     """End the caller's groups whose items are retired; their places in the prompt order are skipped."""
     for id_ in event.groups:
         group = core.state.groups.get(id_)
@@ -497,7 +503,7 @@ IDLE_ISSUES = 3
 its producers."""
 
 
-def mark(core: Core, who: Incarnation, event: SavePartials) -> SavedPartials:
+def save_partials(core: Core, who: Incarnation, event: SavePartials) -> SavedPartials:
     """Keep what the caller has sampled since its last mark; tokens from `start` on take the place of those held.
 
     Answers with the tokens now held of each. Fewer than marked: there is no room, or tokens before `start` are missing.
@@ -589,7 +595,7 @@ def _joined(old: PartialTokens | None, one: PartialChunk) -> PartialTokens:
     )
 
 
-def partials(core: Core, who: Incarnation, keys: Sequence[SampleKey]) -> list[PartialChunk]:
+def load_partials(core: Core, who: Incarnation, keys: Sequence[SampleKey]) -> list[PartialChunk]:
     """What is held of these members, which the caller makes: of the first of them, as much as one answer takes."""
     found: list[PartialChunk] = []
     nbytes = 0

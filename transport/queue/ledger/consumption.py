@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from relax_rt.transport.base.targets import did_you_mean
-from relax_rt.transport.memory.refs import Extent, owner_of
-from relax_rt.transport.queue.ledger.admission import MAX_SAMPLES, check_fields, check_rows, return_extents
+from relax_rt.transport.memory.refs import owner_of
+from relax_rt.transport.queue.ledger.admission import (
+    MAX_SAMPLES,
+    check_fields,
+    check_rows,
+    collect_freed,
+    return_extents,
+)
 from relax_rt.transport.queue.ledger.core import Core
-from relax_rt.transport.queue.ledger.events import CompleteLease, ReleaseLease, RequestLease
+from relax_rt.transport.queue.ledger.events import CompleteLease, ReleaseLease, RequestLease, Unpin
 from relax_rt.transport.queue.ledger.failures import (
     count_success,
     fail_members,
@@ -16,20 +22,20 @@ from relax_rt.transport.queue.ledger.failures import (
     reset_failures,
     stuck,
 )
-from relax_rt.transport.queue.ledger.messages import LeaseGrant, LeaseRequest, Put, Run, SampleInfo, SampleKey
+from relax_rt.transport.queue.ledger.messages import Freed, LeaseGrant, LeaseRequest, Put, Run, SampleInfo, SampleKey
 from relax_rt.transport.queue.ledger.selection import Samplers, select_keys, settle
 from relax_rt.transport.queue.ledger.state import Group, Lease, Part, Sample
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
 
-def take(core: Core, who: Incarnation, event: RequestLease, samplers: Samplers) -> tuple[LeaseGrant, list[SampleKey]]:
+def lease(core: Core, who: Incarnation, event: RequestLease, samplers: Samplers) -> tuple[LeaseGrant, list[SampleKey]]:
     """Lease ready samples for a task, or say what is waited for; also answers with the keys that were chosen.
 
     An event from the journal carries its keys: what was chosen then is granted again, whatever samplers do now.
     """
     task, want = event.task, event.want
-    _check_take(core, who, task, want)
+    _check_request(core, who, task, want)
     settled, waiting_on = settle(core, who, want) if task == core.policy.step_task else (want, "")
     keys = event.keys
     if keys is None:
@@ -68,7 +74,7 @@ def _suspect_alone(
     return [keys[suspect]], [samples[suspect]]
 
 
-def _check_take(core: Core, who: Incarnation, task: str, want: LeaseRequest) -> None:
+def _check_request(core: Core, who: Incarnation, task: str, want: LeaseRequest) -> None:
     what = f"take for task '{task}' by {who}"
     if task not in core.policy.tasks:
         tasks = sorted(core.policy.tasks)
@@ -130,7 +136,7 @@ def batch_of(core: Core, lease: Lease, held: Iterable[tuple[SampleKey, Sample]] 
 
 def _remote(core: Core, lease: Lease) -> dict[str, str]:
     callers = core.state.callers
-    return callers.remote(lease.holder, {owner_of(extent.slab) for extent in lease.pins}) if callers.homes else {}
+    return callers.remote(lease.holder, {owner_of(extent.slab) for extent in lease.pins}) if callers.processes else {}
 
 
 def _infos(core: Core, lease: Lease, told: set[int], place: dict[int, int]) -> list[SampleInfo]:
@@ -160,7 +166,7 @@ def _infos(core: Core, lease: Lease, told: set[int], place: dict[int, int]) -> l
     return infos
 
 
-def complete(core: Core, who: Incarnation, event: CompleteLease) -> list[Extent]:
+def complete(core: Core, who: Incarnation, event: CompleteLease) -> Freed:
     """Finish a lease: its samples get their new columns, and failed ones go the way the policy says.
 
     A lapsed lease is finished without effect on the samples: its columns are not kept and its pins are released.
@@ -174,7 +180,7 @@ def complete(core: Core, who: Incarnation, event: CompleteLease) -> list[Extent]
         _finish(core, lease, event)
     else:
         _finish_without_news(core, lease, event)
-    return core.blocks.collect(who)
+    return Freed(core.blocks.collect(who))
 
 
 def _new_columns(core: Core, lease: Lease, puts: list[Put]) -> list[tuple[SampleKey, Part, int]]:
@@ -278,17 +284,23 @@ def _check_columns(core: Core, what: str, event: CompleteLease, lease: Lease) ->
             there.update(item.block.fields)
 
 
-def _complete_late(core: Core, who: Incarnation, event: CompleteLease) -> list[Extent]:
+def _complete_late(core: Core, who: Incarnation, event: CompleteLease) -> Freed:
     check_rows(core, who, event.puts)
     core.tally("late_completions")
     return_extents(core, event.puts)
     if not event.pinned:
-        unpin(core, who, [event.lease])
+        _unpin(core, who, [event.lease])
     core.changed = True
-    return core.blocks.collect(who)
+    return Freed(core.blocks.collect(who))
 
 
-def unpin(core: Core, who: Incarnation, leases: list[int]) -> None:
+def unpin(core: Core, who: Incarnation, event: Unpin) -> Freed:
+    """The caller does not read the memory of these ended leases any more."""
+    _unpin(core, who, event.leases)
+    return collect_freed(core, who)
+
+
+def _unpin(core: Core, who: Incarnation, leases: list[int]) -> None:
     """Release the caller's pins on the memory of these ended leases."""
     for id_ in leases:
         lease = core.state.pinned.get(id_)
@@ -297,12 +309,12 @@ def unpin(core: Core, who: Incarnation, leases: list[int]) -> None:
             core.changed = True
 
 
-def abandon(core: Core, who: Incarnation, event: ReleaseLease) -> None:
+def release(core: Core, who: Incarnation, event: ReleaseLease) -> None:
     """The caller gives a lease back undone: its samples are offered again, no death is counted."""
     lease = core.state.leases.get(event.lease)
     if lease is None or lease.holder != who:
         if not event.pinned:
-            unpin(core, who, [event.lease])
+            _unpin(core, who, [event.lease])
         return
     core.changed = True
     samples, groups = core.samples_of(lease), core.groups_of(lease)

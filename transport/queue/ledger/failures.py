@@ -90,7 +90,7 @@ def fail_missing(core: Core, group: Group, reason: str, *, late: bool = False, i
 def lose_memory(core: Core, who: Incarnation) -> None:
     """The memory that a process on another node had of its own ended with it: so did the samples that need it."""
     owner = owner_key(who)
-    home = core.state.callers.homes.get(owner)
+    home = core.state.callers.processes.get(owner)
     if home is None or not home.payloads:
         return
     lost = core.blocks.ids_in(owner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,19 +14,23 @@ from relax_rt.transport.queue.ledger.consumption import lapse
 from relax_rt.transport.queue.ledger.core import ROOM, Core, Notice
 from relax_rt.transport.queue.ledger.messages import (
     Admission,
+    Done,
+    Freed,
+    Granted,
     GroupsPut,
     ItemsAssigned,
     LeaseGrant,
+    Reply,
     SavedPartials,
     StepReply,
 )
-from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy
 from relax_rt.transport.queue.ledger.selection import Sampler, Samplers
-from relax_rt.transport.queue.ledger.state import ClientProcess, Kept, State
+from relax_rt.transport.queue.ledger.state import ClientProcess, State
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
-Answer = Admission | GroupsPut | LeaseGrant | StepReply | SavedPartials | ItemsAssigned | list[Extent] | None
+Answer = Reply | LeaseGrant
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -123,6 +127,8 @@ class Ledger:
     def apply(self, entry: ev.Entry) -> Outcome:
         """Apply one event.
 
+        A call that comes again (its caller did not get the reply) is found by its number, and answered as before.
+
         Raises:
             Refused: the event is not possible; nothing changed.
             StaleEpoch: the caller is fenced; nothing changed.
@@ -130,211 +136,46 @@ class Ledger:
         core, who, event = self.core, entry.who, entry.event
         core.now, core.changed, core.notices, core.touched = entry.at, False, [], set()
         full = core.used_bytes >= core.state.limits.capacity_bytes
-        answer: Answer = None
         if who is None:
-            answer = self._own(event)
+            own = OWN_HANDLERS.get(type(event))
+            if own is None:
+                raise Refused(f"event {type(event).__name__}", why="it needs a caller")
+            answer: Answer = own(core, event) or Done()
+            if isinstance(event, ev.Configure):
+                self._samplers = None
         else:
+            handler = HANDLERS.get(type(event))
+            if handler is None:
+                raise Refused(f"event {type(event).__name__} of {who}", why="it is the broker's own")
             if not isinstance(event, ev.Join) and not self.knows(who):
                 raise Refused(f"call of {who}", why="it has not joined")
-            kept = core.state.callers.answer(who, entry.seq) if entry.seq else None
+            kept = core.state.callers.reply(who, entry.seq) if entry.seq else None
             if kept is not None:
-                answer = self._repeated(who, event, kept)
-                if core.changed:
-                    core.state.n = entry.n
-                return Outcome(answer, core.changed, event=event)
+                if type(kept) is not handler.reply:
+                    why, hint = "another call had this number", "number changing calls anew"
+                    raise Refused(f"call {entry.seq} of {who}", why=why, hint=hint)
+                return Outcome(self._granted_again(kept) if isinstance(kept, Granted) else kept, False, event=event)
+            reply: Reply = Done()
+            answer = reply
             if isinstance(event, ev.RequestLease):
-                answer, keys = consumption.take(core, who, event, self.samplers if event.keys is None else {})
-                event = ev.RequestLease(event.task, event.want, keys)
-            else:
-                answer = self._called(who, event)
-            if core.changed and entry.seq:
-                self._keep(who, entry.seq, answer)
+                samplers = self.samplers if event.keys is None else {}
+                answer, keys = consumption.lease(core, who, event, samplers)
+                event, reply = ev.RequestLease(event.task, event.want, keys), Granted(answer.lease)
+            elif (said := handler.apply(core, who, event)) is not None:
+                answer = reply = said
+            # Who is told to wait asks again under the same number.
+            if core.changed and entry.seq and not getattr(answer, "waiting_on", ""):
+                core.state.callers.keep(who, entry.seq, reply)
         if core.changed:
             core.state.n = entry.n
         if full and core.used_bytes < core.state.limits.capacity_bytes:
             core.touched.add(ROOM)
         return Outcome(answer, core.changed, core.notices, event, frozenset(core.touched))
 
-    def _own(self, event: object) -> Answer:
-        """The broker's own events."""
-        core = self.core
-        match event:
-            case ev.Configure(policy, limits):
-                configure(core, policy, limits)
-                self._samplers = None
-            case ev.OpenRun():
-                self._open(event)
-            case ev.ReinstateItems(items):
-                failures.reinstate(core, items)
-            case ev.ReportLosses(older_s):
-                failures.report_losses(core, older_s)
-            case ev.MoveBlocks():
-                return memory.spilled(core, event)
-            case ev.Lapse(groups, leases):
-                self._lapse(groups, leases)
-            case ev.ProcessExited(gone, _):
-                self._gone(gone)
-            case _:
-                raise Refused(f"event {type(event).__name__}", why="it needs a caller")
-        return None
-
-    def _open(self, event: ev.OpenRun) -> None:
-        core, callers = self.core, self.core.state.callers
-        if core.state.run_id not in ("", event.run_id):
-            if core.state.limits.durable:
-                steps.keep_payloads(core)
-            else:
-                steps.lose_payloads(core)
-            failures.begin(core)
-        after = (event.run_id, event.node, event.payloads)
-        before = (core.state.run_id, callers.node, callers.payloads)
-        core.changed = core.changed or before != after or core.state.blocked_since is not None
-        core.state.run_id, callers.node, callers.payloads = after
-        # Like the leases, the wait for stragglers begins anew: nobody could be heard meanwhile.
-        core.state.blocked_since = None
-
-    def _called(self, who: Incarnation, event: object) -> Answer:
-        core = self.core
-        match event:
-            case ev.PutSamples():
-                return admission.put(core, who, event)
-            case ev.PutGroups():
-                return admission.offer(core, who, event)
-            case ev.Admit():
-                return admission.admit(core, who, event)
-            case ev.SavePartials():
-                return admission.mark(core, who, event)
-            case ev.CompleteLease():
-                return consumption.complete(core, who, event)
-            case ev.CompleteStep():
-                return steps.trained(core, who, event)
-            case ev.AssignItems():
-                return steps.choose(core, who, event)
-            case ev.Unpin(leases):
-                consumption.unpin(core, who, leases)
-                return self._collect(who)
-            case ev.Join():
-                self._join(who, event)
-            case ev.ReleaseGroups():
-                admission.give_back(core, who, event)
-            case ev.SkipGroups():
-                admission.skip(core, who, event)
-            case ev.ReleaseLease():
-                consumption.abandon(core, who, event)
-            case ev.FilterGroups():
-                steps.filtered(core, who, event)
-            case ev.RequestSurplus():
-                steps.ask(core, who, event)
-            case ev.Commit():
-                steps.committed(core, who, event)
-            case ev.Rollback():
-                steps.rollback(core, who, event)
-            case ev.ProcessExited(gone, _):
-                self._gone(gone)
-            case _:
-                raise Refused(f"event {type(event).__name__} of {who}", why="it is the broker's own")
-        return None
-
-    def _collect(self, who: Incarnation) -> list[Extent]:
-        freed = self.core.blocks.collect(who)
-        self.core.changed = self.core.changed or bool(freed)
-        return freed
-
-    def _keep(self, who: Incarnation, seq: int, answer: Answer) -> None:
-        match answer:
-            case LeaseGrant(0):
-                return
-            case Admission(tickets) if not tickets:
-                return
-            case LeaseGrant(lease):
-                kept = Kept(lease=lease)
-            case Admission():
-                kept = Kept(admission=answer)
-            case GroupsPut():
-                kept = Kept(offered=answer)
-            case StepReply():
-                kept = Kept(advice=answer)
-            case SavedPartials():
-                kept = Kept(marked=answer)
-            case ItemsAssigned():
-                kept = Kept(chosen=answer)
-            case list():
-                kept = Kept(freed=answer)
-            case _:
-                kept = Kept()
-        self.core.state.callers.keep(who, seq, kept)
-
-    def _repeated(self, who: Incarnation, event: object, kept: Kept) -> Answer:
-        match event:
-            case ev.Admit():
-                return kept.admission
-            case ev.PutGroups():
-                return kept.offered
-            case ev.CompleteStep():
-                return kept.advice
-            case ev.SavePartials():
-                return kept.marked
-            case ev.AssignItems():
-                return kept.chosen
-            case ev.PutSamples() | ev.CompleteLease() | ev.Unpin():
-                return kept.freed
-            case ev.RequestLease():
-                lease = self.core.state.leases.get(kept.lease)
-                if lease is None:
-                    # It lapsed before its answer arrived, and its memory is pinned until the caller gives it back.
-                    return LeaseGrant(kept.lease, [])
-                return consumption.batch_of(self.core, lease)
-            case _:
-                return None
-
-    def _join(self, who: Incarnation, event: ev.Join) -> None:
-        """The slot has a newer incarnation: the older ones can finish nothing more, though they may still read."""
-        core, callers = self.core, self.core.state.callers
-        callers.check(who)
-        if unfit := unfit_slot(who):
-            raise Refused(f"joining as {who.slot[:200]!r}", why=unfit, hint="use one as reader/0")
-        if callers.knows(who):
-            return
-        core.changed = True
-        callers.join(who)
-        if event.issued:
-            core.state.next_epoch = max(core.state.next_epoch, who.epoch + 1)
-            # A fenced process that still reads is to be watched: its end releases what it reads.
-            reading = {owner_key(reader) for reader in core.readers()}
-            callers.forget_homes(reading.union(owner_of(slab) for slab in core.blocks.live))
-            callers.homes[owner_key(who)] = ClientProcess(who, event.node, event.payloads, event.pid, event.started)
-        self._end_work(lambda other: other.slot == who.slot and other.epoch < who.epoch, process_ended=False)
-
-    def _gone(self, who: Incarnation) -> None:
-        core = self.core
-        core.changed = True
-        core.state.callers.fence(who.slot, who.epoch + 1)
-        core.blocks.forget_owner(who)
-        failures.lose_memory(core, who)
-        self._end_work(lambda other: other == who, process_ended=True)
-        for lease in [lease for lease in core.state.pinned.values() if lease.holder == who]:
-            core.release_pins(lease)
-
-    def _end_work(self, of: Callable[[Incarnation], bool], *, process_ended: bool) -> None:
-        core = self.core
-        for group in [group for group in core.state.groups.values() if group.holder is not None and of(group.holder)]:
-            admission.reopen(core, group, "dropped(producer gone)", losses=1)
-        # The newest first, so that the samples of the oldest are offered first again.
-        for lease in reversed(list(core.state.leases.values())):
-            if of(lease.holder):
-                consumption.lapse(core, lease, pinned=not process_ended)
-
-    def _lapse(self, groups: list[int], leases: list[int]) -> None:
-        core = self.core
-        for id_ in groups:
-            group = core.state.groups.get(id_)
-            if group is not None and group.holder is not None:
-                core.changed = True
-                admission.reopen(core, group, "dropped(lapsed)", losses=1)
-        for id_ in reversed(leases):
-            lease = core.state.leases.get(id_)
-            if lease is not None:
-                consumption.lapse(core, lease, pinned=True)
+    def _granted_again(self, kept: Granted) -> LeaseGrant:
+        lease = self.core.state.leases.get(kept.lease)
+        # Of one that lapsed before its answer arrived, the memory is pinned until the caller releases it.
+        return consumption.batch_of(self.core, lease) if lease is not None else LeaseGrant(kept.lease, [])
 
     # --- not journaled
 
@@ -383,12 +224,83 @@ class Ledger:
         return accounting.audit(self.core)
 
 
-def configure(core: Core, policy: LedgerPolicy, limits: QueueLimits) -> None:
+# --- events of callers and processes
+
+
+def _open_run(core: Core, event: ev.OpenRun) -> None:
+    callers = core.state.callers
+    if core.state.run_id not in ("", event.run_id):
+        if core.state.limits.durable:
+            steps.keep_payloads(core)
+        else:
+            steps.lose_payloads(core)
+        failures.begin(core)
+    after = (event.run_id, event.node, event.payloads)
+    before = (core.state.run_id, callers.node, callers.payloads)
+    core.changed = core.changed or before != after or core.state.blocked_since is not None
+    core.state.run_id, callers.node, callers.payloads = after
+    # Like the leases, the wait for stragglers begins anew: nobody could be heard meanwhile.
+    core.state.blocked_since = None
+
+
+def _join(core: Core, who: Incarnation, event: ev.Join) -> None:
+    """The slot has a newer incarnation: the older ones can finish nothing more, though they may still read."""
+    callers = core.state.callers
+    callers.check(who)
+    if unfit := unfit_slot(who):
+        raise Refused(f"joining as {who.slot[:200]!r}", why=unfit, hint="use one as reader/0")
+    if callers.knows(who):
+        return
+    core.changed = True
+    callers.join(who)
+    if event.issued:
+        core.state.next_epoch = max(core.state.next_epoch, who.epoch + 1)
+        # A fenced process that still reads is to be watched: its end releases what it reads.
+        reading = {owner_key(reader) for reader in core.readers()}
+        callers.forget_processes(reading.union(owner_of(slab) for slab in core.blocks.live))
+        callers.processes[owner_key(who)] = ClientProcess(who, event.node, event.payloads, event.pid, event.started)
+    _end_work(core, lambda other: other.slot == who.slot and other.epoch < who.epoch, process_ended=False)
+
+
+def _process_exited(core: Core, event: ev.ProcessExited) -> None:
+    who = event.who
+    core.changed = True
+    core.state.callers.fence(who.slot, who.epoch + 1)
+    core.blocks.forget_owner(who)
+    failures.lose_memory(core, who)
+    _end_work(core, lambda other: other == who, process_ended=True)
+    for lease in [lease for lease in core.state.pinned.values() if lease.holder == who]:
+        core.release_pins(lease)
+
+
+def _end_work(core: Core, of: Callable[[Incarnation], bool], *, process_ended: bool) -> None:
+    for group in [group for group in core.state.groups.values() if group.holder is not None and of(group.holder)]:
+        admission.reopen(core, group, "dropped(producer gone)", losses=1)
+    # The newest first, so that the samples of the oldest are offered first again.
+    for lease in reversed(list(core.state.leases.values())):
+        if of(lease.holder):
+            consumption.lapse(core, lease, pinned=not process_ended)
+
+
+def _lapse(core: Core, event: ev.Lapse) -> None:
+    for id_ in event.groups:
+        group = core.state.groups.get(id_)
+        if group is not None and group.holder is not None:
+            core.changed = True
+            admission.reopen(core, group, "dropped(lapsed)", losses=1)
+    for id_ in reversed(event.leases):
+        lease = core.state.leases.get(id_)
+        if lease is not None:
+            consumption.lapse(core, lease, pinned=True)
+
+
+def _configure(core: Core, event: ev.Configure) -> None:
     """The policy and limits from here on. Work for tasks that are no more ends; new tasks see what is there.
 
     Raises:
         Refused: samples that were made under the old policy cannot go on under this one.
     """
+    policy, limits = event.policy, event.limits
     state, before = core.state, core.state.policy
     if (policy, limits) == (before, state.limits):
         return
@@ -425,3 +337,56 @@ def _check_change(core: Core, before: LedgerPolicy, after: LedgerPolicy) -> None
                 why=f"{held} groups of samples were made under the old one, {old!r}",
                 hint="use another folder for the other kind of queue",
             )
+
+
+# --- which function handles which event
+
+
+class Handler(NamedTuple):
+    """How a caller's event is handled.
+
+    Attributes:
+        apply: changes the ledger; None for events that answer with Done.
+        reply: type of what is kept of the answer.
+    """
+
+    apply: Callable[[Core, Incarnation, Any], Reply | None]
+    reply: type[Reply] = Done
+
+
+def _grants(core: Core, who: Incarnation, event: ev.RequestLease) -> None:
+    raise AssertionError("leases are granted by Ledger.apply, which has the samplers")
+
+
+HANDLERS: dict[type[ev.Event], Handler] = {
+    ev.Join: Handler(_join),
+    ev.Admit: Handler(admission.admit, Admission),
+    ev.PutGroups: Handler(admission.put_groups, GroupsPut),
+    ev.PutSamples: Handler(admission.put_samples, Freed),
+    ev.SavePartials: Handler(admission.save_partials, SavedPartials),
+    ev.ReleaseGroups: Handler(admission.release_groups),
+    ev.SkipGroups: Handler(admission.skip_groups),
+    ev.RequestLease: Handler(_grants, Granted),
+    ev.CompleteLease: Handler(consumption.complete, Freed),
+    ev.ReleaseLease: Handler(consumption.release),
+    ev.Unpin: Handler(consumption.unpin, Freed),
+    ev.CompleteStep: Handler(steps.complete_step, StepReply),
+    ev.FilterGroups: Handler(steps.filter_groups),
+    ev.RequestSurplus: Handler(steps.request_surplus),
+    ev.AssignItems: Handler(steps.assign_items, ItemsAssigned),
+    ev.Commit: Handler(steps.commit),
+    ev.Rollback: Handler(steps.rollback),
+    ev.ProcessExited: Handler(lambda core, _, event: _process_exited(core, event)),
+}
+"""Events of callers: each has one handler, and one type of reply."""
+
+OWN_HANDLERS: dict[type[ev.Event], Callable[[Core, Any], Reply | None]] = {
+    ev.Configure: _configure,
+    ev.OpenRun: _open_run,
+    ev.ReinstateItems: lambda core, event: failures.reinstate(core, event.items),
+    ev.ReportLosses: lambda core, event: failures.report_losses(core, event.older_s),
+    ev.MoveBlocks: memory.moved,
+    ev.Lapse: _lapse,
+    ev.ProcessExited: _process_exited,
+}
+"""Events of the broker itself."""

@@ -8,6 +8,7 @@ from relax_rt.transport.memory.block_table import LiveBlock
 from relax_rt.transport.memory.refs import Extent, is_spilled, owner_of
 from relax_rt.transport.queue.ledger.core import ROOM, Core
 from relax_rt.transport.queue.ledger.events import MoveBlocks
+from relax_rt.transport.queue.ledger.messages import Freed
 
 _NOBODY: Mapping[str, int] = {}
 MOVE_BYTES = 64 << 20
@@ -36,7 +37,7 @@ def wanted(core: Core, skip: Container[int] = (), short: Mapping[str, int] = _NO
         if extent is None or is_spilled(extent.slab) or extent.nbytes > room or _is_read(core, extent) or id_ in skip:
             continue
         owner = owner_of(extent.slab)
-        if (over <= 0 and owner not in needs) or (callers.homes and callers.node_of(owner) != callers.node):
+        if (over <= 0 and owner not in needs) or (callers.processes and callers.node_of(owner) != callers.node):
             continue
         found.append((id_, extent))
         over -= extent.nbytes
@@ -66,7 +67,7 @@ def _is_read(core: Core, extent: Extent) -> bool:
     return core.blocks.live[extent.slab][extent.offset].references > 1
 
 
-def spilled(core: Core, event: MoveBlocks) -> list[Extent]:
+def moved(core: Core, event: MoveBlocks) -> Freed:
     """The copies are on disk; answers with those that are of no use, as the block ended or is read meanwhile."""
     useless: list[Extent] = []
     for id_, to in event.moves:
@@ -81,4 +82,4 @@ def spilled(core: Core, event: MoveBlocks) -> list[Extent]:
         core.tally("bytes_spilled", to.nbytes)
         core.changed = True
     core.touched.add(ROOM)
-    return useless
+    return Freed(useless)

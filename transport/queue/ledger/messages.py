@@ -137,7 +137,7 @@ class PartialChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rows: MarkBytes = b""
 
 
-class SavedPartials(msgspec.Struct, frozen=True):
+class SavedPartials(msgspec.Struct, frozen=True, tag="saved_partials"):
     """Tokens that are kept of the member of each mark, in their order; -1: it is not the caller's to make (any more).
 
     Fewer than were marked: there was no room, or marks before this one are missing. The next one begins there.
@@ -146,7 +146,7 @@ class SavedPartials(msgspec.Struct, frozen=True):
     held: list[int]
 
 
-class Admission(msgspec.Struct, frozen=True):
+class Admission(msgspec.Struct, frozen=True, tag="admission"):
     """Tickets, or why there are none yet.
 
     retired: revision of the list of retired items, of which nothing is to be made (`QueueApi.skip`).
@@ -157,7 +157,7 @@ class Admission(msgspec.Struct, frozen=True):
     retired: int = 0
 
 
-class GroupsPut(msgspec.Struct, frozen=True, gc=False):
+class GroupsPut(msgspec.Struct, frozen=True, tag="groups_put", gc=False):
     """Ids that the ledger gave to the groups of an offer, in their order, or why it does not take them yet."""
 
     groups: list[int]
@@ -353,7 +353,7 @@ def failure_summary(report: ProgressReport) -> str:
     return f"{row}; {describe_loss(report.losses[0])}"
 
 
-class StepReply(msgspec.Struct, frozen=True):
+class StepReply(msgspec.Struct, frozen=True, tag="step_reply"):
     """What the ledger asks of the trainer after a step, and tells it.
 
     Attributes:
@@ -365,7 +365,7 @@ class StepReply(msgspec.Struct, frozen=True):
     refused_tokens: int = 0
 
 
-class ItemsAssigned(msgspec.Struct, frozen=True):
+class ItemsAssigned(msgspec.Struct, frozen=True, tag="items_assigned"):
     """The answer to a choice of prompts: places in the prompt order from next_index on were not yet given out."""
 
     next_index: int
@@ -410,3 +410,23 @@ class QueueStats(msgspec.Struct, frozen=True):
     waiting: dict[str, str]
     committed: int = 0
     """Steps that a checkpoint covers."""
+
+
+class Freed(msgspec.Struct, frozen=True, tag="freed", gc=False):
+    """Extents of the caller that nobody reads any more: the reply to puts, completions and unpins."""
+
+    extents: list[Extent] = []
+
+
+class Granted(msgspec.Struct, frozen=True, tag="granted", gc=False):
+    """The lease that a request was granted: what is kept of a LeaseGrant, which is built again for a repeated call."""
+
+    lease: int
+
+
+class Done(msgspec.Struct, frozen=True, tag="done", gc=False):
+    """The reply of calls that have nothing to say."""
+
+
+Reply = Admission | GroupsPut | StepReply | SavedPartials | ItemsAssigned | Freed | Granted | Done
+"""What the ledger keeps of its replies, so that a call that comes again gets the first one."""

@@ -9,36 +9,14 @@ import msgspec
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.block_table import BlockTable
 from relax_rt.transport.memory.refs import Extent, is_spilled, owner_key
-from relax_rt.transport.queue.ledger.messages import (
-    Admission,
-    GroupsPut,
-    ItemsAssigned,
-    Loss,
-    Retired,
-    SampleKey,
-    SavedPartials,
-    StepReply,
-    VersionSpan,
-)
+from relax_rt.transport.queue.ledger.messages import Loss, Reply, Retired, SampleKey, VersionSpan
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.queue.ledger.prompts import Prompt, PromptPool
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 
-ANSWERS_KEPT = 128
-"""Answers kept for each incarnation; a client has fewer changing calls under way (see QueueClient)."""
-
-
-class Kept(msgspec.Struct, frozen=True, array_like=True):
-    """An answer given: tickets, the groups of an offer, the id of a lease (its batch is rebuilt), freed extents."""
-
-    admission: Admission | None = None
-    offered: GroupsPut | None = None
-    lease: int = 0
-    freed: list[Extent] = []
-    advice: StepReply | None = None
-    marked: SavedPartials | None = None
-    chosen: ItemsAssigned | None = None
+REPLIES_KEPT = 128
+"""Replies kept for each incarnation; a client has fewer changing calls under way (see QueueClient)."""
 
 
 class ClientProcess(msgspec.Struct, frozen=True, array_like=True):
@@ -58,16 +36,16 @@ class ClientProcess(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Callers(msgspec.Struct):
-    """The lowest epoch of each slot that is still heard, and the newest answers of each incarnation (by owner key).
+    """The lowest epoch of each slot that is still heard, and the newest replies to each incarnation (by owner key).
 
     Attributes:
-        homes: of those who joined of their own accord, by owner key; kept while slabs of theirs may be read.
+        processes: of those who joined of their own accord, by owner key; kept while slabs of theirs may be read.
         node, payloads: the broker's own.
     """
 
     lowest: dict[str, int] = {}
-    answers: dict[str, dict[int, Kept]] = {}
-    homes: dict[str, ClientProcess] = {}
+    replies: dict[str, dict[int, Reply]] = {}
+    processes: dict[str, ClientProcess] = {}
     node: str = ""
     payloads: str = ""
 
@@ -83,26 +61,26 @@ class Callers(msgspec.Struct):
 
     def knows(self, who: Incarnation) -> bool:
         """Whether the incarnation is the slot's newest one and has joined."""
-        return owner_key(who) in self.answers
+        return owner_key(who) in self.replies
 
     def join(self, who: Incarnation) -> None:
         """Hear this incarnation from now on and none before it."""
         self.fence(who.slot, who.epoch)
-        self.answers.setdefault(owner_key(who), {})
+        self.replies.setdefault(owner_key(who), {})
 
     def fence(self, slot: str, lowest: int) -> None:
         """Incarnations of the slot with a lower epoch are not heard any more."""
         self.lowest[slot] = max(self.lowest.get(slot, lowest), lowest)
         prefix = slot.replace("/", "-")
-        for owner in list(self.answers):
+        for owner in list(self.replies):
             name, _, epoch = owner.rpartition("-")
             if name == prefix and int(epoch) < lowest:
-                del self.answers[owner]
+                del self.replies[owner]
 
-    def forget_homes(self, live: Iterable[str]) -> None:
+    def forget_processes(self, live: Iterable[str]) -> None:
         """Drop the homes of incarnations that are neither heard nor own one of the `live` slab owners."""
-        keep = {*live, *self.answers}
-        self.homes = {owner: home for owner, home in self.homes.items() if owner in keep}
+        keep = {*live, *self.replies}
+        self.processes = {owner: home for owner, home in self.processes.items() if owner in keep}
 
     def remote(self, who: Incarnation, owners: Iterable[str]) -> dict[str, str]:
         """Payload servers of those owners whose slabs are not where the caller's are."""
@@ -112,19 +90,19 @@ class Callers(msgspec.Struct):
 
     def _memory_of(self, owner: str) -> tuple[str, str]:
         """Node and payload server of an owner's slabs. Processes that serve their own do not share memory."""
-        home = self.homes.get(owner)
+        home = self.processes.get(owner)
         if home is None or not home.payloads or is_spilled(owner + "-"):
             return self.node_of(owner), self.payloads
         return home.node, home.payloads
 
     def node_of(self, owner: str) -> str:
         """The node of a slab's owner; one that did not say, and spilled blocks, are on the broker's."""
-        home = self.homes.get(owner)
+        home = self.processes.get(owner)
         return home.node if home is not None and not is_spilled(owner + "-") else self.node
 
     def alive(self, owner: str) -> bool:
         """Whether the incarnation with this key (see slab_names.owner_key) is one that is heard."""
-        return owner in self.answers
+        return owner in self.replies
 
     def ended(self, owner: str) -> bool:
         """Whether the incarnation with this key is fenced."""
@@ -132,30 +110,30 @@ class Callers(msgspec.Struct):
         lowest = self.lowest.get("/".join(slot.rsplit("-", 1)))
         return lowest is not None and epoch.isdigit() and int(epoch) < lowest
 
-    def answer(self, who: Incarnation, seq: int) -> Kept | None:
-        """The answer given to this call before, if it was.
+    def reply(self, who: Incarnation, seq: int) -> Reply | None:
+        """The reply given to this call before, if it was.
 
         Raises:
-            Refused: the call is so old that its answer is no longer kept.
+            Refused: the call is so old that its reply is no longer kept.
         """
-        kept = self.answers[owner_key(who)]
+        kept = self.replies[owner_key(who)]
         if seq in kept:
             return kept[seq]
-        if len(kept) >= ANSWERS_KEPT and seq < min(kept):
-            raise Refused(f"call {seq} of {who}", why=f"answers are kept for the last {ANSWERS_KEPT} calls only")
+        if len(kept) >= REPLIES_KEPT and seq < min(kept):
+            raise Refused(f"call {seq} of {who}", why=f"replies are kept for the last {REPLIES_KEPT} calls only")
         return None
 
-    def keep(self, who: Incarnation, seq: int, answer: Kept) -> None:
-        """Keep the answer of a call that changed the ledger.
+    def keep(self, who: Incarnation, seq: int, reply: Reply) -> None:
+        """Keep the reply of a call that changed the ledger.
 
         Those with the highest numbers are kept: a call with a lower one that is not among them was answered long ago.
         """
-        kept = self.answers.get(owner_key(who))
+        kept = self.replies.get(owner_key(who))
         if kept is None:
             # The call was the caller's own end.
             return
-        kept[seq] = answer
-        if len(kept) > ANSWERS_KEPT:
+        kept[seq] = reply
+        if len(kept) > REPLIES_KEPT:
             del kept[min(kept)]
 
 

@@ -30,7 +30,7 @@ from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
 
-def trained(core: Core, who: Incarnation, event: CompleteStep) -> StepReply:
+def complete_step(core: Core, who: Incarnation, event: CompleteStep) -> StepReply:
     """The step over the groups of the leases is done; the trainer's weights are now `weights`."""
     state = core.state
     what = f"step {event.step} of {who}"
@@ -126,7 +126,7 @@ def early_checkpoint(core: Core) -> str:
     return f"{used} of {limits.capacity_bytes} payload bytes are in use, {held} samples wait for a checkpoint"
 
 
-def committed(core: Core, who: Incarnation, event: Commit) -> None:
+def commit(core: Core, who: Incarnation, event: Commit) -> None:
     """A checkpoint covers all steps up to `step`: their samples are finished and their memory is free."""
     if event.step > core.state.step:
         raise Refused(f"commit of step {event.step} by {who}", why=f"the last step trained is {core.state.step}")
@@ -243,7 +243,7 @@ def lose_payloads(core: Core) -> None:
     state = core.state
     state.blocks.clear()
     state.leases, state.pinned = {}, {}
-    state.callers.answers, state.callers.homes = {}, {}
+    state.callers.replies, state.callers.processes = {}, {}
     for group in [*state.groups.values(), *state.trained.values()]:
         group.lease = 0
         for sample in group.samples:
@@ -284,7 +284,7 @@ def keep_payloads(core: Core) -> None:
         lapse(core, lease, pinned=False, blame=False)
     for lease in list(state.pinned.values()):
         core.release_pins(lease)
-    state.callers.answers, state.callers.homes = {}, {}
+    state.callers.replies, state.callers.processes = {}, {}
     state.blocks.freed = {}
     for group in list(state.groups.values()):
         if group.holder is not None:
@@ -301,7 +301,7 @@ RULES = 32
 """Rules whose groups the account counts apart; the others' are counted together."""
 
 
-def filtered(core: Core, who: Incarnation, event: FilterGroups) -> None:
+def filter_groups(core: Core, who: Incarnation, event: FilterGroups) -> None:
     """Groups of a train lease end as dropped(filter), whatever becomes of the step; the lease keeps the others."""
     what = f"filtering groups of lease {event.lease} by {who}"
     lease = step_lease(core, who, event.lease, what)
@@ -337,7 +337,7 @@ def _let_go(core: Core, lease: Lease) -> None:
     lease.pins = pins
 
 
-def ask(core: Core, who: Incarnation, event: RequestSurplus) -> None:
+def request_surplus(core: Core, who: Incarnation, event: RequestSurplus) -> None:
     """So many groups may be under way beyond the bound until the next step; a later word counts instead."""
     what = f"asking for {event.groups} groups by {who}"
     if not core.policy.group_size:
@@ -350,7 +350,7 @@ def ask(core: Core, who: Incarnation, event: RequestSurplus) -> None:
     core.touched.add(ROOM)
 
 
-def choose(core: Core, who: Incarnation, event: AssignItems) -> ItemsAssigned:
+def assign_items(core: Core, who: Incarnation, event: AssignItems) -> ItemsAssigned:
     """Which data item prompts are of that were not yet given out; answers with the first of these."""
     what = f"choosing prompts by {who}"
     if not core.policy.group_size:

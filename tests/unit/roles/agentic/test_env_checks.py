@@ -239,10 +239,10 @@ def test_what_a_program_cannot_send_is_a_warning(tmp_path: Path, capsys: pytest.
 
 
 def test_who_would_sample_episodes_is_told_how_to_see_some(tmp_path: Path) -> None:
-    for text, hint in ((SOUND, r"debug=True\) plays single ones"), (PROGRAM, r"docs/programs\.md, By hand")):
+    for text, hint in ((SOUND, r"debug=True\) plays single ones"), (PROGRAM, r"docs/guides/programs\.md, By hand")):
         with pytest.raises(BadInput, match=hint):
             RLJob().sample(read(tmp_path, text), None, 1)
-    assert "## By hand" in (DOCS / "programs.md").read_text()
+    assert "## By hand" in (DOCS / "guides" / "programs.md").read_text()
 
 
 PROGRAM = """

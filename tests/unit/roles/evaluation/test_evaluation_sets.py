@@ -18,10 +18,9 @@ from relax_rt.config.loader import load_config
 from relax_rt.config.problems import ConfigErrors, Problem
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.source import PromptSource
-from relax_rt.roles.evaluation import branch as evaluation_branch
-from relax_rt.roles.evaluation.branch import Branch
+from relax_rt.roles.evaluation import sets as evaluation_sets
 from relax_rt.roles.evaluation.judge import MOST_STUCK, Judge, Text
-from relax_rt.roles.evaluation.sets import MAIN, Course, courses, load_set, recipes
+from relax_rt.roles.evaluation.sets import MAIN, Branch, Course, courses, load_set, recipes
 from relax_rt.roles.evaluation.settings import EvaluationSet
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.transport.base.versions import VersionRecord
@@ -281,7 +280,7 @@ class Away:
 
 
 async def test_a_fall_back_that_was_overtaken_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation_branch, "RETRY_S", 0.0)
+    monkeypatch.setattr(evaluation_sets, "RETRY_S", 0.0)
     records = [VersionRecord(n, n - 1, n - 1) for n in (1, 2, 3, 4)]
     # Back to step 1, whose weights are published again as version 6; versions 5 and 8 were never committed.
     records += [VersionRecord(6, 2, 1, changed=False), VersionRecord(7, 6, 2), VersionRecord(9, 7, 3)]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_rt.roles.models.parallel import Sizes, coordinates, groups, rank_groups, stage_layers
-from relax_rt.roles.planning.links import senders, spans
+from relax_rt.roles.planning.communicators import senders, spans
 
 WORLD_16 = Sizes(world=16, tensor=2, context=2, pipeline=2, expert=4)
 # What RankGenerator of megatron-core 0.16.1 gives for order "tp-cp-ep-dp-pp": dense layers with tp 2, cp 2, dp 2, pp 2,

@@ -22,7 +22,7 @@ from relax_rt.roles.rewards.library.functions import UnreadableAnswer, make_func
 from relax_rt.roles.rewards.scoring import Caller, Failed, Request, Score
 from relax_rt.roles.rewards.settings import RewardTable
 
-DOCS = Path(__file__).parents[4] / "docs" / "rewards.md"
+DOCS = Path(__file__).parents[4] / "docs" / "guides" / "rewards.md"
 
 
 def score(name: str, completion: str, answer: str = "", info: dict[str, Any] | None = None, **options: Any) -> float:

@@ -14,7 +14,7 @@ from relax_rt.roles.rollout.work import Job, Work, partials_of, usable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import BlockRef
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.admission import partials
+from relax_rt.transport.queue.ledger.admission import load_partials
 from relax_rt.transport.queue.ledger.events import Entry
 from relax_rt.transport.queue.ledger.machine import Ledger
 from relax_rt.transport.queue.ledger.messages import Put, RowPut, SampleKey, Ticket, VersionSpan
@@ -67,7 +67,7 @@ class Rollout:
         tickets: list[Ticket] = self.queue.apply(ev.Admit(self.queue.version, groups), self.who).tickets  # type: ignore[attr-defined]
         for ticket in tickets:
             keys = [SampleKey(ticket.group, member) for member in ticket.partials]
-            found = {mark.key: decode_partial(mark) for mark in partials(self.queue.ledger.core, self.who, keys)}
+            found = {mark.key: decode_partial(mark) for mark in load_partials(self.queue.ledger.core, self.who, keys)}
             assert {key.member: len(one.tokens) for key, one in found.items()} == ticket.partials
             self.numbers += 1
             request = GroupRequest(
@@ -282,7 +282,7 @@ def test_much_is_marked_in_pieces_of_which_those_are_kept_that_there_is_room_for
     assert answer.held == [10, 20, 20, 20]  # type: ignore[attr-defined]
     r.work.marked(due, answer.held)  # type: ignore[attr-defined]
     assert r.work.jobs[1].marked[0] == 20
-    (mark,) = partials(q.ledger.core, r.who, [SampleKey(ticket.group, 0)])
+    (mark,) = load_partials(q.ledger.core, r.who, [SampleKey(ticket.group, 0)])
     assert decode_partial(mark).rows == rows(0, 20)
 
 

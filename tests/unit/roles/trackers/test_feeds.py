@@ -17,10 +17,9 @@ from relax_rt.config.loader import load_config
 from relax_rt.config.problems import ConfigErrors
 from relax_rt.observe.metrics import METRICS, MetricsLog
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.trackers import checks
-from relax_rt.roles.trackers.feed import MARK, Feed, Mark, read_mark
+from relax_rt.roles.trackers import settings as writer_settings
+from relax_rt.roles.trackers.feed import MARK, Feed, Mark, Point, read_mark
 from relax_rt.roles.trackers.role import WriterRole
-from relax_rt.roles.trackers.scalars import Point
 from relax_rt.roles.trackers.settings import WriterSettings
 from relax_rt.roles.trackers.sinks import TensorBoardSink
 
@@ -92,18 +91,18 @@ def test_a_mark_that_says_nothing_begins_at_the_start(tmp_path: Path, mark: byte
 
 
 def role(run_dir: Path, settings: WriterSettings, events: list[tuple[str, dict[str, Any]]]) -> WriterRole:
-    made = WriterRole.__new__(WriterRole)
     config = RLConfig.model_validate(
         {"run": {"name": "a"}, "model": {"path": "m"}, "data": {"task": "t"}, "reward": {"function": "f:g"}}
     )
-    made.config, made.settings, made._feeds = config, settings, []
 
     async def ready() -> None:
         return None
 
-    made.ctx = cast(
+    ctx = cast(
         Any,
         SimpleNamespace(
+            config=config,
+            settings=settings,
             run_dir=run_dir,
             run_id="abcd1234",
             stopping=asyncio.Event(),
@@ -113,7 +112,7 @@ def role(run_dir: Path, settings: WriterSettings, events: list[tuple[str, dict[s
             progress=SimpleNamespace(advance=lambda *a: None, waiting=lambda *a: None, extend=lambda *a: None),
         ),
     )
-    return made
+    return WriterRole(ctx)
 
 
 async def test_a_sink_that_fails_ends_alone(tmp_path: Path) -> None:
@@ -184,7 +183,7 @@ function = "f:g"
 def test_what_is_missing_is_said_before_anything_starts(
     table: str, found: bool, key: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda name: object() if found else None)
+    monkeypatch.setattr(writer_settings, "find_spec", lambda name: object() if found else None)
     path = tmp_path / "roles.toml"
     path.write_text(TOML + table)
     said: dict[str, str] = {}

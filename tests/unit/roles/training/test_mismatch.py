@@ -69,7 +69,7 @@ def batch_of(rewards: dict[int, float]) -> StepBatch:
 
 
 def wanted(samples: Sequence[Sample], trainer: TorchBackend) -> dict[str, float]:
-    """The report over the trained tokens of these samples, by the definitions of docs/metrics.md."""
+    """The report over the trained tokens of these samples, by the definitions of docs/reference/metrics.md."""
     found = TorchBackend.log_probabilities(trainer, samples)
     pairs = [(f[m], s.behaviour_logprobs[m]) for f, s in zip(found, samples, strict=True) for m in [s.loss_mask != 0]]
     ours, theirs = (np.concatenate(part).astype(np.float64) for part in zip(*pairs, strict=True))

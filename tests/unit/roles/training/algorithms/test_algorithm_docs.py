@@ -1,4 +1,4 @@
-"""docs/algorithms.md names every part and every option that there is, and its examples hold."""
+"""docs/guides/algorithms.md names every part and every option that there is, and its examples hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.registry import NEEDS, Kind, parts
 from relax_rt.roles.training.algorithms.settings import PRESETS, AlgorithmTable
 
-TEXT = (Path(__file__).parents[5] / "docs/algorithms.md").read_text()
+TEXT = (Path(__file__).parents[5] / "docs/guides/algorithms.md").read_text()
 ROWS = [line for line in TEXT.splitlines() if line.startswith("| ")]
 
 

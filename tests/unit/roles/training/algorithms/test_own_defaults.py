@@ -46,7 +46,7 @@ def test_a_part_named_alone_has_its_own_defaults(kind: Kind, name: str) -> None:
     assert one.options == one.part.options(**length)
 
 
-# Written from the table in docs/algorithms.md.
+# Written from the table in docs/guides/algorithms.md.
 DOCUMENTED = {
     "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28, "ratio_to": "behaviour"},
     "dual_clip": {"clip_low": 0.2, "clip_high": 0.28, "ratio_to": "behaviour", "dual_clip": 3.0},
