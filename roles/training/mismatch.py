@@ -1,8 +1,8 @@
-"""How far the policy that is trained is from the one that was sampled from, where no gradients tell it.
+"""Trainer-engine mismatch of tokens whose gradients are not computed.
 
 Samples whose advantages are all zero, as those of a group with equal rewards, have no part in the gradient of a loss
-that goes by them, and are not computed with it. What a step says of the two policies is then of the others alone,
-unless these are measured as well.
+that depends on advantages, and are not computed with it. A step's mismatch metrics would then be of the other samples
+alone, unless these are measured as well.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def idle_token_metrics(
 
 
 def mismatch_sums(samples: Sequence[Sample], logprobs: Sequence[NDArray[np.float32]]) -> Metrics:
-    """Of the trained tokens: those sums of `Objective.loss` that compare the two policies.
+    """Return those sums of `Objective.loss` over the trained tokens that compare the two policies.
 
     Args:
         logprobs: under the trained policy, float32 [T] for each sample.
@@ -104,8 +104,8 @@ def measured_before_updates(result: StepResult, samples: Sequence[Sample]) -> St
 
 
 def sampled_entropy(samples: Sequence[Sample]) -> float:
-    """Of the behaviour policy, estimated by all trained tokens that it sampled: minus their mean log-probability, nats
-    a token; 0 without any."""
+    """Estimate the entropy of the behaviour policy: minus the mean log-probability of the trained tokens that it
+    sampled, nats a token; 0 without any."""
     drawn = [one.behaviour_logprobs[1:][one.loss_mask[1:] != 0] for one in samples]
     values = np.concatenate([np.zeros(0, np.float32), *drawn])
     return -float(values.mean(dtype=np.float64)) if len(values) else 0.0

@@ -140,7 +140,7 @@ class RefillPolicy:
         """A group came with its rewards; answers whether it is left out.
 
         Raises:
-            OwnPartFailed: a user's filter failed, or returned something else than a text.
+            UserPartFailed: a user's filter failed, or returned something else than a text.
         """
         self.history.record(group.item, group.rewards, step)
         drop = self._judge(group)

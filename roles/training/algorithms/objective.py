@@ -159,7 +159,7 @@ class Objective:
             Tokens whose advantage the loss took away beforehand (its `prepare`, as that of `m2po`).
 
         Raises:
-            Refused: a sample lacks what is needed. OwnPartFailed: a user's function failed, or returned another shape.
+            Refused: a sample lacks what is needed. UserPartFailed: a user's function failed, or returned another shape.
         """
         kept, rewards = self._truncated(samples)
         inputs = AdvantageInputs([self._trajectory(s, r) for s, r in zip(kept, rewards, strict=True)])
@@ -185,7 +185,7 @@ class Objective:
             float32 [T] each, 0 where nothing is trained; None for samples that the truncation policy masks.
 
         Raises:
-            Refused: the advantage does not say. OwnPartFailed: a user's function failed, or returned another shape.
+            Refused: the advantage does not say. UserPartFailed: a user's function failed, or returned another shape.
         """
         advantage = self.parts.advantage
         if "returns" not in advantage.part.extras:
@@ -280,7 +280,7 @@ class Objective:
             `weight`, with corrections or a loss that leaves tokens out `rejected`; and the loss's own, as `clipped`.
 
         Raises:
-            OwnPartFailed: a user's function failed, or returned something else.
+            UserPartFailed: a user's function failed, or returned something else.
         """
         if "proximal" not in self.needs and tokens.proximal is not None:
             # Whoever computed it, it is not of the weights that this step begins with.

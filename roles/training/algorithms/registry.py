@@ -59,7 +59,7 @@ def user_code(who: str, place: KeyPath, arguments: Sequence[Any]) -> Iterator[No
         who: as "loss 'mine.py:my_loss'". place: the key that names it.
 
     Raises:
-        OwnPartFailed: it raised, or called sys.exit. What a lack of memory or the device makes it raise passes
+        UserPartFailed: it raised, or called sys.exit. What a lack of memory or the device makes it raise passes
             through: smaller micro-batches, or another start, may mend that.
     """
     from relax_rt.roles.base.user_code import user_line
@@ -191,7 +191,7 @@ class BoundPart:
         return self.part.needs(self.options)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call it with the options. Raises: OwnPartFailed, if it is a user's own and raises."""
+        """Call it with the options. Raises: UserPartFailed, if it is a user's own and raises."""
         return self._called("", self.part.function, arguments)
 
     def extra(self, name: str, *arguments: Any) -> Any:

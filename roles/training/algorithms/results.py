@@ -25,7 +25,7 @@ def check_arrays(
         extra: the further function of the part that returned them.
 
     Raises:
-        OwnPartFailed: the part is a user's own, and they are something else. Refused: another part's are.
+        UserPartFailed: the part is a user's own, and they are something else. Refused: another part's are.
     """
     wanted = f"{part.who(extra)} returns an array [T] for each of the {len(inputs.trajectories)} trajectories"
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):

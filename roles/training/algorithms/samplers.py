@@ -136,7 +136,7 @@ class PromptSampler:
             step: of the trainer, as far as it is known.
 
         Raises:
-            OwnPartFailed: a user's sampler failed, or returned no place.
+            UserPartFailed: a user's sampler failed, or returned no place.
         """
         if self._rule is None:
             return self._usual(index)
@@ -196,7 +196,7 @@ class PromptLookahead:
             step: of the trainer. next_index: the first that was not given out.
 
         Raises:
-            OwnPartFailed: a user's sampler failed, or returned no place.
+            UserPartFailed: a user's sampler failed, or returned no place.
         """
         self._sampler.renew(next_index)
         self._sampler.forget(next_index)

@@ -37,17 +37,17 @@ from relax_rt.transport.weights.payloads import Lora
 T = TypeVar("T")
 
 COPY_WAIT_S = COMMAND_S + GATHER_S
-"""For a rank's copy of its weights: others may have to begin theirs first."""
+"""Limit of a rank's copy of its weights: others may have to begin theirs first."""
 UNREADABLE = (SafetensorError, OSError, Refused)
-"""What a checkpoint that cannot be used raises."""
+"""Raised by a checkpoint that cannot be used."""
 
 
 class GangRanks(Protocol):
-    """This process among the ranks of a gang.
+    """This process's place among the ranks of a gang.
 
     Attributes:
         rank: among all. replica, replicas: its place among those that have samples of their own.
-        speaks: whether its losses are counted: one of those that compute the same ones.
+        reports_loss: whether its losses are counted: one of those that compute the same ones.
     """
 
     @property
@@ -60,15 +60,15 @@ class GangRanks(Protocol):
     def reports_loss(self) -> bool: ...
     @property
     def control(self) -> dist.ProcessGroup:
-        """Between the processors of all ranks; waits as long as it takes."""
+        """Process group for commands, over CPU memory; it waits without a timeout."""
 
     def gather(self, value: T) -> list[T]:
-        """A small plain value of each rank, by rank, on all of them."""
+        """Gather a small plain value of each rank, by rank, on all of them."""
 
 
 class RankBackend(Protocol):
-    """One rank of a backend. All make the same calls in the same order; each is given its share of a batch, which may
-    be empty. What each call does is said by `TrainerBackend`.
+    """One rank of a backend; `TrainerBackend` documents the calls. All ranks make the same calls in the same order;
+    each gets its share of a batch, which may be empty.
 
     Attributes:
         takes_branches: whether it computes the branches of a sample as what they are, sequences of their own.
@@ -81,7 +81,7 @@ class RankBackend(Protocol):
     @property
     def ranks(self) -> GangRanks: ...
     def keeps_groups_together(self, samples: Sequence[Sample]) -> bool:
-        """Whether the samples of a group go to one replica."""
+        """Whether the samples of a group must go to one replica."""
 
     def use(self, objective: Objective, table: AlgorithmTable, *, temperature: float | None = None) -> None: ...
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]: ...
@@ -89,11 +89,11 @@ class RankBackend(Protocol):
     def apply(self, count: float, number: int, before_update: Callable[[], None] = ...) -> StepResult: ...
     def layout(self, dtype: str) -> Layout: ...
     def export(self, into: memoryview | None, dtype: str, copied: Callable[[], None] = ...) -> None:
-        """The weights of all ranks into rank 0's buffer; the others give None. Called beside the other calls, so that
-        it uses no process group of theirs.
+        """Write the weights of all ranks into rank 0's buffer; the others pass None. It runs beside the other calls, so
+        it uses none of their process groups.
 
         Args:
-            copied: called when this rank's weights may change.
+            copied: called once this rank's weights may change.
         """
 
     def snapshot(self) -> None: ...
@@ -102,10 +102,10 @@ class RankBackend(Protocol):
 
 
 class GangMember:
-    """One rank's part of each order. The same code runs on rank 0 and on those that follow it.
+    """One rank's part of each command. The same code runs on rank 0 and on its followers.
 
     Args:
-        waiting: told what this rank waits for, and the empty string when it goes on.
+        waiting: called with what this rank waits for, and with "" when it continues.
     """
 
     def __init__(self, backend: RankBackend, waiting: Callable[[str], None] = lambda _: None) -> None:
@@ -114,7 +114,7 @@ class GangMember:
         self._copied.set()
 
     def _export(self, into: memoryview | None, dtype: str, copied: Callable[[], None] = lambda: None) -> None:
-        """This rank's part of a publication; `_copied` was cleared when it was ordered."""
+        """Export this rank's part of a publication; `_copied` was cleared when the command came."""
 
         def aside() -> None:
             self._copied.set()
@@ -147,7 +147,7 @@ class GangMember:
         return replica_share(samples, self.ranks.replica, self.ranks.replicas, whole_groups=whole)
 
     def _log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """Of the whole batch, on every rank: each replica has computed its share."""
+        """Return the log-probabilities of the whole batch, on every rank; each replica computes its share."""
         mine = self._share(samples)
         values = self.backend.log_probabilities([sample for _, sample in mine])
         speaks = self.ranks.reports_loss
@@ -156,11 +156,11 @@ class GangMember:
         return [found[index] for index in range(len(samples))]
 
     def _accumulate(self, samples: Sequence[Sample]) -> None:
-        """This replica's share."""
+        """Compute this replica's share."""
         self.backend.accumulate([sample for _, sample in self._share(samples)])
 
     def _restore(self, folder: Path) -> None:
-        """All ranks or none go on from it.
+        """Restore a checkpoint on all ranks or on none.
 
         Raises:
             OSError: the file system refused it to one of them.
@@ -182,7 +182,7 @@ class GangMember:
 
 
 class Leader(GangMember):
-    """Rank 0: a `TrainerBackend` over all ranks. Batches are whole; each replica takes its share of them."""
+    """Rank 0: a `TrainerBackend` over all ranks. It gets whole batches; each replica takes its share of them."""
 
     def __init__(self, backend: RankBackend) -> None:
         super().__init__(backend)
@@ -197,7 +197,7 @@ class Leader(GangMember):
         options: Mapping[str, str | int | float] | None = None,
         table: Mapping[str, Any] | None = None,
     ) -> Iterator[None]:
-        """Give an order; it is carried out on this rank within the context."""
+        """Send a command; this rank carries it out within the context."""
         with self._turn:
             send_command(
                 GangCommand(name, encode_samples(samples), dict(options or {}), dict(table or {})), self.ranks.control
@@ -205,7 +205,7 @@ class Leader(GangMember):
             yield
 
     def _check(self, samples: Sequence[Sample]) -> None:
-        """Before the order is given: the others must not be in the middle of one when this rank ends."""
+        """Refuse bad samples before the command is sent: a rank that ends within a command leaves the others in it."""
         most = max((len(sample.meta.branches) for sample in samples), default=0)
         if most > 1 and not self.backend.takes_branches:
             raise BadInput(
@@ -215,7 +215,7 @@ class Leader(GangMember):
             )
 
     def use(self, objective: Objective, table: AlgorithmTable, *, temperature: float | None = None) -> None:
-        """Every rank follows the objective, which is of the table, from now on."""
+        """Have every rank use another objective, which is of the table, from now on."""
         options: dict[str, str | int | float] = {"base": str(objective.base)}
         if objective.longest is not None:
             options["longest"] = objective.longest
@@ -225,7 +225,7 @@ class Leader(GangMember):
             self.backend.use(objective, table, temperature=temperature)
 
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """Of each trained token, of logits / temperature: float32 [T] for each sample.
+        """Return log-probabilities of each trained token, of logits / temperature: float32 [T] for each sample.
 
         Raises:
             BadInput: one has branches, and the backend takes none.
@@ -235,8 +235,8 @@ class Leader(GangMember):
             return self._log_probabilities(samples)
 
     def accumulate(self, samples: Sequence[Sample]) -> GradientPart:
-        """Forward and backward of a part of the step's batch. What the objective carries from step to step goes along:
-        a checkpoint gave it to rank 0 alone.
+        """Add the gradients of a part of the step's batch. The objective's state goes along: a checkpoint gave it to
+        rank 0 alone.
 
         Raises:
             BadInput: a sample has branches, and the backend takes none.
@@ -248,18 +248,17 @@ class Leader(GangMember):
         return GradientPart(objective.count(samples), sum(int(sample.loss_mask.sum()) for sample in samples))
 
     def apply(self, count: float, number: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
-        """The optimizer's step. What `before_update` waits for may need orders of its own, so it is called first."""
+        """Take the optimizer's step. `before_update` comes first: what it waits for may need commands of its own."""
         before_update()
         with self._order("apply", options={"count": count, "number": number}):
             return self.backend.apply(count, number, self._weights_may_change)
 
     def layout(self, dtype: str) -> Layout:
-        """Where `export` puts each tensor."""
+        """Return where `export` puts each tensor."""
         return self.backend.layout(dtype)
 
     def export(self, into: memoryview, dtype: str, copied: Callable[[], None] = lambda: None) -> None:
-        """The weights of all ranks, as they are when their turn comes, by Hugging Face names; other orders are carried
-        out meanwhile.
+        """Write the weights of all ranks, as they are when the command comes; other commands run meanwhile.
 
         Raises:
             Unreachable: a rank is gone, or did not send its part in time. RelaxError: one could not copy it.
@@ -270,7 +269,7 @@ class Leader(GangMember):
             self._export(into, dtype, copied)
 
     def export_base(self, into: memoryview | None, dtype: str) -> None:
-        """See `AdapterBackend.export_base`."""
+        """Write the model's own weights, without the adapters."""
         with self._order("export_base", options={"dtype": dtype}):
             self._adapted.export_base(into, dtype)
 
@@ -281,23 +280,23 @@ class Leader(GangMember):
         return found
 
     def adapters(self) -> Lora:
-        """See `AdapterBackend.adapters`."""
+        """Return a copy of the adapters, whole."""
         with self._order("adapters"):
             return self._adapted.adapters()
 
     def snapshot(self) -> None:
-        """Every rank copies its state aside."""
+        """Have every rank copy its state aside."""
         with self._order("snapshot"):
             self.backend.snapshot()
 
     def write(self, folder: Path) -> None:
-        """Every rank writes its part of the last snapshot, beside whatever is ordered next."""
+        """Have every rank write its part of the last snapshot, beside the commands that follow."""
         with self._order("write", options={"folder": str(folder)}):
             pass
         self.backend.write(folder)
 
     def restore(self, folder: Path) -> None:
-        """Every rank takes its part of a checkpoint.
+        """Have every rank restore its part of a checkpoint.
 
         Raises:
             Refused: one of them could not; none must go on without another `restore`.
@@ -306,16 +305,16 @@ class Leader(GangMember):
             self._restore(folder)
 
     def close(self) -> None:
-        """The others need not wait for orders any more."""
+        """End the other ranks' wait for commands."""
         with self._exporting, self._order("end"):
             pass
 
 
 class Follower(GangMember):
-    """Any other rank: does as it is told until it is told to end.
+    """Any other rank: carries out rank 0's commands until it is told to end.
 
     Args:
-        doing: told the name of each order when it comes, and the empty string when it is done.
+        doing: called with the name of each command when it comes, and with "" when it is done.
     """
 
     def __init__(
@@ -330,7 +329,7 @@ class Follower(GangMember):
         self._failed: BaseException | None = None
 
     def run(self) -> None:
-        """Follow rank 0. Raises what an order, or what ran beside the orders, raised."""
+        """Follow rank 0. Raises what a command, or work beside the commands, raised."""
         self._doing("")
         while (order := receive_command(self.ranks.control)).name != "end":
             self._raise_failure()
@@ -346,12 +345,12 @@ class Follower(GangMember):
             raise self._failed
 
     def _end_of(self, name: str) -> None:
-        """Wait for what runs beside the orders under this name; its own deadlines bound it."""
+        """Wait for the work beside the commands of this name; its own deadlines bound it."""
         if name in self._threads:
             self._threads[name].join()
 
     def _beside(self, name: str, work: Callable[[], None]) -> None:
-        """Do it beside the orders that follow."""
+        """Run the work in a thread, beside the commands that follow."""
 
         def guarded() -> None:
             try:
@@ -392,7 +391,7 @@ class Follower(GangMember):
                 try:
                     self._restore(Path(str(options["folder"])))
                 except Refused:
-                    pass  # rank 0 says so, and orders another one
+                    pass  # rank 0 reports it, and sends another restore
             case _:
                 raise Refused(f"order {order.name!r}", why="this rank does not know it: are all of one version?")
 
@@ -421,11 +420,11 @@ COLUMNS: dict[str, type[np.generic]] = {
     "reference_logprobs": np.float32,
     "values": np.float32,
 }
-"""What forward and backward passes read of a sample."""
+"""Columns of a sample that forward and backward passes read."""
 
 
 class EncodedSample(msgspec.Struct, array_like=True, frozen=True):
-    """A sample's columns as bytes, by name, and its reward."""
+    """A sample on its way to other ranks: its columns as bytes, by name, and its reward."""
 
     meta: SampleMeta
     columns: dict[str, bytes]
@@ -433,7 +432,7 @@ class EncodedSample(msgspec.Struct, array_like=True, frozen=True):
 
 
 class GangCommand(msgspec.Struct, array_like=True, frozen=True):
-    """A call that every rank makes.
+    """A call that every rank makes; decoding one builds plain values alone.
 
     Attributes:
         name: the method. samples: its batch. options: its other arguments.
@@ -447,7 +446,7 @@ class GangCommand(msgspec.Struct, array_like=True, frozen=True):
 
 
 def encode_samples(samples: Sequence[Sample]) -> list[EncodedSample]:
-    """Samples on their way to other ranks."""
+    """Encode samples for other ranks."""
     found = []
     for sample in samples:
         columns = {}
@@ -460,7 +459,7 @@ def encode_samples(samples: Sequence[Sample]) -> list[EncodedSample]:
 
 
 def decode_samples(samples: Sequence[EncodedSample]) -> list[Sample]:
-    """Samples as they were sent; what passes do not read is not with them."""
+    """Decode samples; columns that passes do not read are not with them."""
     found = []
     for sample in samples:
         columns: dict[str, Any] = {k: np.frombuffer(v, COLUMNS[k]) for k, v in sample.columns.items()}
@@ -469,14 +468,14 @@ def decode_samples(samples: Sequence[EncodedSample]) -> list[Sample]:
 
 
 def send_command(order: GangCommand, group: dist.ProcessGroup) -> None:
-    """Rank 0's side: to all others of the group."""
+    """Send a command from rank 0 to all others of the group."""
     data = bytearray(msgspec.msgpack.encode(order))
     dist.broadcast(torch.tensor([len(data)]), 0, group=group)
     dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), 0, group=group)
 
 
 def receive_command(group: dist.ProcessGroup) -> GangCommand:
-    """The others' side: wait for the next order."""
+    """Wait for the next command from rank 0."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.broadcast(size, 0, group=group)
     data = torch.empty(int(size), dtype=torch.uint8)

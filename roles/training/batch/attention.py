@@ -205,8 +205,9 @@ def _smaller(config: Any) -> Any:
 
 
 def packing_costs(layers: Any, device: torch.device) -> Costs | None:
-    """Of a transformers model, without its output layer; None: its attention cannot have several sequences in a row, or
-    the layers differ in size, which is no case for one estimate.
+    """Return the packing costs of a transformers model, without its output layer.
+
+    None: its attention cannot have several sequences in a row, or its layers differ in size.
 
     Args:
         device: that it will be on. It is tried where it is.

@@ -70,7 +70,7 @@ def shared_rows(samples: Sequence[Sample], budget: int) -> list[SampleRow]:
 
 
 def _branches(sample: Sample) -> list[EpisodeBranch]:
-    """The branches of a sample, as views of it."""
+    """Return the branches of a sample, as views of it."""
     columns = ("tokens", "loss_mask", "behaviour_logprobs", "advantages", "proximal_logprobs", "reference_logprobs")
     held = {name: column for name in columns if (column := getattr(sample, name)) is not None}
     return [
@@ -86,14 +86,14 @@ def _branches(sample: Sample) -> list[EpisodeBranch]:
 
 
 def _identifying_tokens(sample: Sample) -> np.ndarray:
-    """The sample's tokens; where there are pictures, equal to those of others only where pictures are, too."""
+    """The sample's tokens; those of pictures are equal only if the pictures are."""
     if not sample.media:
         return sample.tokens
     return np.array(identity(tuple(sample.tokens.tolist()), sample.media), np.int64)
 
 
 def _common_prefix(sequences: Sequence[np.ndarray]) -> int:
-    """Tokens with which all begin; at least one is left to each."""
+    """Length of the common prefix; at least one token is left to each sequence."""
     shortest = min(len(sequence) for sequence in sequences)
     alike = np.ones(shortest, bool)
     for sequence in sequences[1:]:
@@ -143,10 +143,10 @@ CPU: 2 with SmolLM2, 4 with a layer of 64 columns; of a GPU estimated, by launch
 
 @dataclass(frozen=True)
 class Costs:
-    """Of attention in a layer, by the time that a token takes in the rest of it.
+    """Costs of attention in a layer, in units of the time that a token takes in the rest of the layer.
 
     Attributes:
-        pair: of a query and a key. call: of a call, besides.
+        pair: cost of a query and a key. call: fixed cost of a call.
     """
 
     pair: float
@@ -154,7 +154,7 @@ class Costs:
 
     @classmethod
     def of(cls, config: Any, device: torch.device) -> Costs:
-        """Those of a model's text layers.
+        """Estimate the costs of a model's text layers.
 
         Args:
             config: of transformers.
@@ -168,16 +168,16 @@ class Costs:
         return cls(pair=PAIR_COST * 4 * heads * dim / token, call=CALL_COST.get(device.type, CALL_COST["cuda"]))
 
     def apart(self, row: SampleRow) -> bool:
-        """Whether the members of a row are rather read each apart, behind their prefix, than all under one mask."""
+        """Whether computing each member of a row behind its prefix is cheaper than all of them under one mask."""
         return len(row.members) > 1 and self._apart(row) < self._masked(row)
 
     def padded(self, rows: Sequence[SampleRow]) -> float:
-        """Of rows beside each other."""
+        """Cost of rows beside each other, padded."""
         longest = max(row.length for row in rows)
         return len(rows) * longest * (1 + self.pair * longest) + self.call
 
     def packed(self, rows: Sequence[SampleRow]) -> float:
-        """Of rows one behind the other."""
+        """Cost of rows one behind the other."""
         return sum(row.length + min(self._apart(row), self._masked(row)) for row in rows)
 
     def _masked(self, row: SampleRow) -> float:
@@ -193,14 +193,14 @@ class Costs:
 
 
 class MicroBatchRows(NamedTuple):
-    """Rows of a micro-batch. costs: given where they lie one behind the other; None: padded to the longest."""
+    """The rows of a micro-batch. costs: set if they are packed one behind the other; None: padded to the longest."""
 
     rows: list[SampleRow]
     costs: Costs | None
 
     @property
     def tokens(self) -> int:
-        """That go through the model, padding included."""
+        """Tokens that go through the model, padding included."""
         if self.costs is not None:
             return sum(row.length for row in self.rows)
         return len(self.rows) * max(row.length for row in self.rows)
@@ -209,7 +209,7 @@ class MicroBatchRows(NamedTuple):
 def plan_micro_batches(
     rows: Sequence[SampleRow], budget: int, costs: Costs | None, *, whole_groups: bool = False
 ) -> list[MicroBatchRows]:
-    """Micro-batches of at most `budget` tokens, padding included; longer is only a row, or group, that goes alone.
+    """Divide rows into micro-batches of at most `budget` tokens, padding included; a longer row or group goes alone.
 
     Args:
         costs: None: the model's attention cannot have several sequences in a row.
@@ -235,7 +235,7 @@ Numbered = tuple[int, Sample]
 def replica_share(
     samples: Sequence[Sample], place: int, replicas: int, *, whole_groups: bool = False
 ) -> list[Numbered]:
-    """What one of the replicas takes of a batch: about as many tokens as the others; perhaps nothing.
+    """Return one replica's share of a batch: about as many tokens as the others have; perhaps none.
 
     Returns:
         Index in the batch, and the sample, in the batch's order.
@@ -251,7 +251,7 @@ def replica_share(
 
 
 def indivisible_units(samples: Iterable[Numbered], whole_groups: bool) -> list[list[Numbered]]:
-    """What stays together, the longest first."""
+    """Return the units that must not be divided (samples, or groups), the longest first."""
     found: dict[int, list[Numbered]] = {}
     for index, sample in samples:
         found.setdefault(sample.meta.group if whole_groups else index, []).append((index, sample))
@@ -259,13 +259,13 @@ def indivisible_units(samples: Iterable[Numbered], whole_groups: bool) -> list[l
 
 
 def unit_tokens(unit: Sequence[Numbered]) -> int:
-    """Tokens of samples together."""
+    """Number of tokens of a unit."""
     return sum(len(sample.tokens) for _, sample in unit)
 
 
 def mini_batches(groups: Sequence[int], updates: int) -> list[list[int]]:
-    """Places of the samples of each mini-batch: groups stay whole, and are dealt out in turn as they appear, so that
-    parts differ by one group at most and those that came early are not together.
+    """Divide samples into mini-batches, as lists of indices: whole groups, dealt out round-robin as they appear, so
+    that parts differ by one group at most and early groups are not together.
 
     Args:
         groups: of each sample. updates: so many parts, or as many as there are groups.
@@ -278,5 +278,5 @@ def mini_batches(groups: Sequence[int], updates: int) -> list[list[int]]:
 
 
 def pick(items: Sequence[T], places: Sequence[int]) -> list[T]:
-    """The items at these places."""
+    """Return the items at these places."""
     return [items[place] for place in places]

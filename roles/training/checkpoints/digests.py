@@ -37,10 +37,10 @@ class FileDigest(msgspec.Struct, frozen=True):
 
 
 def digest_of(path: Path, done: Callable[[int], object] = lambda _: None) -> FileDigest:
-    """Blocks; the file is never in memory as a whole.
+    """Digest a file without reading it into memory as a whole. Blocks.
 
     Args:
-        done: told of bytes as they are read.
+        done: called with the number of bytes as they are read.
     """
     digest, size, told = xxhash.xxh3_128(), 0, 0
     memory = memoryview(bytearray(CHUNK_BYTES))
@@ -56,7 +56,7 @@ def digest_of(path: Path, done: Callable[[int], object] = lambda _: None) -> Fil
 
 
 def write_digest(path: Path, digest: FileDigest) -> None:
-    """Put a file's digest beside it, for whoever completes the checkpoint."""
+    """Write a file's digest beside it, for the process that completes the checkpoint."""
     _digest_path(path).write_bytes(msgspec.json.encode(digest))
 
 
@@ -65,8 +65,8 @@ def _digest_path(path: Path) -> Path:
 
 
 def collect_digests(folder: Path, done: Callable[[int], object] = lambda _: None) -> dict[str, FileDigest]:
-    """Of all files in a folder, by path within it. Those that lie beside files are taken up, and are gone then; the
-    others are made.
+    """Collect the digests of all files in a folder, by path within it. Digests that lie beside their files are
+    adopted and removed; the others are computed.
 
     Args:
         done: see `digest_of`.
@@ -88,7 +88,7 @@ def collect_digests(folder: Path, done: Callable[[int], object] = lambda _: None
 def verify_digests(
     folder: Path, wanted: Mapping[str, FileDigest], done: Callable[[int], object] = lambda _: None
 ) -> None:
-    """See that the files of a folder are those that were written; others beside them are not looked at.
+    """Verify that the files of a folder are those that were written; other files are ignored.
 
     Args:
         done: see `digest_of`; called by several threads.
@@ -141,13 +141,13 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     weights: str
 
     def other(self, than: ModelIdentity) -> list[str]:
-        """What differs, in words."""
+        """Name what differs."""
         named = {"config": "config.json", "tokenizer": "tokenizer", "weights": "set of weights"}
         return [words for name, words in named.items() if getattr(self, name) != getattr(than, name)]
 
 
 def identity_of(folder: Path) -> ModelIdentity:
-    """Blocks for some milliseconds.
+    """Identify the model in a folder. Blocks for some milliseconds.
 
     Raises:
         OSError: a file cannot be read. Corrupt: one is not what it should be.
@@ -218,7 +218,7 @@ def _read_at(path: Path, at: int, start: int, stop: int) -> bytes:
 
 
 def _opaque_digest(paths: Sequence[Path]) -> str:
-    """Of files that are not read here: their sizes, and some of their bytes."""
+    """Digest files of unknown structure: their sizes, and some of their bytes."""
     if not paths:
         return ""
     digest = xxhash.xxh3_128()

@@ -42,17 +42,17 @@ FILES_WAIT_S = 600.0
 
 
 def block_key(kind: str, block: TensorBlock) -> str:
-    """Under which name a block is written."""
+    """Return the name under which a block is written."""
     return f"{block.name}|{kind}|{block.row}:{block.rows}|{block.column}:{block.columns}"
 
 
 def rank_file(folder: Path, rank: int, world: int) -> Path:
-    """A rank's file."""
+    """Return the path of a rank's file."""
     return folder / f"optimizer-{rank + 1:05d}-of-{world:05d}.safetensors"
 
 
 def failure_file(folder: Path, rank: int) -> Path:
-    """Where a rank says why its file does not come."""
+    """Return the path where a rank writes why its file will not come."""
     return folder / f"rank-{rank}.failed"
 
 
@@ -121,7 +121,7 @@ class OptimizerFiles:
         return (name, kind) in self._found
 
     def tensor(self, name: str, kind: str) -> torch.Tensor | None:
-        """What was written whole under this name and kind, if anything."""
+        """Return the tensor that was written whole under this name and kind, if there is one."""
         found = self._found.get((name, kind))
         if not found:
             return None
@@ -130,11 +130,11 @@ class OptimizerFiles:
         return values
 
     def reader(self, kind: str) -> ReadBlock:
-        """Gives blocks of one kind of state, put together of those in the files."""
+        """Return a reader of blocks of one kind of state."""
         return lambda wanted: self._read(kind, wanted)
 
     def check(self, kind: str, wanted: TensorBlock) -> None:
-        """See that a block of this kind of state is there, without reading it.
+        """Check that a block of this kind of state is there, without reading it.
 
         Raises:
             Refused: some of it is not.
@@ -157,7 +157,7 @@ class OptimizerFiles:
         return out
 
     def _parts(self, kind: str, wanted: TensorBlock) -> Iterator[_BlockPart]:
-        """What the files have of a block."""
+        """Yield the parts of a block that the files have."""
         for block, file, key in self._found.get((wanted.name, kind), ()):
             top, bottom = max(wanted.row, block.row), min(wanted.row + wanted.rows, block.row + block.rows)
             left = max(wanted.column, block.column)
@@ -170,7 +170,7 @@ class OptimizerFiles:
 
 
 def whole_block(name: str, shape: Sequence[int]) -> TensorBlock:
-    """All of a tensor of this shape."""
+    """Return the block that is all of a tensor of this shape."""
     return TensorBlock(name, 0, shape[0] if shape else 1, 0, math.prod(shape[1:]))
 
 
@@ -202,7 +202,7 @@ class TensorFiles:
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Of a tensor; None if it is not there."""
+        """Return a tensor's shape; None if it is not there."""
         file = self._where.get(name)
         return None if file is None else tuple(file.get_slice(name).get_shape())
 

@@ -1,4 +1,4 @@
-"""A transformer with a value head, and the steps it is trained by."""
+"""The critic's model: a transformer with a value head, and its optimizer steps."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class CriticModel:
         self.reset()
 
     def reset(self) -> None:
-        """Weights as before the first step."""
+        """Reset the weights to those before the first step."""
         self._model = ValueModel(self._folder)
         self._costs = packing_costs(self._model.body, self._device)
         self._model.to(self._device)
@@ -96,7 +96,7 @@ class CriticModel:
         )
 
     def values(self, samples: Sequence[Sample]) -> list[Values]:
-        """Values of each sample's trained tokens, 0 at others; float32 [T]."""
+        """Compute the values of each sample's trained tokens, 0 at others; float32 [T]."""
         return self._fitting(
             lambda: compute_at_trained_tokens(
                 self._values, samples, self._budget, self._on_progress, device=self._device, costs=self._costs
@@ -108,7 +108,8 @@ class CriticModel:
         return found
 
     def learn(self, samples: Sequence[Sample], old: Sequence[Values], returns: Sequence[Values]) -> CriticReport:
-        """The updates of a step, each on the mean of `value_loss` over the trained tokens of its part of the groups.
+        """Take the updates of a step, each on the mean of `value_loss` over the trained tokens of its part of the
+        groups.
 
         Args:
             old: values before the step. returns: what they should have been; float32 [T] each.
@@ -152,7 +153,7 @@ class CriticModel:
         return applied, sums, norm
 
     def _gradients(self, samples: Sequence[Sample], columns: _Columns, count: int) -> Metrics:
-        """Those of a whole batch and of nothing else; what was measured, as sums."""
+        """Compute the gradients of a whole batch; returns metrics as sums."""
         sums: Metrics = {}
         self._optimizer.zero_grad(set_to_none=False)
         for laid in plan_micro_batches(shared_rows(samples, self._budget.tokens), self._budget.tokens, self._costs):
@@ -188,7 +189,7 @@ class CriticModel:
             write_digest(folder / name, digest_of(folder / name))
 
     def restore(self, folder: Path) -> None:
-        """Go on from what `write` wrote.
+        """Restore what `write` wrote.
 
         Raises:
             OSError: the file system refused it: another try may read it.
@@ -233,7 +234,7 @@ class _Columns:
 
 
 def _trained(samples: Sequence[Sample], values: Sequence[Values]) -> NDArray[np.float64]:
-    """Of all trained tokens of the samples."""
+    """Select the values of all trained tokens of the samples."""
     picked = (one[1:][sample.loss_mask[1:] != 0] for sample, one in zip(samples, values, strict=True))
     return np.concatenate([np.zeros(0), *picked])
 

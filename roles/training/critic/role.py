@@ -117,7 +117,7 @@ class CriticService:
         return await _to_its_end(self._lock, at_work)
 
     async def begin(self, at: TrainingPosition, folder: str) -> None:
-        """See CriticApi."""
+        """Start from a checkpoint, or from the model's own weights."""
         self._fence(at)
 
         def work() -> None:
@@ -133,7 +133,7 @@ class CriticService:
         await self._alone(work)
 
     async def values(self, at: TrainingPosition, first: int, pieces: list[CriticSample]) -> list[bytes]:
-        """See CriticApi."""
+        """Compute values of samples of the step."""
 
         def work() -> list[bytes]:
             self._check(at)
@@ -147,7 +147,7 @@ class CriticService:
         return await self._alone(work)
 
     async def returns(self, at: TrainingPosition, first: int, returns: list[bytes]) -> None:
-        """See CriticApi."""
+        """Take the returns of samples of the step."""
 
         def work() -> None:
             self._check(at)
@@ -163,7 +163,7 @@ class CriticService:
         await self._alone(work)
 
     async def learn(self, at: TrainingPosition) -> CriticReport:
-        """See CriticApi."""
+        """Take the step's updates."""
 
         def work() -> CriticReport:
             if self._last is not None and self._at == TrainingPosition(at.epoch, at.step + 1):
@@ -189,7 +189,7 @@ class CriticService:
         return await self._alone(work)
 
     async def snapshot(self, at: TrainingPosition) -> None:
-        """See CriticApi."""
+        """Copy the state aside."""
 
         def work() -> None:
             self._check(at)
@@ -199,7 +199,7 @@ class CriticService:
         await self._alone(work)
 
     async def write(self, at: TrainingPosition, folder: str) -> None:
-        """See CriticApi."""
+        """Write the snapshot of that step."""
 
         def work() -> None:
             if self._snapshot_of != at:

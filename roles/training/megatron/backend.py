@@ -138,7 +138,7 @@ class MegatronBackend:
         self._begin()
 
     def _mark(self) -> None:
-        """Tell Megatron of parameters what it does not know of itself."""
+        """Set attributes of parameters that Megatron relies on and does not set itself."""
         for place, local in self._held.items():
             parameter: Any = self.parameters[place]
             # It is noted where weights are initialised, which is left out; the norm of all gradients rests on it.
@@ -148,7 +148,7 @@ class MegatronBackend:
                 parameter.allreduce = False
 
     def use(self, objective: Objective, table: AlgorithmTable, *, temperature: float | None = None) -> None:
-        """See `TrainerBackend.use`."""
+        """Take steps of another objective from now on; the moments start anew."""
         self.objective, self._algorithm = objective, table
         self._passes.use(temperature=temperature, entropy="entropy" in objective.needs)
         for group in self._optimizer.param_groups:
@@ -161,12 +161,12 @@ class MegatronBackend:
     # Gradients.
 
     def keeps_groups_together(self, samples: Sequence[Sample]) -> bool:
-        """Whether the samples of a group go to one replica: where the loss compares them."""
+        """Whether the samples of a group go to one replica: only where the loss compares them."""
         return "pairs" in self.objective.needs
 
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """Of each trained token, under the current weights, of logits / temperature: float32 [T] for each sample; 0 for
-        others. The same on all ranks of the replica whose samples these are."""
+        """Compute the log-probability of each trained token, of logits / temperature: float32 [T] for each sample, 0
+        for others. The same on all ranks of the replica whose samples these are."""
         return self._fitting(lambda: self._log_probabilities(samples))
 
     def _log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
@@ -241,12 +241,12 @@ class MegatronBackend:
         return {name: parameter.main_grad.detach().clone() for (_, name), parameter in self.parameters.items()}
 
     def _forget(self) -> None:
-        """The step is over; the next part begins another one."""
+        """End the step: the next part begins another one."""
         self._accumulation.forget()
         self._begin()
 
     def _begin(self) -> None:
-        """No gradients, and nothing measured."""
+        """Clear gradients and metrics."""
         self._wrapped.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._found: Metrics = {}
@@ -303,7 +303,7 @@ class MegatronBackend:
         return self._plan(dtype, stacked=self._stacked).layout
 
     def export(self, into: memoryview | None, dtype: str, copied: Callable[[], None] = lambda: None) -> None:
-        """See `RankBackend.export`."""
+        """Write the weights of all ranks into rank 0's buffer, beside other calls."""
         plan = self._plan(dtype, stacked=self._stacked)
         publish_weights(plan, self.ranks.publication, self._shards, into, copied)
 

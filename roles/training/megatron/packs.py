@@ -56,7 +56,7 @@ class Pack:
         return int(self.ids.shape[1])
 
     def share(self, rank: int, ranks: int) -> ContextShare:
-        """Of a pack whose sequences are multiples of 2 x ranks."""
+        """Return a rank's share of a pack whose sequences are multiples of 2 x ranks."""
         places = context_positions(self.bounds, rank, ranks)
         local = torch.full((self.tokens,), -1)
         local[places] = torch.arange(len(places))

@@ -57,12 +57,13 @@ class Passes:
             self._part = VocabularySlice(ranks.at["tensor"] * rows, rows, vocabulary, group)
 
     def use(self, *, temperature: float | None, entropy: bool) -> None:
-        """From now on with this temperature (None: as before), and with or without entropies."""
+        """Set the temperature (None: as before), and whether entropies are computed."""
         self._temperature = self._temperature if temperature is None else temperature
         self._entropy = entropy
 
     def log_probabilities(self, packs: Sequence[Pack]) -> list[torch.Tensor]:
-        """Of the tokens wanted in each pack, float32 [m], on the CPU of every rank of the replica."""
+        """Compute log-probabilities of the tokens wanted in each pack, float32 [m], on the CPU of every rank of the
+        replica."""
         found: list[torch.Tensor] = []
         with torch.no_grad():
             found = self._run(packs, lambda pack, out: self._predicted(pack, out, entropy=False)[0], forward_only=True)

@@ -16,7 +16,7 @@ from relax_rt.transport.weights.stage import WeightStage, read_manifest
 
 @dataclass(frozen=True)
 class VersionAdapters:
-    """Of one version: as they travel, and the base that they are added to."""
+    """The adapters of one version: encoded, and the base that they are added to."""
 
     blob: bytes
     base: Manifest

@@ -38,7 +38,7 @@ def check_shards(plan: ReshardPlan, rank: int, shards: Shards) -> None:
 
 
 def part_bytes(plan: ReshardPlan, bucket: WeightBucket, rank: int) -> int:
-    """Of a rank's part of a bucket."""
+    """Size of a rank's part of a bucket."""
     dtype: torch.dtype = getattr(torch, plan.dtype)
     return sum(part.rows * part.columns for part in bucket.of(rank)) * dtype.itemsize
 

@@ -421,7 +421,7 @@ def _encoded(
 
 
 def _held_out(question: str, share: float) -> bool:
-    """Of its own hash: whether [data] holds a question out says nothing about it."""
+    """Whether a question is validated with, by a hash of its own: whether [data] holds it out says nothing about it."""
     digest = hashlib.blake2b(canonical(question).encode(), digest_size=8, person=b"relax-cold").digest()
     return int.from_bytes(digest, "big") < share * 2.0**64
 

@@ -271,7 +271,7 @@ class ColdStartPhase:
         self._reference = dict(enumerate(values))
 
     async def _log_probabilities(self, samples: Sequence[Sample], what: str) -> list[list[Floats]]:
-        """Of each row's sequences under the current weights, so many rows at a time."""
+        """Compute log-probabilities of each row's sequences under the current weights, LOGPROB_ROWS at a time."""
         size, found = len(self._data.train[0].sequences), []
         for first in range(0, len(samples), LOGPROB_ROWS * size):
             if self._ctx.stopping.is_set():

@@ -141,7 +141,7 @@ class TorchBackend:
         return "pairs" in self.objective.needs or groups >= self.ranks.world
 
     def use(self, objective: Objective, table: AlgorithmTable, *, temperature: float | None = None) -> None:
-        """See `TrainerBackend.use`."""
+        """Take steps of another objective from now on; the moments start anew."""
         self.objective, self._algorithm = objective, table
         self._temperature = self._temperature if temperature is None else temperature
         self._optimizer.state.clear()
@@ -159,7 +159,7 @@ class TorchBackend:
         return self.apply(self.accumulate(samples).count, number, before_update)
 
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """See `TrainerBackend.log_probabilities`."""
+        """Compute the log-probabilities of each sample's tokens, of logits / temperature; float32 [T]."""
 
         def computed(batch: MicroBatch) -> torch.Tensor:
             return self._predicted(batch, entropy=False)[0]
@@ -184,12 +184,12 @@ class TorchBackend:
         return found
 
     def accumulate(self, samples: Sequence[Sample]) -> GradientPart:
-        """See `TrainerBackend.accumulate`."""
+        """Add the gradients of a part of a batch."""
         self._accumulation(samples)
         return GradientPart(self.objective.count(samples), sum(int(s.loss_mask.sum()) for s in samples))
 
     def _begin(self) -> None:
-        """No gradients, and nothing measured."""
+        """Clear gradients and metrics."""
         self._sums: Metrics = {}
         self._bad = ""
         for piece in self._trained:
@@ -227,11 +227,11 @@ class TorchBackend:
         self._on_progress(chosen.tokens)
 
     def _passes(self, mine: int) -> int:
-        """As many as the rank makes that has most: all gather each layer at the same time."""
+        """Return the number of passes of the rank that has most: all ranks gather each layer at the same time."""
         return mine if self._ranks is None else max(self._ranks.gather(mine))
 
     def _empty_pass(self) -> None:
-        """A pass whose gradients are 0."""
+        """Make a pass whose gradients are 0, to keep step with other ranks."""
         logprobs, _ = self._predicted(collate([_EMPTY_ROW], self._device), entropy=False)
         if torch.is_grad_enabled():
             torch.autograd.backward(0.0 * logprobs.sum())
@@ -244,7 +244,7 @@ class TorchBackend:
     # The step.
 
     def apply(self, count: float, number: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
-        """See `TrainerBackend.apply`. All ranks return the same."""
+        """Divide and clip the gradients, and take the optimizer's step. All ranks return the same."""
         sums, bad = self._found()
         self._accumulation.forget()
         self._sums, self._bad = {}, ""
@@ -266,7 +266,7 @@ class TorchBackend:
         return step_result(sums, count=count, grad_norm=norm, learning_rate=rate)
 
     def _found(self) -> tuple[Metrics, str]:
-        """What all ranks measured in this step, and what was wrong with it."""
+        """Return the metrics of all ranks, and what was wrong with the step."""
         merge(self._sums, self._fitting.taken())
         if self._ranks is None:
             return self._sums, self._bad
@@ -294,35 +294,35 @@ class TorchBackend:
     # Weights and checkpoints.
 
     def layout(self, dtype: str) -> Layout:
-        """See `TrainerBackend.layout`."""
+        """Return where `export` puts each tensor."""
         return self.weights.layout(dtype)
 
     def export(self, into: memoryview | None, dtype: str, copied: Callable[[], None] = lambda: None) -> None:
-        """See `TrainerBackend.export` and `RankBackend.export`; adapters are merged."""
+        """Write the weights, adapters merged, into (rank 0's) buffer."""
         if self._ranks is None:
             self.weights.export(into, dtype)
         else:
             self.weights.publish(into, dtype, copied)
 
     def export_base(self, into: memoryview | None, dtype: str) -> None:
-        """See `AdapterBackend.export_base`."""
+        """Write the model's own weights, without the adapters."""
         self.weights.export(into, dtype, merged=False)
 
     @property
     def changes_kept(self) -> float | None:
-        """See `AdapterBackend.changes_kept`."""
+        """Fraction of the elements changed by adapters that survived rounding at the last export."""
         return self.weights.changes_kept
 
     def adapters(self) -> Lora:
-        """See `AdapterBackend.adapters`."""
+        """Return a copy of the adapters, whole."""
         return self.weights.lora()
 
     def snapshot(self) -> None:
-        """See `TrainerBackend.snapshot`."""
+        """Copy the state aside."""
         self._snapshots.take(self._optimizer)
 
     def write(self, folder: Path) -> None:
-        """See `TrainerBackend.write`."""
+        """Write the last snapshot."""
         self._snapshots.write(folder)
 
     def restore(self, folder: Path) -> None:
@@ -335,7 +335,7 @@ class TorchBackend:
         self._accumulation.forget()
 
     def close(self) -> None:
-        """Nothing of it outlives the process."""
+        """Nothing to close: the process owns all of it."""
 
 
 def tokens_of(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> TokenTensors:

@@ -102,7 +102,7 @@ class LogprobModule(torch.nn.Module):
     def forward(
         self, batch: MicroBatch, temperature: float, autocast: bool, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `token_logprobs`."""
+        """Return `token_logprobs` of the model."""
         found, entropies = token_logprobs(
             self.model, batch, temperature=temperature, autocast=autocast, entropy=entropy, eyes=self._eyes
         )
@@ -166,7 +166,7 @@ class TensorShard:
         return self.values.detach().view(self.block.rows, self.block.columns)
 
     def gradient(self) -> torch.Tensor | None:
-        """Of this rank's rows."""
+        """Return the gradient of this rank's rows."""
         if self.values is self.parameter:
             return self.parameter.grad
         sharded: Any = self.parameter.grad

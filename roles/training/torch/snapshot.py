@@ -174,7 +174,7 @@ class StateSnapshots:
 
     @property
     def _name(self) -> str:
-        """Of this rank, where a tensor has its name."""
+        """This rank's name in a checkpoint, where a tensor has its name."""
         return f"rank-{self._rank}"
 
     def _adapters_of(self, folder: Path) -> TensorFiles:
@@ -189,7 +189,7 @@ class StateSnapshots:
         return files
 
     def _moments_of(self, files: OptimizerFiles) -> dict[str, dict[str, torch.Tensor]]:
-        """Of this rank's rows, by the name of the tensor; none where no step was taken yet."""
+        """Read the moments of this rank's rows, by tensor name; none before the first step."""
         if not all(files.has(kind) for kind in MOMENTS):
             return {}
         reads = {kind: self._experts.reader(files.reader(kind), partial(files.holds, kind)) for kind in MOMENTS}

@@ -138,7 +138,8 @@ def test_every_group_is_judged_once_and_what_is_under_way_suffices(
         there, lacking = sum(step), max(0, wanted - sum(step))
         assert 0 <= machine.spare <= lacking * over * most + 1
         assert (lacking > 0) or machine.spare == 0
-        wants = "full" if not lacking else "lacking" if len(step) < most * wanted else "short" if there else "none_passed"
+        ended = "short" if there else "none_passed"
+        wants = "full" if not lacking else "lacking" if len(step) < most * wanted else ended
         assert machine.state == wants
         if machine.state != "lacking":
             machine.begin()
