@@ -54,7 +54,7 @@ MAX_WAIT_S = 60.0
 _EMPTY_KEPT = 1024
 _SPILL_RETRY_S = 5.0
 FAR_SILENT_S = 600.0
-"""A process on another node, whose death nobody sees, is taken for dead when it was not heard of for so long."""
+"""A process on another node, whose death nobody sees, is taken for dead after so long a silence."""
 _OTHER_VERSION = "was it written by another version of relax-rt?"
 
 T = TypeVar("T", Admission, GroupsPut, LeaseGrant)
@@ -63,7 +63,7 @@ Notify = Callable[[str, dict[str, Any]], None]
 
 
 def _ignore(_kind: str, _fields: dict[str, Any]) -> None:
-    """For brokers whose events nobody wants."""
+    """The default notify: drops the notice."""
 
 
 def _rpc_caller() -> Incarnation:
@@ -173,7 +173,7 @@ class Broker:
         self._after_change(frozenset())
 
     async def run(self) -> None:
-        """Until the broker cannot go on.
+        """Wait until the broker fails.
 
         Raises:
             Exception: what stopped it (OutOfSpace: the journal could not be written). A restart recovers all that was
@@ -193,7 +193,7 @@ class Broker:
         await asyncio.to_thread(self._journal.close)
 
     def _fail(self, error: BaseException) -> None:
-        """What is in memory is ahead of the journal: nothing may be answered any more."""
+        """Stop answering: what is in memory is ahead of the journal."""
         assert self._failed is not None
         if not self._failed.done():
             self._failed.set_exception(error)
@@ -215,7 +215,7 @@ class Broker:
     # --- events
 
     def _apply(self, event: ev.Event, who: Incarnation | None = None, seq: int = 0) -> Answer:
-        """Apply, journal, wake whoever waits; then the answer may be given."""
+        """Apply and journal an event, and wake whoever waits for it; then the answer may be given."""
         self._check_alive()
         if who is not None and not isinstance(event, ev.Join) and not self._ledger.knows(who):
             if self._node:
@@ -322,7 +322,7 @@ class Broker:
             self._apply(ev.Join(node, payloads, issued=True), self._identify())
 
     def _notice_end_of(self, process: ClientProcess) -> None:
-        """Notice the end of a process that joined. Where a supervisor tells of ends, silence is none."""
+        """Watch a process that joined for its end. Under a supervisor, which reports ends, silence is none."""
         if process.node == self._node:
             self._watch.add(process.who, process.pid, process.started)
         elif self._node:
@@ -491,7 +491,7 @@ class Broker:
     # --- time and disk
 
     async def _keep_time(self) -> None:
-        """Lapse what was not renewed in time, and wake takers when a wait for stragglers ends."""
+        """Lapse what was not renewed in time, and wake the trainer when its wait for stragglers ends."""
         lease_s = self._limits.lease_s
         tick_s = min(max(lease_s / 8, 0.02), 1.0)
         woken_for: float | None = None
@@ -516,7 +516,7 @@ class Broker:
                     await self._rearm.wait()
 
     def _judge(self, now: float) -> bool:
-        """End what was not renewed, and who was not heard, for too long; True if a lease lapsed."""
+        """Lapse tickets and leases that were not renewed, and end silent processes. True if one lapsed."""
         for who in [who for who, at in self._far.items() if now - at > FAR_SILENT_S]:
             del self._far[who]
             self._process_ended(who, f"it was not heard of for {FAR_SILENT_S:.0f} s")

@@ -36,7 +36,7 @@ from relax_rt.transport.rpc.identity import Incarnation
 MAX_SAMPLES = 65_536
 """Samples of one call."""
 LOSSES = 6
-"""What is begun and lost so often, with nothing of it made in between, has failed."""
+"""A group that was begun and lost so often, with nothing of it made in between, has failed."""
 
 
 def outstanding(core: Core) -> int:
@@ -63,7 +63,7 @@ def groups_beyond_bound(core: Core) -> int:
 
 
 def limit_surplus_request(core: Core) -> None:
-    """What was asked for is over with the step; only groups that are under way beyond the bound stay allowed there."""
+    """End the request for surplus with the step; groups that are under way beyond the bound stay allowed."""
     if core.state.surplus_requested:
         core.state.surplus_requested = min(core.state.surplus_requested, groups_beyond_bound(core))
 
@@ -185,7 +185,7 @@ def _reissue(core: Core, who: Incarnation, group: Group, engine_version: int) ->
 
 
 def reopen(core: Core, group: Group, state: str, why: str = "", *, losses: int = 0) -> None:
-    """Nobody makes what is missing of the group any more: it is given out again, or the group ends in `state`.
+    """Give out again what is missing of a group that nobody makes any more, or end the group in `state`.
 
     Members that are there stay, and the partial completions of the others, so that a producer's death costs at most
     what it sampled since it last saved them.
@@ -259,7 +259,7 @@ def put_samples(core: Core, who: Incarnation, event: PutSamples) -> Freed:
 
 
 def collect_freed(core: Core, who: Incarnation) -> Freed:
-    """What the caller may use again since it last asked."""
+    """Extents that came free since the caller last asked."""
     freed = core.blocks.collect(who)
     core.changed = core.changed or bool(freed)
     return Freed(freed)
@@ -296,7 +296,7 @@ def _after_put(core: Core, group: Group) -> None:
 
 
 def return_extents(core: Core, puts: list[Put]) -> None:
-    """What was put is not kept: its memory goes straight back."""
+    """Return the memory of puts that are not kept."""
     for extent in extents_in(puts):
         core.blocks.return_to_owner(extent, core.state.callers.alive)
 
@@ -473,7 +473,7 @@ def _check_groups(core: Core, who: Incarnation, event: PutGroups) -> None:
 
 
 def release_groups(core: Core, who: Incarnation, event: ReleaseGroups) -> None:
-    """The caller makes these groups no more."""
+    """The caller does not make these groups any more."""
     for id_ in event.groups:
         group = core.state.groups.get(id_)
         if group is not None and group.holder == who:
@@ -571,7 +571,7 @@ def _save_chunk(core: Core, group: Group, one: PartialChunk) -> int:
 
 
 def made_progress(core: Core, group: Group) -> None:
-    """There is more of the group than there ever was."""
+    """Reset what counts fruitless tickets: there is more of the group than ever before."""
     group.idle = 0
     # Where the next loss ends the group, nothing less than all of it is of use.
     if group.prompt is not None and (core.policy.on_failed_member != "drop" or group.complete):
@@ -621,12 +621,12 @@ def partial_lengths(group: Group) -> dict[int, int]:
 
 
 def has_partials(group: Group) -> bool:
-    """Whether something of an unfinished member is kept."""
+    """Whether a partial completion of a member is held."""
     return any(sample.partial is not None for sample in group.samples)
 
 
 def count_reissue(core: Core, group: Group) -> None:
-    """The group is about to be given out again, which must not go on for ever without progress."""
+    """Count another ticket for the group. After several without progress its partial completions are dropped."""
     group.idle += 1
     if group.idle > IDLE_ISSUES and has_partials(group):
         core.tally("partials_dropped")
@@ -637,7 +637,7 @@ def count_reissue(core: Core, group: Group) -> None:
 
 
 def recycle(core: Core, group: Group) -> bool:
-    """Let a surplus group go on. False if that is not wanted, or nothing of it is unfinished and begun."""
+    """Let a surplus group continue. False if the policy drops it, or nothing of it is unfinished and begun."""
     if core.policy.on_surplus != "recycle" or (group.holder is None and not has_partials(group)):
         return False
     group.recycled = True
@@ -648,7 +648,7 @@ def recycle(core: Core, group: Group) -> bool:
 
 
 def regenerate_stale_members(core: Core, group: Group) -> bool:
-    """Have members of a recycled group made again that are over-stale as a whole.
+    """Regenerate members of a recycled group that are over-stale as a whole.
 
     A group that is complete keeps its other members, so that one that took long is not lost with short ones that were
     done before it. False if nothing else is left, or its composition is fixed.

@@ -116,7 +116,7 @@ def _grant(core: Core, who: Incarnation, task: str, keys: list[SampleKey], sampl
 
 
 def batch_of(core: Core, lease: Lease, held: Iterable[tuple[SampleKey, Sample]] | None = None) -> LeaseGrant:
-    """What the holder of a lease is told.
+    """The grant of a lease, as its holder gets it.
 
     Columns that came after the lease was granted are not in it: their memory is not pinned for its holder.
     held: its samples, if they are at hand.
@@ -265,7 +265,7 @@ def _check_complete(core: Core, who: Incarnation, event: CompleteLease, lease: L
 
 
 def _check_columns(core: Core, what: str, event: CompleteLease, lease: Lease) -> None:
-    """No column comes twice, none was computed with weights that are not known."""
+    """Raises Refused if a column comes twice, or was computed with weights that are not known."""
     seen: dict[SampleKey, set[str]] = {}
     blocks, versioned = core.blocks.blocks, set(core.policy.versioned)
     for key, sample in core.samples_of(lease):
@@ -310,7 +310,7 @@ def _unpin(core: Core, who: Incarnation, leases: list[int]) -> None:
 
 
 def release(core: Core, who: Incarnation, event: ReleaseLease) -> None:
-    """The caller gives a lease back undone: its samples are offered again, no death is counted."""
+    """Release a lease undone: its samples are offered again, and no death is counted."""
     lease = core.state.leases.get(event.lease)
     if lease is None or lease.holder != who:
         if not event.pinned:

@@ -25,7 +25,7 @@ ROOM = "room"
 
 
 class Core:
-    """State, version tree, indices of ready work, deadlines and counts.
+    """State, version tree, indices of ready work, deadlines and counts; the other modules are functions over it.
 
     Deadlines are not part of the state: renewals are not journaled, and after a restart leases start again at
     full length.
@@ -65,14 +65,14 @@ class Core:
         return self.state.blocks
 
     def log(self, kind: str, **fields: Any) -> None:
-        """Something to show in the event log."""
+        """Add a notice for the event log."""
         self.notices.append((kind, fields))
 
     def tally(self, what: str, n: int = 1) -> None:
         self.state.tallies[what] = self.state.tallies.get(what, 0) + n
 
     def count_end(self, what: str, n: int = 1) -> None:
-        """Samples that came to a terminal state."""
+        """Count samples that reached a terminal state."""
         self.state.ended[what] = self.state.ended.get(what, 0) + n
 
     def new_id(self) -> int:
@@ -80,19 +80,19 @@ class Core:
         return self.state.next_id - 1
 
     def start_deadline(self, id_: int) -> None:
-        """The ticket or lease runs at full length from now."""
+        """Start the deadline of a ticket or lease at full length from now."""
         self.renew(id_, self.now)
 
     def renew(self, id_: int, now: float) -> None:
-        """The ticket or lease runs at full length from `now`."""
+        """Start the deadline of a ticket or lease at full length from `now`."""
         self.deadlines[id_] = now + self.state.limits.lease_s
 
     def clear_deadline(self, id_: int) -> None:
-        """The ticket or lease is not held any more."""
+        """Clear the deadline: the ticket or lease is not held any more."""
         self.deadlines.pop(id_, None)
 
     def unpin(self, extents: Iterable[Extent]) -> None:
-        """One reference less on each extent."""
+        """Release one reference on each extent."""
         self.blocks.unpin(extents, self.state.callers.alive)
 
     # --- staleness
@@ -128,7 +128,7 @@ class Core:
         return max((lag for lag in lags if lag <= self.policy.max_staleness), default=min(lags))
 
     def masked(self, group: Group, sample: Sample) -> list[tuple[int, int]]:
-        """Token ranges over the bound, which count as context."""
+        """Token ranges over the staleness bound, whose loss mask counts as 0."""
         if not (self.policy.on_straggler == "mask" or group.recycled) or self.state.trainer_version is None:
             return []
         return [(s.start, s.end) for s in sample.spans if self.lag(s.version) > self.policy.max_staleness]
@@ -189,7 +189,7 @@ class Core:
     # --- indices
 
     def reindex(self) -> None:
-        """Find all ready work anew."""
+        """Rebuild the indices of ready work."""
         self._tasks.clear()
         self.ready = {task: OrderedDict() for task in self.policy.tasks if task != self.policy.step_task}
         self.step_ready.clear()
@@ -217,7 +217,7 @@ class Core:
         return self.tasks_with(*[blocks[part.block].ref.fields for part in sample.parts])
 
     def refresh(self, group: Group) -> None:
-        """Enter what of the group is ready for which task, after any change of it."""
+        """Index what of the group is ready for which task, after any change of it."""
         step_task = self.policy.step_task
         step_ready = bool(step_task) and group.holder is None and not group.lease
         for member, sample in enumerate(group.samples):
@@ -248,19 +248,19 @@ class Core:
             self.touched.add(task)
 
     def requeue_first(self, task: str, keys: Sequence[SampleKey]) -> None:
-        """What comes back to a task goes before what is new, in the order of `keys`."""
+        """Put samples that come back to a task before new ones, in the order of `keys`."""
         ready = self.ready.get(task, OrderedDict[SampleKey, None]())
         for key in reversed(keys):
             if key in ready:
                 ready.move_to_end(key, last=False)
 
     def add_group(self, group: Group) -> None:
-        """A group is there from now on."""
+        """Add a group."""
         self.state.groups[group.id] = group
         self.held += group.size
 
     def remove_group(self, group: Group) -> None:
-        """The group is not among those to be trained any more, and nothing of it is offered."""
+        """Remove a group from those to be trained, and all of it from the indices."""
         if self.state.groups.pop(group.id, None) is not None:
             self.held -= group.size
         for key in group.sample_keys():
@@ -273,14 +273,14 @@ class Core:
         self.recheck_stragglers()
 
     def recheck_stragglers(self) -> None:
-        """A group changed that a batch may be held for as a straggler."""
+        """Wake the trainer: a group changed that its batch may be waiting for as a straggler."""
         if self.state.blocked_since is not None:
             self.touched.add(self.policy.step_task)
 
     # --- the end of samples, groups and leases
 
     def drop_parts(self, sample: Sample, parts: Sequence[Part] | None = None) -> None:
-        """These columns of the sample are needed no more; all of them if none are named."""
+        """Drop these columns of the sample; all of them if none are named."""
         gone = sample.parts if parts is None else parts
         sample.parts = [] if parts is None else [part for part in sample.parts if part not in gone]
         for part in gone:
@@ -379,7 +379,7 @@ class Core:
             self.unpin(lease.pins)
 
     def release_pins(self, lease: Lease) -> None:
-        """The holder of an ended lease does not read its memory any more."""
+        """Release the pins of an ended lease: its holder does not read its memory any more."""
         del self.state.pinned[lease.id]
         self.unpin(lease.pins)
 
@@ -396,7 +396,7 @@ class Core:
     def samples_of(self, lease: Lease) -> list[tuple[SampleKey, Sample]]:
         """The samples that the lease of a task other than the step task still holds.
 
-        A member that was made again under its old key is another sample, which this lease never held.
+        A member that was regenerated under its old key is another sample, which this lease never held.
         """
         found: list[tuple[SampleKey, Sample]] = []
         for key in lease.keys:

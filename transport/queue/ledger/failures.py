@@ -24,7 +24,7 @@ from relax_rt.transport.rpc.identity import Incarnation
 
 
 def fail_members(core: Core, task: str, failures: list[Failure]) -> None:
-    """What the policy says of members on which `task` cannot succeed."""
+    """Regenerate, exclude or end members on which `task` cannot succeed, as the policy says."""
     by_group: dict[int, dict[int, Failure]] = {}
     for failure in failures:
         by_group.setdefault(failure.key.group, {})[failure.key.member] = failure
@@ -105,7 +105,7 @@ def lose_memory(core: Core, who: Incarnation) -> None:
 
 
 def find_stuck(core: Core, held: Iterable[tuple[SampleKey, Sample]]) -> list[Failure]:
-    """Those that nobody works on, or ever will: each task is done with them, or lacks a column that none will put."""
+    """Samples that nobody will ever work on: each task is done with them, or lacks a column that none will put."""
     step_task, everything = core.policy.step_task, len(core.policy.tasks)
     found: list[Failure] = []
     for key, sample in held:
@@ -153,7 +153,7 @@ def regenerate_members(core: Core, group: Group, members: set[int], state: str =
 
 
 def _recompute(core: Core, group: Group) -> None:
-    """Who computes over the whole group now does so over the wrong members: it finishes without effect."""
+    """Void the leases of whoever computes over the whole group: its members change."""
     for sample in group.samples:
         sample.leases.pop(core.policy.frozen_by, None)
     core.recheck_stragglers()
@@ -217,7 +217,7 @@ def failed(core: Core, group: Group, task: str, failures: Sequence[Failure]) -> 
 
 
 def failed_group(core: Core, group: Group) -> None:
-    """Nothing came of the group: its members failed, it ended because of them, or its item is retired."""
+    """Count a group that failed: its members failed, it ended because of them, or its item is retired."""
     state, policy = core.state.progress, core.policy
     if not policy.group_size or group.prompt is None:
         return
@@ -268,7 +268,7 @@ def killed_consumers(core: Core, group: Group, task: str, members: Sequence[int]
 
 
 def begin(core: Core) -> None:
-    """The run was started (again): counts begin anew, retired items stay.
+    """Reset the counts at the start of a run; retired items stay.
 
     `passed` goes on: groups that outlive the start know it from before.
     """
@@ -277,7 +277,7 @@ def begin(core: Core) -> None:
 
 
 def configured(core: Core) -> None:
-    """Items that the user keeps are not retired any more."""
+    """Reinstate retired items that the new policy keeps."""
     reinstate(core, [item for item in core.state.progress.retired if item in core.policy.kept_items])
 
 

@@ -81,7 +81,7 @@ class Put(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """The right to generate one group, or the members of it that are missing, held until its lease lapses.
+    """The right to generate one group, or its missing members, held until its lease lapses.
 
     Attributes:
         group: id of the group.

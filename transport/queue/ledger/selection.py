@@ -332,14 +332,14 @@ def _beyond_bound(core: Core, late: list[Group]) -> list[Group]:
 
 
 def blocked(core: Core, since: float | None) -> None:
-    """Since when the batch waits for stragglers only."""
+    """Record since when the batch waits for stragglers only."""
     if core.state.blocked_since != since:
         core.state.blocked_since = since
         core.changed = True
 
 
 def _names(late: list[Group]) -> str:
-    """What the batch waits for, in words."""
+    """Say what the batch waits for."""
     group = late[0]
     there = sum(sample.generated for sample in group.samples)
     at = f"{group.holder} has made {there} of {group.size}" if group.holder else "its columns are not complete"
@@ -435,7 +435,7 @@ def _unit(core: Core, group: Group, keys: tuple[SampleKey, ...], order: int) -> 
 
 
 def settle(core: Core, who: Incarnation, want: LeaseRequest) -> tuple[LeaseRequest | None, str]:
-    """What comes before the choice of a step's batch: what may be granted of it now, or nothing, and why.
+    """Settle what may be granted of a step's batch before it is chosen; None, and why, if nothing may.
 
     Refuses what is over-stale and revokes late stragglers. A replay does it again, without choosing. A part of a step
     is granted beside others of its holder, as one update ends them all; the last one waits for stragglers.

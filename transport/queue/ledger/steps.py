@@ -31,7 +31,7 @@ from relax_rt.transport.rpc.identity import Incarnation
 
 
 def complete_step(core: Core, who: Incarnation, event: CompleteStep) -> StepReply:
-    """The step over the groups of the leases is done; the trainer's weights are now `weights`."""
+    """The optimizer step over the groups of the leases is done; the trainer's weights are now `weights`."""
     state = core.state
     what = f"step {event.step} of {who}"
     leases = [step_lease(core, who, id_, what) for id_ in dict.fromkeys(event.leases)]
@@ -109,7 +109,7 @@ def _train(core: Core, lease: Lease, event: CompleteStep) -> None:
 
 
 def _skip(core: Core, group: Group) -> None:
-    """The step was thrown away: its samples will not be trained on again, and their memory is free at once."""
+    """The step was thrown away: its samples end as skipped, and their memory is free at once."""
     core.count_end("skipped", group.size)
     for _, sample in group.members():
         core.losses.lost(sample.length, "skipped")
@@ -317,7 +317,7 @@ def filter_groups(core: Core, who: Incarnation, event: FilterGroups) -> None:
     if not lease.keys:
         core.close(lease, pinned=event.pinned)
     elif not event.pinned:
-        _let_go(core, lease)
+        _unpin_filtered(core, lease)
 
 
 def _rule(core: Core, reason: str) -> str:
@@ -327,8 +327,8 @@ def _rule(core: Core, reason: str) -> str:
     return name if name in known or len(known) < RULES else "filtered(others)"
 
 
-def _let_go(core: Core, lease: Lease) -> None:
-    """Its holder reads only what the rest of it needs."""
+def _unpin_filtered(core: Core, lease: Lease) -> None:
+    """Unpin what only the filtered groups needed."""
     needed = set(core.blocks_of(sample for group in core.groups_of(lease) for _, sample in group.members()))
     lease.blocks = [id_ for id_ in lease.blocks if id_ in needed]
     pins = core.blocks.extents_of(lease.blocks)
@@ -338,7 +338,7 @@ def _let_go(core: Core, lease: Lease) -> None:
 
 
 def request_surplus(core: Core, who: Incarnation, event: RequestSurplus) -> None:
-    """So many groups may be under way beyond the bound until the next step; a later word counts instead."""
+    """Allow so many groups beyond the bound until the next step; a later request replaces this one."""
     what = f"asking for {event.groups} groups by {who}"
     if not core.policy.group_size:
         raise Refused(what, why="this queue has no prompts")

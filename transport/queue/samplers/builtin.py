@@ -27,7 +27,6 @@ class Fifo(_Windowed, frozen=True):
     """Those that became ready first, up to the first that is over the token budget."""
 
     def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
-        """See Sampler.choose."""
         return fill(within(units, self.window, want), want)
 
 
@@ -37,7 +36,6 @@ class WholeGroup(_Windowed, frozen=True):
     whole_groups: ClassVar[bool] = True
 
     def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
-        """See Sampler.choose."""
         return fill(within(units, self.window, want), want)
 
 
@@ -50,7 +48,6 @@ class TokenBudget(_Windowed, frozen=True):
     window: Window = 512
 
     def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
-        """See Sampler.choose."""
         return fill(within(units, self.window, want), want, skip=True)
 
 
@@ -60,7 +57,6 @@ class FreshestFirst(_Windowed, frozen=True):
     newest_first: ClassVar[bool] = True
 
     def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
-        """See Sampler.choose."""
         return fill(sorted(within(units, self.window, want), key=lambda unit: (unit.staleness, -unit.order)), want)
 
 
@@ -68,7 +64,6 @@ class Priority(_Windowed, frozen=True):
     """The highest priority first; equal ones as they became ready."""
 
     def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
-        """See Sampler.choose."""
         return fill(sorted(within(units, self.window, want), key=_by_priority), want)
 
 
@@ -78,7 +73,7 @@ def _by_priority(unit: Unit) -> tuple[float, int]:
 
 
 class SequenceBalanced(_Windowed, frozen=True):
-    """Batches that are alike in tokens, or samples in a batch that are alike in length. The oldest is in every batch.
+    """Balance the tokens of batches, or the lengths of samples in a batch. The oldest unit is in every batch.
 
     goal `total`: the next `batches` batches that could be made of the window are dealt out together, so that their
     tokens are alike (see balanced_partition: totals differ by at most the longest unit), and the one with the oldest
@@ -93,7 +88,6 @@ class SequenceBalanced(_Windowed, frozen=True):
     batches: Positive = 8
 
     def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
-        """See Sampler.choose."""
         limit = limit_of(want)
         if math.isinf(limit):
             pool = list(_up_to(within(units, self.window, want), self.batches * want.tokens))
@@ -115,7 +109,7 @@ def _up_to(units: Iterable[Unit], tokens: int) -> Iterator[Unit]:
 
 
 def _alike(pool: list[Unit], size: int) -> list[Unit]:
-    """Of batches of `size` units with totals alike, the one that holds the first unit."""
+    """The batch with the first unit, among batches of `size` units with totals alike."""
     parts = len(pool) // size
     dealt = balanced_partition([unit.tokens for unit in pool[: parts * size]], parts, equal_counts=True)
     return [pool[index] for index in dealt[0]]
