@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from relax_rt.supervision.api import SlotStatus
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.placement import Need, Node, NoRoom, Placement, Placer
 from relax_rt.supervision.protocol import (
@@ -42,7 +43,7 @@ from relax_rt.supervision.protocol import (
     StopRequested,
     Tick,
 )
-from relax_rt.supervision.tree import Cohort, RoleNode, RoleRestart, RoleSpec, Slot, SlotSpec, SlotTree, SlotView, State
+from relax_rt.supervision.tree import Cohort, RoleNode, RoleRestart, RoleSpec, Slot, SlotSpec, SlotTree, State
 from relax_rt.transport.rpc.errors import Refused
 
 PAUSE_S = 60.0
@@ -124,9 +125,9 @@ class Supervisor:
         role = self._tree.roles.get(kind)
         return role is not None and not role.rules.gang and not role.template.system and self._ending is None
 
-    def view(self) -> list[SlotView]:
-        """Return all slots, in start order."""
-        return [slot.view() for slot in self._tree.ordered()]
+    def view(self, now: float | None = None) -> list[SlotStatus]:
+        """Return all slots, in start order, as of a time; None: that of the last event."""
+        return [slot.status(self._now if now is None else now) for slot in self._tree.ordered()]
 
     def next_deadline(self) -> float | None:
         """Return when the next Tick is due."""
