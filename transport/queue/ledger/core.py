@@ -9,10 +9,10 @@ from typing import Any
 from relax_rt.transport.base.versions import VersionRecord, VersionTree
 from relax_rt.transport.memory.block_table import BlockTable
 from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.queue.ledger.lengths import Losses
+from relax_rt.transport.queue.ledger.lengths import LengthStatistics
 from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy
-from relax_rt.transport.queue.ledger.state import Group, Lease, Part, Sample, State
+from relax_rt.transport.queue.ledger.state import Lease, SampleGroup, SamplePart, SampleState, State
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -43,7 +43,7 @@ class Core:
         self.step_ready: OrderedDict[int, None] = OrderedDict()
         self.held = 0
         """Samples in groups that are not yet trained."""
-        self.losses = Losses()
+        self.losses = LengthStatistics()
         self.partials_refused: Counter[str] = Counter()
         """Marks not kept since this broker started, by reason."""
         self._lags: dict[int, int] = {}
@@ -104,7 +104,7 @@ class Core:
             self._lags[version] = self.tree.distance(self.state.trainer_version, version)
         return self._lags[version]
 
-    def staleness(self, group: Group, member: int | None = None) -> int:
+    def staleness(self, group: SampleGroup, member: int | None = None) -> int:
         """Longest distance from the trainer's weights to any version in the group, or in one member.
 
         Members that are not there yet count with the version of the engine that makes them, and with those of their
@@ -123,11 +123,11 @@ class Core:
             versions.add(group.base)
         return max((self.lag(version) for version in versions), default=0)
 
-    def _unmasked(self, sample: Sample) -> int:
+    def _unmasked(self, sample: SampleState) -> int:
         lags = [self.lag(span.version) for span in sample.spans]
         return max((lag for lag in lags if lag <= self.policy.max_staleness), default=min(lags))
 
-    def masked(self, group: Group, sample: Sample) -> list[tuple[int, int]]:
+    def masked(self, group: SampleGroup, sample: SampleState) -> list[tuple[int, int]]:
         """Token ranges over the staleness bound, whose loss mask counts as 0."""
         if not (self.policy.on_straggler == "mask" or group.recycled) or self.state.trainer_version is None:
             return []
@@ -150,7 +150,7 @@ class Core:
         for group in self.state.groups.values():
             self.lapse_columns(group)
 
-    def outdated(self, part: Part) -> bool:
+    def outdated(self, part: SamplePart) -> bool:
         """Whether its columns were computed with other weights than the trainer's, and depend on them."""
         return part.version >= 0 and self.state.trainer_version is not None and self.lag(part.version) > 0
 
@@ -159,13 +159,13 @@ class Core:
         """What counts against the capacity: payloads in shared memory, and partial completions."""
         return self.state.blocks.payload_bytes + self.state.partials_bytes
 
-    def drop_partial(self, sample: Sample) -> None:
+    def drop_partial(self, sample: SampleState) -> None:
         """Drop the sample's partial completion."""
         if sample.partial is not None:
             self.state.partials_bytes -= sample.partial.nbytes
             sample.partial = None
 
-    def lapse_columns(self, group: Group) -> None:
+    def lapse_columns(self, group: SampleGroup) -> None:
         """Columns of other weights are not there any more, and the tasks that put them are to do it again.
 
         All that such a task put lapses with them: it will put all of it again. Who is at work on what lapsed finishes
@@ -209,14 +209,14 @@ class Core:
             self._tasks[fields] = tasks
         return tasks
 
-    def tasks_for(self, sample: Sample) -> tuple[str, ...]:
+    def tasks_for(self, sample: SampleState) -> tuple[str, ...]:
         """Tasks all of whose fields the sample has."""
         if not sample.generated:
             return ()
         blocks = self.blocks.blocks
         return self.tasks_with(*[blocks[part.block].ref.fields for part in sample.parts])
 
-    def refresh(self, group: Group) -> None:
+    def refresh(self, group: SampleGroup) -> None:
         """Index what of the group is ready for which task, after any change of it."""
         step_task = self.policy.step_task
         step_ready = bool(step_task) and group.holder is None and not group.lease
@@ -240,7 +240,7 @@ class Core:
         else:
             self.step_ready.pop(group.id, None)
 
-    def index_single(self, group: int, sample: Sample) -> None:
+    def index_single(self, group: int, sample: SampleState) -> None:
         """What `refresh` does for the only sample of a group that was just put."""
         key = SampleKey(group, 0)
         for task in self.tasks_with(self.blocks.blocks[sample.parts[0].block].ref.fields):
@@ -254,12 +254,12 @@ class Core:
             if key in ready:
                 ready.move_to_end(key, last=False)
 
-    def add_group(self, group: Group) -> None:
+    def add_group(self, group: SampleGroup) -> None:
         """Add a group."""
         self.state.groups[group.id] = group
         self.held += group.size
 
-    def remove_group(self, group: Group) -> None:
+    def remove_group(self, group: SampleGroup) -> None:
         """Remove a group from those to be trained, and all of it from the indices."""
         if self.state.groups.pop(group.id, None) is not None:
             self.held -= group.size
@@ -279,7 +279,7 @@ class Core:
 
     # --- the end of samples, groups and leases
 
-    def drop_parts(self, sample: Sample, parts: Sequence[Part] | None = None) -> None:
+    def drop_parts(self, sample: SampleState, parts: Sequence[SamplePart] | None = None) -> None:
         """Drop these columns of the sample; all of them if none are named."""
         gone = sample.parts if parts is None else parts
         sample.parts = [] if parts is None else [part for part in sample.parts if part not in gone]
@@ -288,7 +288,7 @@ class Core:
 
     def end(
         self,
-        group: Group,
+        group: SampleGroup,
         state: str,
         *,
         member_states: dict[int, str] | None = None,
@@ -336,7 +336,7 @@ class Core:
             **why,
         )
 
-    def finish_if_done(self, group: Group) -> None:
+    def finish_if_done(self, group: SampleGroup) -> None:
         """Without a step task a group is finished when all tasks are done with all of it."""
         tasks = len(self.policy.tasks)
         if self.policy.step_task:
@@ -389,22 +389,22 @@ class Core:
         found.update(lease.holder for lease in self.state.pinned.values())
         return found
 
-    def groups_of(self, lease: Lease) -> list[Group]:
+    def groups_of(self, lease: Lease) -> list[SampleGroup]:
         """The lease's groups that are still there and not yet trained."""
         return [self.state.groups[id_] for id_ in lease.groups() if id_ in self.state.groups]
 
-    def samples_of(self, lease: Lease) -> list[tuple[SampleKey, Sample]]:
+    def samples_of(self, lease: Lease) -> list[tuple[SampleKey, SampleState]]:
         """The samples that the lease of a task other than the step task still holds.
 
         A member that was regenerated under its old key is another sample, which this lease never held.
         """
-        found: list[tuple[SampleKey, Sample]] = []
+        found: list[tuple[SampleKey, SampleState]] = []
         for key in lease.keys:
             group = self.state.groups.get(key.group)
             if group is not None and group.samples[key.member].leases.get(lease.task) == lease.id:
                 found.append((key, group.samples[key.member]))
         return found
 
-    def blocks_of(self, samples: Iterable[Sample]) -> list[int]:
+    def blocks_of(self, samples: Iterable[SampleState]) -> list[int]:
         """Ids of the blocks that hold columns of these samples, each once."""
         return list(dict.fromkeys([part.block for sample in samples for part in sample.parts]))

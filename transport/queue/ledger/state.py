@@ -137,7 +137,7 @@ class Callers(msgspec.Struct):
             del kept[min(kept)]
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class SamplePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Columns of a sample: a row of a block.
 
     Attributes:
@@ -152,7 +152,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PartialTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens of an unfinished member, from the first one on (see Mark)."""
+    """Partial completion of an unfinished member, from its first token on (see PartialChunk)."""
 
     tokens: bytes
     logprobs: bytes
@@ -176,7 +176,7 @@ class PartialTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return 2 * len(self.tokens) + len(self.rows) + 32 * len(self.spans) + 64
 
 
-class Sample(msgspec.Struct, array_like=True, gc=False):
+class SampleState(msgspec.Struct, array_like=True, gc=False):
     """One member of a group.
 
     Attributes:
@@ -193,7 +193,7 @@ class Sample(msgspec.Struct, array_like=True, gc=False):
     """
 
     generated: bool = False
-    parts: list[Part] = []
+    parts: list[SamplePart] = []
     length: int = -1
     priority: float = 0.0
     spans: list[VersionSpan] = []
@@ -205,7 +205,7 @@ class Sample(msgspec.Struct, array_like=True, gc=False):
     longest_partial: int = 0
 
 
-class Group(msgspec.Struct, array_like=True, gc=False):
+class SampleGroup(msgspec.Struct, array_like=True, gc=False):
     """The samples of one prompt, or of one offer, from admission to commit.
 
     Attributes:
@@ -227,7 +227,7 @@ class Group(msgspec.Struct, array_like=True, gc=False):
     prompt: Prompt | None
     version: int
     base: int
-    samples: list[Sample]
+    samples: list[SampleState]
     holder: Incarnation | None = None
     making: list[int] = []
     lease: int = 0
@@ -258,7 +258,7 @@ class Group(msgspec.Struct, array_like=True, gc=False):
         """The keys of its samples, without those left out."""
         return [SampleKey(self.id, member) for member, sample in enumerate(self.samples) if not sample.excluded]
 
-    def members(self) -> list[tuple[SampleKey, Sample]]:
+    def members(self) -> list[tuple[SampleKey, SampleState]]:
         """Its samples with their keys, without those left out."""
         return [(SampleKey(self.id, n), sample) for n, sample in enumerate(self.samples) if not sample.excluded]
 
@@ -379,8 +379,8 @@ class State(msgspec.Struct):
     next_id: int = 1
     next_epoch: int = 1
     prompts: PromptPool = msgspec.field(default_factory=PromptPool)
-    groups: dict[int, Group] = {}
-    trained: dict[int, Group] = {}
+    groups: dict[int, SampleGroup] = {}
+    trained: dict[int, SampleGroup] = {}
     reopened: dict[int, None] = {}
     leases: dict[int, Lease] = {}
     pinned: dict[int, Lease] = {}

@@ -25,7 +25,7 @@ from relax_rt.transport.queue.ledger.events import (
 from relax_rt.transport.queue.ledger.failures import REPORT_EVERY_S, report_losses, reset_failures
 from relax_rt.transport.queue.ledger.messages import ItemsAssigned, StepReply
 from relax_rt.transport.queue.ledger.selection import refuse_stale
-from relax_rt.transport.queue.ledger.state import Group, Lease, Sample, TrainedGroup
+from relax_rt.transport.queue.ledger.state import Lease, SampleGroup, SampleState, TrainedGroup
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -108,7 +108,7 @@ def _train(core: Core, lease: Lease, event: CompleteStep) -> None:
             core.losses.used(sample.length)
 
 
-def _skip(core: Core, group: Group) -> None:
+def _skip(core: Core, group: SampleGroup) -> None:
     """The step was thrown away: its samples end as skipped, and their memory is free at once."""
     core.count_end("skipped", group.size)
     for _, sample in group.members():
@@ -201,7 +201,7 @@ def rollback(core: Core, who: Incarnation, event: Rollback) -> None:
 
 def _offer_again(core: Core, undone: list[TrainedGroup]) -> None:
     state = core.state
-    again: list[Group] = []
+    again: list[SampleGroup] = []
     for record in undone:
         group = state.trained.pop(record.group, None)
         if group is None:
@@ -262,14 +262,14 @@ def lose_payloads(core: Core) -> None:
     core.changed = True
 
 
-def _keep_partials(core: Core, group: Group) -> None:
+def _keep_partials(core: Core, group: SampleGroup) -> None:
     """Only its partial completions are left, in the journal: finished members are made again, the others go on."""
     if group.holder is not None:
         reopen(core, group, "dropped(producer gone)")
     finished = [member for member, sample in enumerate(group.samples) if sample.generated and not sample.excluded]
     for member in finished:
         core.losses.lost(group.samples[member].length, "lost")
-        group.samples[member] = Sample()
+        group.samples[member] = SampleState()
     if finished:
         core.log("members_ended", group=group.id, members=finished, state="lost")
     core.count_end("lost", len(finished))

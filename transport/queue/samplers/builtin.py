@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from relax_rt.transport.queue.ledger.messages import LeaseRequest
-from relax_rt.transport.queue.ledger.selection import WINDOW, Choice, Unit, fill, limit_of, within
+from relax_rt.transport.queue.ledger.selection import WINDOW, Selection, Unit, fill, limit_of, within
 from relax_rt.transport.queue.samplers.packing import balanced_partition
 
 Window = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -26,7 +26,7 @@ class _Windowed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Fifo(_Windowed, frozen=True):
     """Those that became ready first, up to the first that is over the token budget."""
 
-    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
+    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Selection:
         return fill(within(units, self.window, want), want)
 
 
@@ -35,7 +35,7 @@ class WholeGroup(_Windowed, frozen=True):
 
     whole_groups: ClassVar[bool] = True
 
-    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
+    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Selection:
         return fill(within(units, self.window, want), want)
 
 
@@ -47,7 +47,7 @@ class TokenBudget(_Windowed, frozen=True):
 
     window: Window = 512
 
-    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
+    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Selection:
         return fill(within(units, self.window, want), want, skip=True)
 
 
@@ -56,14 +56,14 @@ class FreshestFirst(_Windowed, frozen=True):
 
     newest_first: ClassVar[bool] = True
 
-    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
+    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Selection:
         return fill(sorted(within(units, self.window, want), key=lambda unit: (unit.staleness, -unit.order)), want)
 
 
 class Priority(_Windowed, frozen=True):
     """The highest priority first; equal ones as they became ready."""
 
-    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
+    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Selection:
         return fill(sorted(within(units, self.window, want), key=_by_priority), want)
 
 
@@ -87,7 +87,7 @@ class SequenceBalanced(_Windowed, frozen=True):
     goal: Literal["total", "padding"] = "total"
     batches: Positive = 8
 
-    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
+    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Selection:
         limit = limit_of(want)
         if math.isinf(limit):
             pool = list(_up_to(within(units, self.window, want), self.batches * want.tokens))
