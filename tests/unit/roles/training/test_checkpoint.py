@@ -326,7 +326,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused_and_stays(tmp_path: Path) ->
     folder = store.save(state(5), fill)
     # What else it holds is of that version's making.
     (folder / "relax_rt.json").write_text(json.dumps({"format": FORMAT + 1, "step": "five"}))
-    with pytest.raises(BadInput, match=f"of format {FORMAT + 1}, which a newer version wrote, and this version reads format {FORMAT}"):
+    with pytest.raises(BadInput, match=f"of format {FORMAT + 1}, which a newer version wrote"):
         taken(store)
     assert sorted(path.name for path in tmp_path.glob("*step-*")) == ["step-000004", "step-000005"]
 
