@@ -24,7 +24,7 @@ from relax_rt.roles.base.progress import without_retired
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.data.source import PromptSource
-from relax_rt.roles.models.heap import give_back
+from relax_rt.roles.models.heap import trim_heap
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.roles.rollout import engine_factory
 from relax_rt.roles.rollout.engines.base import Chunk, Engine, GroupRequest
@@ -36,7 +36,7 @@ from relax_rt.roles.rollout.router.admission import CapLimits, EngineCap
 from relax_rt.roles.rollout.samples import SampleMaker, as_put, made_record
 from relax_rt.roles.rollout.work import ActiveGroup, DuePartial, RolloutWork, partials_of
 from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
-from relax_rt.roles.training.checkpoints.cold_start import wait_for_weights
+from relax_rt.roles.training.checkpoints.cold_start import report_cold_start_wait
 from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower, committed_versions
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import Ticket
@@ -215,7 +215,7 @@ class RolloutRole(RLRole[RolloutSettings]):
 
     async def _follow(self) -> None:
         self.ctx.progress.waiting("the first committed weights")
-        await wait_for_weights(self.ctx)
+        await report_cold_start_wait(self.ctx)
         async for record in committed_versions(self.ctx):
             async with self.memory_gate.inside():
                 # The engine may have got it already when it took its memory back from the trainer.
@@ -416,7 +416,7 @@ class RolloutRole(RLRole[RolloutSettings]):
         before_mib = _resident_mib()
         # Weights that were committed need not be kept: the newest are fetched again.
         await self.engine.release_memory(keep_weights=not self.follower.record.version)
-        await asyncio.to_thread(give_back)
+        await asyncio.to_thread(trim_heap)
         self.ctx.event("engine_memory", resident_mib=_resident_mib(), before_mib=before_mib)
 
     async def _resume_memory(self) -> None:
