@@ -41,7 +41,7 @@ class StoreConfig(msgspec.Struct, frozen=True):
         expected: rows that a partition counts as coming from its beginning on, so that it is not taken for consumed
             before they are there.
         max_rows: of all partitions together; 0: no limit but memory.
-        polling: clients do not wait for samples unless they are told to.
+        polling: clients do not wait for samples unless they ask to.
     """
 
     sampler: StoreSampler = StoreSampler()
@@ -187,7 +187,7 @@ class StoreApi(Protocol):
 
     @idempotent
     async def unpin(self, seq: Count, pins: list[Count]) -> list[Extent]:
-        """The caller reads what it was given under these pins no more. Answers with its freed extents."""
+        """Release the caller's pins. Answers with its freed extents."""
 
     @idempotent
     async def clear(self, seq: Count, rows: RowNames) -> list[Extent]:

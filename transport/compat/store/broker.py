@@ -114,7 +114,7 @@ class StoreBroker:
             task.add_done_callback(self._task_ended)
 
     async def run(self) -> None:
-        """Until the broker cannot go on.
+        """Run until the broker fails.
 
         Raises:
             Exception: what stopped it (OutOfSpace: the journal could not be written). A restart recovers all that was

@@ -25,7 +25,7 @@ from relax_rt.transport.compat.store.api import (
     StoreMembership,
     Tags,
 )
-from relax_rt.transport.memory.arena import Placed, Reader, Writer
+from relax_rt.transport.memory.arena import ArenaReader, ArenaWriter, PlacedBlock
 from relax_rt.transport.memory.blocks import Block
 from relax_rt.transport.memory.refs import BlockRef, Extent
 from relax_rt.transport.memory.slabs import path_of
@@ -78,10 +78,10 @@ class StoreClient:
         self._api = client.bind(StoreApi, timeout_s=CALL_S)
         self._calls = NumberedCalls(str(self.who), patience_s, self._waits)
         self._space_wait_s = space_wait_s
-        self.writer = Writer(
+        self.writer = ArenaWriter(
             self._shm_dir, self.who, slab_bytes=min(SLAB_BYTES, capacity_bytes // 2), capacity_bytes=capacity_bytes
         )
-        self.reader = Reader(self._shm_dir, self._spill_dir)
+        self.reader = ArenaReader(self._shm_dir, self._spill_dir)
         self._unpinned: list[int] = []
         self._unpinning: asyncio.Task[None] | None = None
         self._closed = False
@@ -134,7 +134,7 @@ class StoreClient:
         tags: Sequence[Tags] = (),
         replace_tags: bool = False,
     ) -> StoredRows:
-        """Put columns (see Writer.put_columns) and tags on rows; see StoreApi.put.
+        """Put columns (see ArenaWriter.put_columns) and tags on rows; see StoreApi.put.
 
         Raises:
             Refused: a value cannot be put, or rows and columns do not fit together.
@@ -171,7 +171,7 @@ class StoreClient:
                 self._waits("")
                 raise OutOfSpace(f"put to the store by {self.who}", why=stored.waiting_on)
 
-    async def _place(self, columns: Mapping[str, Any], deadline: float) -> Placed:
+    async def _place(self, columns: Mapping[str, Any], deadline: float) -> PlacedBlock:
         nbytes = sum(int(getattr(value, "nbytes", 0)) for value in columns.values())
         if nbytes >= THREAD_BYTES and self._unpinned:
             # It may free the memory for this put.
@@ -339,7 +339,7 @@ class RowReading:
     """
 
     def __init__(
-        self, fetched: FetchedRows, reader: Reader, shm_dir: Path, spill_dir: Path, unread: Callable[[], None]
+        self, fetched: FetchedRows, reader: ArenaReader, shm_dir: Path, spill_dir: Path, unread: Callable[[], None]
     ) -> None:
         self.fields, self.rows = fetched.fields, len(fetched.indexes)
         self._segments = fetched.segments

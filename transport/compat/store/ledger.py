@@ -15,7 +15,7 @@ from relax_rt.transport.compat.store import state as ev
 from relax_rt.transport.compat.store.api import FetchedRows, FoundRows, StoreConfig, StoredRows
 from relax_rt.transport.compat.store.rows import RowTable
 from relax_rt.transport.compat.store.state import KeptAnswer, StoreCaller, StoreState
-from relax_rt.transport.memory.arena import Placed
+from relax_rt.transport.memory.arena import PlacedBlock
 from relax_rt.transport.memory.refs import Extent, is_spilled, owner_key, unfit_slot
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
@@ -160,7 +160,7 @@ class StoreLedger:
     def _put(self, who: Incarnation, event: ev.PutRows) -> StoredRows:
         self.rows.check_put(event)
         if event.block is not None:
-            self._check_payload(who, Placed(event.block, [], event.blobs))
+            self._check_payload(who, PlacedBlock(event.block, [], event.blobs))
         # First columns wait for room. Columns for rows that have some do not: whoever waits for room waits for rows to
         # be cleared, which those who add columns bring about.
         if self.rows.is_first_payload(event) and (full := self._full()):
@@ -169,7 +169,7 @@ class StoreLedger:
         self._touched.add(ROWS)
         return StoredRows(stored.indexes, stored.fields, stored.tags, self._collect(who))
 
-    def _check_payload(self, who: Incarnation, placed: Placed) -> None:
+    def _check_payload(self, who: Incarnation, placed: PlacedBlock) -> None:
         self.state.blocks.check_extents([placed], who)
         limits, block = self.state.limits, placed.block
         nbytes = block.extent.nbytes if block.extent is not None else len(block.inline)

@@ -18,13 +18,13 @@ from relax_rt.transport.compat.store.api import (
     Tags,
 )
 from relax_rt.transport.compat.store.state import Partition, Pin, StoreRow, StoreState
-from relax_rt.transport.memory.arena import Placed
+from relax_rt.transport.memory.arena import PlacedBlock
 from relax_rt.transport.memory.refs import BlobRef, BlockRef
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
 LENGTH_TAG = "total_lengths"
-"""Tag with a row's tokens, which the balanced sampler looks at."""
+"""Tag with a row's tokens, for the balanced sampler."""
 Named = tuple[str, int, StoreRow]
 """Partition, index and row."""
 
@@ -187,7 +187,7 @@ class RowTable:
         return StoredRows([index for _, index, _ in named], self._common(named), [row.tags for _, _, row in named])
 
     def _enter_block(self, block_ref: BlockRef, blobs: list[BlobRef], rows: list[StoreRow]) -> None:
-        id_ = self._blocks.add(Placed(block_ref, [], blobs), len(rows), self._alive)
+        id_ = self._blocks.add(PlacedBlock(block_ref, [], blobs), len(rows), self._alive)
         stays: dict[tuple[int, ...], list[bool]] = {}
         for number, row in enumerate(rows):
             if row.parts:
@@ -302,7 +302,7 @@ class RowTable:
         return list(ids), segments
 
     def unpin(self, who: Incarnation, pins: Iterable[int]) -> None:
-        """The caller reads no more under these; those that are not its own are left alone."""
+        """Release the caller's pins; those of others are ignored."""
         for pin in pins:
             if pin in self.state.pins and self.state.pins[pin].who == who:
                 self._release(pin)
@@ -352,7 +352,7 @@ class RowTable:
                 partition.past.setdefault(task, {})[rank] = past
 
     def forget(self, who: Incarnation) -> None:
-        """The process has ended: it reads nothing any more. What it put stays."""
+        """Release the pins of a process that has ended. What it put stays."""
         for pin in [pin for pin, known in self.state.pins.items() if known.who == who]:
             self._release(pin)
             self.changed = True

@@ -123,7 +123,7 @@ class CallerJoined(msgspec.Struct, frozen=True, tag="join"):
 
 
 class CallerGone(msgspec.Struct, frozen=True, tag="gone"):
-    """A process has ended: it reads nothing any more. What it put stays."""
+    """A process has ended: its pins are released. What it put stays."""
 
     who: Incarnation
 

@@ -88,7 +88,7 @@ def _attributes(value: Any) -> Any:
 
 
 def store_config(full: dict[str, Any]) -> StoreConfig:
-    """What the broker is told.
+    """The sampler as the broker takes it.
 
     Raises:
         ValueError, TypeError, NotOffered: the sampler is none of those offered.
@@ -130,7 +130,7 @@ class BaseSampler:
     """What the samplers have in common. One's own are not offered: the broker runs no code of its callers."""
 
     def spec(self) -> StoreSampler:
-        """What the broker is told.
+        """The sampler as the broker takes it.
 
         Raises:
             NotOffered: it is a sampler of the user's own.
@@ -152,7 +152,7 @@ class SequentialSampler(BaseSampler):
     """The oldest samples first, each once."""
 
     def spec(self) -> StoreSampler:
-        """What the broker is told."""
+        """The sampler as the broker takes it."""
         return StoreSampler("sequential")
 
 
@@ -160,7 +160,7 @@ class RankAwareSampler(BaseSampler):
     """Each batch of a data-parallel rank is chosen once; all that ask with the same rank and index get the same one."""
 
     def spec(self) -> StoreSampler:
-        """What the broker is told."""
+        """The sampler as the broker takes it."""
         return StoreSampler("ranked")
 
 
@@ -175,7 +175,7 @@ class GRPOGroupNSampler(BaseSampler):
         self.n_samples_per_prompt = _positive("n_samples_per_prompt", n_samples_per_prompt)
 
     def spec(self) -> StoreSampler:
-        """What the broker is told."""
+        """The sampler as the broker takes it."""
         return StoreSampler("groups", self.n_samples_per_prompt)
 
 
@@ -192,7 +192,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         self.dp_size = _positive("dp_size", dp_size)
 
     def spec(self) -> StoreSampler:
-        """What the broker is told."""
+        """The sampler as the broker takes it."""
         return StoreSampler("balanced", self.n_samples_per_prompt, self.dp_size)
 
 
@@ -202,7 +202,7 @@ _BY_NAME: dict[str, type[BaseSampler]] = {
 
 
 def spec_of(sampler: Any) -> StoreSampler:
-    """What the broker is told of a sampler, its class, or its name.
+    """The broker's form of a sampler, its class, or its name.
 
     Raises:
         ValueError: there is no sampler of this name.
