@@ -287,7 +287,7 @@ def test_a_failed_copy_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest
         raise MemoryError
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr("relax_rt.transport.memory.blocks.Source.write", fail)
+        patch.setattr("relax_rt.transport.memory.blocks.ColumnSource.write", fail)
         arena.put_rows([numbers(5000)])
     assert arena.used_bytes == 0 and arena.statistics().extents == 0
 
@@ -457,7 +457,7 @@ def test_writing_through_a_tensor_ends_the_process(tmp_path: Path) -> None:
     (tmp_path / "ref").write_bytes(msgspec.msgpack.encode(placed.block))
     program = (
         "import sys, pathlib, msgspec\n"
-        "from relax_rt.transport.memory.arena import Reader\n"
+        "from relax_rt.transport.memory.arena import ArenaReader\n"
         "from relax_rt.transport.memory.refs import BlockRef\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "ref = msgspec.msgpack.decode((folder / 'ref').read_bytes(), type=BlockRef)\n"
