@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 from relax_rt.cluster.nodes.api import HEAD
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RunConfig
+from relax_rt.roles.models.cache import say
 from relax_rt.roles.training.algorithms.learning_rate import check_rates
 from relax_rt.roles.training.algorithms.settings import ColdStartTable
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.reference.settings import ReferenceSettings
+from relax_rt.roles.training.sft.data import Faults, load
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
@@ -82,8 +84,6 @@ def preflight_cold_start(
     Args:
         context: positions that the model has, if it says so.
     """
-    from relax_rt.roles.models.cache import say
-    from relax_rt.roles.training.sft.data import Faults, load
 
     table = config.table(ColdStartTable)
     if not table.wanted:

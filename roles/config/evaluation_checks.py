@@ -12,6 +12,8 @@ from relax_rt.config.schema import RunConfig
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.evaluation.sets import MAIN, load_set, recipes
 from relax_rt.roles.evaluation.settings import EvaluationSet, EvaluationTable, EvaluatorSettings
+from relax_rt.roles.models.cache import say
+from relax_rt.roles.rewards.dry_run import dry_run, task_of
 from relax_rt.roles.rewards.settings import RewardTable
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.rpc.errors import RelaxError
@@ -84,7 +86,6 @@ def preflight_evaluation(
     Args:
         context: positions that the model has, if it says so.
     """
-    from relax_rt.roles.models.cache import say
 
     named = {recipe.name: recipe for recipe in recipes(config)}
     for index, one in enumerate(config.table(EvaluationTable).sets):
@@ -114,8 +115,6 @@ def preflight_evaluation(
 def _dry_run(
     config: RunConfig, config_dir: Path, one: EvaluationSet, place: KeyPath, items: Sequence[PromptItem]
 ) -> Iterator[Problem]:
-    from relax_rt.roles.rewards.dry_run import dry_run, task_of
-
     table = RewardTable(function=str(one.reward), timeout_s=config.table(RewardTable).timeout_s)
     for problem in dry_run(table, config_dir, items, task_of(one)):
         yield Problem((*place, "reward"), f"set '{one.name}': {problem.message}", problem.hint)

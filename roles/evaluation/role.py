@@ -9,10 +9,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
+from relax_rt.observe.metrics import read_metrics
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.data.items import answer_text
 from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.data.source import PromptSource
+from relax_rt.roles.evaluation.judge import Judge, Text
+from relax_rt.roles.evaluation.sampling import Asker, requests_of
+from relax_rt.roles.evaluation.scoring import evaluate
+from relax_rt.roles.evaluation.sets import MAIN, Branch, courses, load_set
 from relax_rt.roles.evaluation.settings import EvaluationTable, EvaluatorSettings
+from relax_rt.roles.models.tokenizer import load_tokenizer
+from relax_rt.roles.rewards.dry_run import task_of
 from relax_rt.roles.rewards.settings import RewardTable
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.base.versions import ROOT, VersionRecord
@@ -71,7 +80,6 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
         self.follower: WeightFollower
 
     async def setup(self) -> None:
-        from relax_rt.roles.evaluation.sampling import Asker
         from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
@@ -83,8 +91,6 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
 
     def _load(self) -> None:
         from relax_rt.roles.base.locations import model_folder
-        from relax_rt.roles.data.source import PromptSource
-        from relax_rt.roles.models.tokenizer import load_tokenizer
         from relax_rt.roles.rollout.engines import make_engine
 
         folder = model_folder(self.ctx)
@@ -102,10 +108,6 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
 
     def _load_sets(self) -> None:
         """The sets' items and judges, and what an earlier incarnation has evaluated."""
-        from relax_rt.observe.metrics import read_metrics
-        from relax_rt.roles.evaluation.judge import Judge
-        from relax_rt.roles.evaluation.sets import MAIN, courses, load_set
-        from relax_rt.roles.rewards.dry_run import task_of
 
         folder = self.config_dir
         self.items[MAIN] = self.source.held_out
@@ -136,7 +138,6 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self) -> None:
-        from relax_rt.roles.evaluation.sets import Branch
         from relax_rt.roles.training.publication.follower import committed_versions
 
         branch = Branch(self.ctx)
@@ -163,8 +164,6 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
         self.ctx.progress.waiting("the next version to evaluate")
 
     async def _evaluate(self, course: Course, record: VersionRecord, when: str) -> None:
-        from relax_rt.roles.evaluation.sets import MAIN
-
         recipe, began = course.recipe, time.monotonic()
         items = self.items[recipe.name][: recipe.count(when)]
         about = {"set": recipe.name, "when": when, "step": record.step, "version": record.version}
@@ -196,8 +195,6 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
         before: dict[str, Any] | None,
     ) -> dict[str, Any]:
         """Complete the items and judge the completions."""
-        from relax_rt.roles.data.items import answer_text
-        from relax_rt.roles.evaluation.scoring import evaluate
 
         texts = await self._generate(recipe, items, samples, temperature)
         judge, verdict = self._judges.get(recipe.name), None
@@ -225,8 +222,6 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
         self, recipe: Recipe, items: Sequence[PromptItem], samples: int, temperature: float
     ) -> list[Text]:
         """The completions, item by item."""
-        from relax_rt.roles.evaluation.judge import Text
-        from relax_rt.roles.evaluation.sampling import requests_of
 
         requests = requests_of(
             items,

@@ -13,7 +13,7 @@ from relax_rt.config.schema import RunConfig
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.data.items import PromptItem
 from relax_rt.roles.data.settings import DataTable
-from relax_rt.roles.data.source import PromptSource
+from relax_rt.roles.data.source import PromptSource, read_prompts
 from relax_rt.roles.evaluation.settings import EvaluationSet, EvaluationTable
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.engines.settings import SamplingTable
@@ -122,7 +122,6 @@ def load_set(
     Raises:
         RelaxError: bad data, or no item is left.
     """
-    from relax_rt.roles.data.source import read_prompts
 
     data = set_data(table, config.table(DataTable))
     kept, left_out = read_prompts(data, tokenizer, config_dir, split=MAIN, without=source.train.questions)

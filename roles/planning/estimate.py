@@ -27,6 +27,7 @@ from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSetti
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.publication.settings import wire_of
 from relax_rt.roles.training.reference.settings import ReferenceSettings
+from relax_rt.supervision.plan import plan_roles
 
 BYTES = {"float32": 4, "bfloat16": 2, "auto": 4}
 """Bytes of one number. auto: unresolved, as in the table of a role that a user's own role replaces."""
@@ -155,8 +156,6 @@ def _dtypes(config: RLConfig) -> list[PlanLine]:
 
 
 def _processes(config: RLConfig) -> list[PlanLine]:
-    from relax_rt.supervision.plan import plan_roles
-
     lines = []
     for role in sorted(plan_roles(config), key=lambda role: role.tier):
         table = role.settings
