@@ -19,14 +19,14 @@ from relax_rt.roles.agentic.tasks import Tasks
 from relax_rt.roles.agentic.user_tasks import cancel_all
 from relax_rt.roles.evaluation.sampling import SEED_DOMAIN
 from relax_rt.roles.evaluation.scoring import Z95, difference, wilson
-from relax_rt.roles.evaluation.sets import MAIN, Branch, courses
+from relax_rt.roles.evaluation.sets import MAIN, VersionLineage, schedules
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.config.schema import RunConfig
     from relax_rt.roles.evaluation.sampling import SampleSeed
-    from relax_rt.roles.evaluation.sets import Course
+    from relax_rt.roles.evaluation.sets import EvaluationSchedule
 
 ATTEMPTS = 5
 """How often an episode is begun that was lost through no fault of its own."""
@@ -56,16 +56,16 @@ class HeldOut:
         """Attempts at episodes."""
         self._places = asyncio.Semaphore(at_a_time)
         records = (r for r in read_metrics(ctx.run_dir) if r.get("kind") == "evaluation")
-        self.course: Course = courses(config, records)[MAIN]
-        self._branch = Branch(ctx)
+        self.schedule: EvaluationSchedule = schedules(config, records)[MAIN]
+        self._lineage = VersionLineage(ctx)
 
     async def arrived(self, record: VersionRecord) -> None:
         """These weights are the newest: only what was evaluated on the way to them counts."""
-        self.course.along(await self._branch.to(record))
+        self.schedule.keep_path(await self._lineage.path_to(record))
 
     def due(self, record: VersionRecord) -> str:
         """before, during or after, if these weights are to be evaluated; else empty."""
-        return self.course.when(record.step, record.version)
+        return self.schedule.when(record.step, record.version)
 
     async def evaluate(self, record: VersionRecord, when: str) -> None:
         """Play them with the newest weights, which are these or newer ones, and record how it went.
@@ -73,23 +73,23 @@ class HeldOut:
         Raises:
             Fruitless: not one of them could be played. RelaxError: those that are left do not end.
         """
-        recipe, began = self.course.recipe, time.monotonic()
-        tasks = self._tasks.held_out(recipe.count(when))
+        spec, began = self.schedule.spec, time.monotonic()
+        tasks = self._tasks.held_out(spec.count(when))
         about = {"set": MAIN, "when": when, "step": record.step, "version": record.version}
-        about |= {"for_steps": self.course.asked(record.step)}
+        about |= {"for_steps": self.schedule.due_steps(record.step)}
         self._ctx.event("evaluation_started", **about, items=len(tasks))
-        found = await self._all([self._episode(task, sample) for task in tasks for sample in range(recipe.samples)])
+        found = await self._all([self._episode(task, sample) for task in tasks for sample in range(spec.samples)])
         if found and all(one == LOST for one in found):
             why = f"each was lost {ATTEMPTS} times; the events episode_lost and episode_not_generated say why"
             hint = "see the engines: `relax-rt why`; they are played again"
             raise Fruitless(f"{len(found)} held-out episodes, {when}", why=why, hint=hint)
-        scores = scored(found, recipe.samples, self._success, self.course.before)
+        scores = scored(found, spec.samples, self._success, self.schedule.before)
         result = {"kind": "evaluation", **about, **scores, "seconds": round(time.monotonic() - began, 3)}
         self._ctx.metrics(result)
         told = {key: scores[key] for key in ("items", "exact", "reward", "turns", "failed", "lost")}
         self._ctx.event("evaluation_done", **about, **told, seconds=result["seconds"])
         self._ctx.log.info(f"held-out episodes, {when}", step=record.step, version=record.version, **told)
-        self.course.take(result)
+        self.schedule.record(result)
 
     async def _all(self, episodes: Sequence[Coroutine[Any, Any, Found]]) -> list[Found]:
         """Play all of them, as long as any ends now and then."""
@@ -111,13 +111,13 @@ class HeldOut:
 
     async def _episode(self, task: Task, sample: int) -> Found:
         """An episode; None: its environment failed."""
-        recipe = self.course.recipe
+        spec = self.schedule.spec
         async with self._places:
             for attempt in range(ATTEMPTS):
                 seed = self._seed(task.index, sample, attempt) | SEED_DOMAIN
                 name = f"held-out {task.index}.{sample}"
                 try:
-                    return await self._player.play(name, task, seed, temperature=recipe.temperature, fresh=True)
+                    return await self._player.play(name, task, seed, temperature=spec.temperature, fresh=True)
                 except EpisodeLost as error:
                     self._ctx.event("episode_lost", episode=name, why=str(error))
                 except GenerationFailed as error:

@@ -54,7 +54,7 @@ CLOSE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Shown:
+class DebugResult:
     """A prompt that was answered, or an episode that was played, and what it was worth.
 
     Attributes:
@@ -102,7 +102,7 @@ class Debug:
         self.tokenizer: ChatTokenizer
         self._source: PromptSource
         self._tasks: Tasks
-        self._model: Model | None = None
+        self._model: LocalModel | None = None
 
     async def __aenter__(self) -> Debug:
         await self.start()
@@ -145,7 +145,7 @@ class Debug:
 
     async def play(
         self, index: int = 0, *, split: Split = "train", words: Words | None = None, member: int = 0
-    ) -> Shown:
+    ) -> DebugResult:
         """Answer one prompt, or play one episode, and reward it, all in this very task.
 
         Args:
@@ -167,7 +167,9 @@ class Debug:
 
     # --- prompts
 
-    async def _answer(self, index: int, split: Split, seed: int, generate: Callable[[GenerationRequest], Any]) -> Shown:
+    async def _answer(
+        self, index: int, split: Split, seed: int, generate: Callable[[GenerationRequest], Any]
+    ) -> DebugResult:
         held_out = split == "held_out"
         item = _one_of(self._source.held_out, index) if held_out else self._source.prompt(index)
         temperature = self.config.evaluation.temperature if held_out else self.config.sampling.temperature
@@ -190,7 +192,7 @@ class Debug:
         request = Request(self.tokenizer.decode(outcome.tokens), item.answer, info)
         score = await score_here(self.config, self.config.reward, request)
         turns = [("prompt", self.tokenizer.spell(item.tokens)), ("assistant", self.tokenizer.spell(outcome.tokens))]
-        return Shown(
+        return DebugResult(
             item.item, item.split, turns, score.total, score.components, list(score.turns), cut, len(outcome.tokens)
         )
 
@@ -198,7 +200,7 @@ class Debug:
 
     async def _episode(
         self, index: int, split: Split, seed: int, generate: Callable[[GenerationRequest], Any]
-    ) -> Shown:
+    ) -> DebugResult:
         from relax_rt.roles.agentic.player import Player
         from relax_rt.roles.agentic.rewards import reward_table
 
@@ -235,10 +237,10 @@ class Debug:
             raised = error.__cause__ or error
         raise raised
 
-    def _shown(self, item: str, split: str, played: Played) -> Shown:
+    def _shown(self, item: str, split: str, played: Played) -> DebugResult:
         branches = played.episode.branches
         spell = self.tokenizer.spell
-        return Shown(
+        return DebugResult(
             item,
             split,
             [(turn.role, spell(branch.tokens[turn.start : turn.end])) for branch in branches for turn in branch.turns],
@@ -252,7 +254,7 @@ class Debug:
 
     async def _of_the_model(self, wanted: GenerationRequest) -> Outcome:
         if self._model is None:
-            self._model = Model(self.config)
+            self._model = LocalModel(self.config)
             await self._model.start()
         return await self._model.generate(wanted)
 
@@ -313,7 +315,7 @@ class Scripted:
         )
 
 
-class Model:
+class LocalModel:
     """The model before its first step, in this process."""
 
     def __init__(self, config: RLConfig) -> None:

@@ -40,7 +40,7 @@ OWN = "own"
 """Split of a prompt from the command line."""
 
 
-class Asked(msgspec.Struct, frozen=True):
+class PromptToSample(msgspec.Struct, frozen=True):
     """A prompt, its place in its split's order, and the seed and temperature of its one completion."""
 
     index: int
@@ -106,7 +106,7 @@ def sample(
     ]
 
 
-def _of_the_data(config: RLConfig, tokenizer: ChatTokenizer, items: int, *, held_out: bool) -> list[Asked]:
+def _of_the_data(config: RLConfig, tokenizer: ChatTokenizer, items: int, *, held_out: bool) -> list[PromptToSample]:
     source = PromptSource.load(config.data, tokenizer, seed=config.run.seed, config_dir=Path(config.config_dir))
     known = len(source.held_out) if held_out else source.limit
     most = min(items, MAX_ITEMS) if known is None else min(items, MAX_ITEMS, known)
@@ -114,13 +114,15 @@ def _of_the_data(config: RLConfig, tokenizer: ChatTokenizer, items: int, *, held
     for index in range(most):
         seed = source.sample_seed(index, 0, 0)
         if held_out:
-            asked.append(Asked(index, source.held_out[index], seed | SEED_DOMAIN, config.evaluation.temperature))
+            asked.append(
+                PromptToSample(index, source.held_out[index], seed | SEED_DOMAIN, config.evaluation.temperature)
+            )
         else:
-            asked.append(Asked(index, source.prompt(index), seed, config.sampling.temperature))
+            asked.append(PromptToSample(index, source.prompt(index), seed, config.sampling.temperature))
     return asked
 
 
-def _own(config: RLConfig, tokenizer: ChatTokenizer, prompts: Sequence[str]) -> list[Asked]:
+def _own(config: RLConfig, tokenizer: ChatTokenizer, prompts: Sequence[str]) -> list[PromptToSample]:
     """Each prompt put into the template as its question."""
 
     # A template of other fields of the items cannot be filled from a question alone.
@@ -138,12 +140,14 @@ def _own(config: RLConfig, tokenizer: ChatTokenizer, prompts: Sequence[str]) -> 
             messages=messages,
             tokens=tokenizer.render(messages),
         )
-        asked.append(Asked(index, item, sample_seed(config.run.seed, index, 0, 0), config.sampling.temperature))
+        asked.append(
+            PromptToSample(index, item, sample_seed(config.run.seed, index, 0, 0), config.sampling.temperature)
+        )
     return asked
 
 
 def _complete(
-    folder: Path, config: RLConfig, asked: Sequence[Asked], stop_ids: frozenset[int], *, evaluating: bool
+    folder: Path, config: RLConfig, asked: Sequence[PromptToSample], stop_ids: frozenset[int], *, evaluating: bool
 ) -> list[Completion]:
     """One completion of each prompt."""
     from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
@@ -179,7 +183,7 @@ def _complete(
 def _score(
     config: RLConfig,
     tokenizer: ChatTokenizer,
-    asked: Sequence[Asked],
+    asked: Sequence[PromptToSample],
     done: Sequence[Completion],
 ) -> tuple[list[Score | Failed], list[str]]:
     """What the reward role would make of the completions, and what a judge said of them."""
@@ -255,7 +259,7 @@ def _verdicts(config: RLConfig, requests: Sequence[Request]) -> list[Verdict | F
 def _tried(
     config: RLConfig,
     tokenizer: ChatTokenizer,
-    one: Asked,
+    one: PromptToSample,
     completion: Completion,
     result: Score | Failed | None,
     said: str,
