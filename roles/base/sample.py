@@ -156,8 +156,10 @@ def content_digest(sample: Sample) -> str:
 
 
 def generated_columns(sample: Sample) -> dict[str, Any]:
-    """Return the columns that a producer puts: tokens, mask, behaviour log-probabilities and meta; routing rows if there
-    are any; pictures (perhaps none) where the model takes pictures."""
+    """Return the columns that a producer puts: tokens, mask, behaviour log-probabilities and meta.
+
+    Routing rows are there if the sample has any; pictures, perhaps none, where the model takes pictures.
+    """
     columns: dict[str, Any] = {
         "tokens": sample.tokens,
         "loss_mask": sample.loss_mask,

@@ -239,7 +239,7 @@ def test_an_evaluation_says_which_steps_it_is_for() -> None:
     assert asked(schedule(at=(2, 5)), [1, 2, 5, 6]) == [("before", 0, []), ("during", 2, [2]), ("during", 5, [5])]
     # Those that it was too busy for, in one evaluation; a step that is chosen twice stands there once.
     assert asked(schedule(every=4, at=(8, 7, 12)), [3, 13, 14])[1:] == [("during", 13, [4, 7, 8, 12])]
-    assert schedule(every=4).asked(3) == schedule().asked(50) == []
+    assert schedule(every=4).due_steps(3) == schedule().due_steps(50) == []
 
 
 def test_the_last_step_is_one_evaluation_however_it_was_chosen() -> None:
