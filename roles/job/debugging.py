@@ -38,7 +38,7 @@ from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
-    from relax_rt.roles.agentic.episode import Played
+    from relax_rt.roles.agentic.episode import PlayedEpisode
     from relax_rt.roles.agentic.tasks import Tasks
     from relax_rt.roles.data.source import PromptSource
     from relax_rt.roles.models.tokenizer import ChatTokenizer
@@ -225,7 +225,7 @@ class Debug:
             sampling=self.config.sampling,
             stop_ids=self.tokenizer.stop_ids,
             lag=lambda oldest: 0,
-            told=lambda tokens: None,
+            on_tokens=lambda tokens: None,
             rewards=None if added is None else lambda request: score_here(self.config, added, request),
         )
         temperature = self.config.evaluation.temperature if split == "held_out" else None
@@ -237,7 +237,7 @@ class Debug:
             raised = error.__cause__ or error
         raise raised
 
-    def _shown(self, item: str, split: str, played: Played) -> DebugResult:
+    def _shown(self, item: str, split: str, played: PlayedEpisode) -> DebugResult:
         branches = played.episode.branches
         spell = self.tokenizer.spell
         return DebugResult(

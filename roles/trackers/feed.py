@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from relax_rt.observe.metrics import METRICS
-from relax_rt.observe.tail import Tail
+from relax_rt.observe.metrics import METRICS, Tail
 
 MOST = 256
 """Numbers of one record; a reward function may have many components."""

@@ -38,11 +38,11 @@ Given = tuple[str, Kind, Any]
 """A column to be written: name, kind, and stacked rows or a list of them."""
 
 IDLE_S = 30.0
-"""An extra slab that was empty for so long goes back to the system; making it anew costs its page faults."""
+"""An extra slab that was empty for this long is unlinked; making it again costs its page faults."""
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """Where a put lies.
+    """Where a put was written.
 
     Attributes:
         block: the block.
@@ -56,7 +56,7 @@ class Placed(msgspec.Struct, frozen=True):
     blobs: list[BlobRef] = []
 
     def extents(self) -> list[Extent]:
-        """Everything that the put takes up."""
+        """All extents of the put."""
         block = [self.block.extent] if self.block.extent is not None else []
         return block + [blob.extent for blob in self.blobs]
 
@@ -331,7 +331,7 @@ class Writer:
         return slab
 
     def free(self, extent: Extent) -> None:
-        """The extent is read by no one any more. Does nothing once the arena is closed.
+        """Free an extent that nobody reads. Does nothing once the arena is closed.
 
         Raises:
             Corrupt: it is not an extent in use: the ledger and the arena disagree.
@@ -357,7 +357,7 @@ class Writer:
             slab.empty_since = self._clock()
 
     def trim(self) -> None:
-        """Give extra slabs that are empty long enough back to the system; `free` does it as well."""
+        """Unlink extra slabs that were empty for idle_s; `free` does it as well."""
         with self._lock:
             self._return_idle()
 
@@ -371,7 +371,7 @@ class Writer:
                 self._return(slab)
 
     def _return(self, slab: Slab) -> None:
-        # Readers that still map it keep its memory until they let go of it.
+        # Readers that still map it keep its memory until they unmap it.
         del self._slabs[slab.name]
         self._total_bytes -= slab.nbytes
         self._counters.slabs_returned += 1
@@ -500,7 +500,7 @@ def _list_column(name: str, values: Sequence[Any], hashes: Hashes) -> Given:
 
 
 TRIM_EVERY_S = 10.0
-"""How often a reader lets go of slabs that their owners have given back."""
+"""How often a reader unmaps slabs that their owners have unlinked."""
 _NO_BLOBS: Mapping[bytes, Extent] = {}
 
 
@@ -527,7 +527,7 @@ class ReaderStatistics(msgspec.Struct, frozen=True):
 
 
 class Reader:
-    """Looks at blocks, in place. Keeps at most max_slabs slabs mapped that no view refers to. Thread-safe.
+    """Reads blocks in place. Keeps at most max_slabs slabs mapped that no view refers to. Thread-safe.
 
     Every array, tensor and block keeps its slab mapped. What it shows is good until the memory's pin is released: then
     the owner may use it again, so copy what must outlive that.
@@ -583,8 +583,8 @@ class Reader:
                 f"extent {extent.slab}+{extent.offset}",
                 why=f"its {extent.nbytes} bytes end beyond the slab's {len(slab)}",
             )
-        # An array of its own, not a view of the slab's: numpy lets all views of it refer to it, which tells how long
-        # the extent is looked at.
+        # A separate array, not a view of the slab's: all views of it have it as their base, so that its lifetime tells
+        # how long the extent is read.
         part: NDArray[np.uint8] = np.frombuffer(slab.data[extent.offset : extent.offset + extent.nbytes], np.uint8)
         return part
 
@@ -620,7 +620,7 @@ class Reader:
             return found
 
     def trim(self) -> None:
-        """Let go of slabs whose files are gone, so that their memory can go too. Done by itself now and then."""
+        """Unmap slabs whose files are gone, so that their memory is freed. Also done every TRIM_EVERY_S."""
         with self._lock:
             self._trim()
 

@@ -1,4 +1,4 @@
-"""The end that reads payloads of other nodes: into memory of its own, ahead of need, with a deadline on every wait."""
+"""Fetches payloads of other nodes into this process's memory, ahead of need, with a deadline on every wait."""
 
 from __future__ import annotations
 
@@ -372,7 +372,7 @@ _MONITORED = {
 
 @dataclasses.dataclass(frozen=True)
 class FetchSettings:
-    """How a reader asks.
+    """Settings of a reader.
 
     Attributes:
         chunk_bytes: of one answer.
@@ -392,7 +392,7 @@ class FetchSettings:
 
 
 class FetchSink(Protocol):
-    """Who is told of what arrives."""
+    """Gets what a Peer receives."""
 
     def arrived(self, entry: CacheEntry, nbytes: int) -> None:
         """These bytes of an entry are in its region now."""
@@ -401,11 +401,11 @@ class FetchSink(Protocol):
         """An entry cannot be had."""
 
     def protocol_error(self, peer: str, error: ProtocolError) -> None:
-        """A server sent what it should not have; it was thrown away."""
+        """A server sent an invalid message, which was dropped."""
 
 
 class PendingRange(NamedTuple):
-    """A range of an entry that was asked for."""
+    """A range of an entry that was requested."""
 
     entry: CacheEntry
     offset: int
@@ -413,7 +413,7 @@ class PendingRange(NamedTuple):
 
 
 class PeerConnection:
-    """One connection. `lost` says why it is of no use any more."""
+    """One connection to a payload server; `lost` says why it is broken."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: CurveKeys | None) -> None:
         self.address = address
@@ -450,7 +450,7 @@ class PeerConnection:
             self.was_up |= self.up
 
     def ask(self, pieces: list[tuple[int, PendingRange]], digest: bool) -> None:
-        """Ask for ranges, under numbers of the caller's choice."""
+        """Request ranges, under numbers chosen by the caller."""
         for start in range(0, len(pieces), payload_wire.MAX_RANGES):
             some = pieces[start : start + payload_wire.MAX_RANGES]
             ranges = [
@@ -573,7 +573,7 @@ class Peer:
         self._used_at = 0.0
 
     def want(self, entry: CacheEntry, first: bool = False) -> None:
-        """Ask for what is left to do of an entry."""
+        """Request what is missing of an entry."""
         queue = self._urgent if entry.urgent else self._others
         if first:
             queue.appendleft(entry)
@@ -582,7 +582,7 @@ class Peer:
 
     @property
     def busy(self) -> bool:
-        """Something is to be asked for, or was."""
+        """Whether ranges are to be requested, or are in flight."""
         self._skip_done()
         return bool(self._urgent or self._others) or any(link.asked for link in self.links)
 
@@ -596,7 +596,7 @@ class Peer:
         return min(waiting, default=float("inf"))
 
     def receive(self, sink: FetchSink, now: float) -> None:
-        """Take in what has come, and notice connections that ended."""
+        """Receive what has arrived, and notice connections that ended."""
         for link in self.links:
             link.watch()
             taken = link.receive(sink, self._settings.verify)
@@ -607,7 +607,7 @@ class Peer:
                 self._backoff.reset()
 
     def step(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys | None, now: float) -> list[PeerConnection]:
-        """Dial, ask and hang up as needed; returns the connections that were closed.
+        """Dial, request and close as needed; returns the connections that were closed.
 
         Raises:
             AddressError: it is no address to connect to.
@@ -639,7 +639,7 @@ class Peer:
     def _lost(self, link: PeerConnection, now: float) -> None:
         self.trouble = link.lost
         self.reconnects += link.was_up
-        # What was asked for is asked for again on the next connection.
+        # Ranges in flight are requested again on the next connection.
         for piece in reversed(link.asked.values()):
             if piece.entry.region is not None:
                 piece.entry.todo.append((piece.offset, piece.nbytes))

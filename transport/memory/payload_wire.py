@@ -143,7 +143,7 @@ class WrongVersion(ProtocolError):
 
 
 class Wakeup:
-    """Wakes a thread that polls sockets."""
+    """Wakes a thread that polls sockets, by an eventfd."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -158,12 +158,12 @@ class Wakeup:
             os.eventfd_read(self.fd)
 
     def __del__(self) -> None:
-        # Not before: who still means to wake the thread must not write to a descriptor that is something else by now.
+        # Not earlier: a late `set` must not write to a descriptor number that is in use for something else.
         os.close(self.fd)
 
 
 class ListeningSocket:
-    """A bound ROUTER with a context, and io threads, of its own. Only its own thread may use the socket.
+    """A bound ROUTER with its own context and io threads. Only the thread that made it may use the socket.
 
     Raises:
         AddressError: malformed, in use, not of this machine, or open to other machines without keys.
@@ -189,7 +189,7 @@ class ListeningSocket:
             raise
 
     def close(self) -> None:
-        """Blocks until nothing of it is left."""
+        """Close; blocks until the context has ended."""
         self.sock.close(linger=0)
         if self._authenticator is not None:
             self._authenticator.stop()

@@ -1,4 +1,4 @@
-"""What the broker does with files: spilling cold blocks, and removing slabs that nobody needs."""
+"""Spill cold blocks from shared memory to files on the broker's disk, and unlink slabs that nobody needs."""
 
 from __future__ import annotations
 

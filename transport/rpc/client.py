@@ -1,4 +1,7 @@
-"""The calling end of the RPC layer."""
+"""The client: proxies of interfaces, over one connection that is dialed again when lost.
+
+`bind` makes a proxy. Idempotent calls are repeated on the next connection, all others fail with ActorDied.
+"""
 
 from __future__ import annotations
 
@@ -145,10 +148,10 @@ class Client:
         return self._link is not None and self._link.usable
 
     async def connect(self, what: str, timeout_s: float) -> None:
-        """See to it that a connection stands, for `what`.
+        """Connect, if there is no connection, on behalf of `what`.
 
         Raises:
-            Unreachable: it does not, in time. AddressError, ProtocolError: it never will.
+            Unreachable: not in time. AddressError, ProtocolError: it never will.
         """
         if not self.connected:
             await self._connected(what, asyncio.get_running_loop().time() + timeout_s, timeout_s)
@@ -349,14 +352,14 @@ class Client:
         return await zmq_channel.dial(address, link.attach, self.max_message_bytes, self._curve)
 
     def mark_answered(self) -> None:
-        """The server has answered: the next loss starts a new back-off."""
+        """The server has answered: the next loss starts with a fresh back-off."""
         if self._unanswered_dials:
             self._unanswered_dials = 0
             self._backoff.reset()
 
 
 class ClientConnection:
-    """One connection of the client and the calls on it."""
+    """One connection of a client, with the calls and streams on it."""
 
     channel: Channel
 
@@ -367,7 +370,7 @@ class ClientConnection:
         self.peer: HelloFrame | None = None
         self.dead = False
         self.going_away = False
-        """The server begins nothing more that comes on this connection."""
+        """The server sent GoAway: it starts nothing more on this connection."""
         self.pending: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self.streams: dict[int, StreamBuffer] = {}
         self.greeted: asyncio.Future[None] = loop.create_future()
@@ -497,7 +500,7 @@ class ClientConnection:
         self._close_if_drained()
 
     def _close_if_drained(self) -> None:
-        """End a connection that the server has retired, once nothing is under way on it."""
+        """Close a connection after GoAway once nothing is in flight on it."""
         if self.going_away and not self.dead and not self.pending and not self.streams:
             self.channel.close()
 

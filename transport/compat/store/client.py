@@ -36,8 +36,8 @@ THREAD_BYTES = 8 << 20
 """A copy of more than this leaves the event loop."""
 SLAB_BYTES = 64 << 20
 
-OWN_PAGES_FROM_BYTES = 64 << 10
-"""Less than this is copied: a mapping of its own costs more."""
+PRIVATE_MAP_FROM_BYTES = 64 << 10
+"""Less than this is copied, as a private mapping costs more."""
 
 T = TypeVar("T")
 
@@ -109,11 +109,11 @@ class StoreClient:
     # --- put
 
     async def configure(self, config: StoreConfig) -> StoreConfig:
-        """StoreApi.configure."""
+        """Set the configuration if there is none; returns the one in force."""
         return await self._calls.call(lambda seq: self._api.configure(seq, config))
 
     async def config(self) -> StoreConfig | None:
-        """StoreApi.config."""
+        """The configuration in force, if there is one."""
         return await self._api.config()
 
     async def put(
@@ -145,7 +145,7 @@ class StoreClient:
                 deadline,
             )
         except (Refused, OutOfSpace):
-            # Only after such an answer is it sure that nobody reads the extents.
+            # Only such an answer makes sure that the broker did not enter the extents.
             self._free(placed.extents() if placed is not None else [])
             raise
         self._free(stored.freed)
@@ -165,7 +165,7 @@ class StoreClient:
     async def _place(self, columns: Mapping[str, Any], deadline: float) -> Placed:
         nbytes = sum(int(getattr(value, "nbytes", 0)) for value in columns.values())
         if nbytes >= THREAD_BYTES and self._unpinned:
-            # Memory that comes free by it may be the memory for this put.
+            # It may free the memory for this put.
             await self._unpin(self._take_unpinned())
         while True:
             try:
@@ -187,7 +187,7 @@ class StoreClient:
     # --- get
 
     async def find(self, rows: Rows) -> Found:
-        """StoreApi.find."""
+        """The rows that are there, with keys, fields and tags."""
         return await self._api.find(rows)
 
     async def get(self, rows: Rows, fields: list[str] | None = None) -> Reading:
@@ -195,7 +195,7 @@ class StoreClient:
         return await self._shielded(self._get(rows, fields))
 
     async def _shielded(self, work: Coroutine[Any, Any, T]) -> T:
-        """The work is done also when its caller gives up, so that no memory is forgotten."""
+        """Finish the work also when its caller is cancelled, so that no extent or pin leaks."""
         task = asyncio.ensure_future(work)
         try:
             return await asyncio.shield(task)
@@ -241,24 +241,24 @@ class StoreClient:
 
     def _unpin_ended(self, task: asyncio.Task[None]) -> None:
         self._unpinning = None
-        # Who cannot be reached is told by the next call; pins end with the process.
+        # A broker that was out of reach gets the pins with the next call; they end with the process in any case.
         if not task.cancelled() and task.exception() is None and self._unpinned:
             self._unpin_soon()
 
     # --- the rest
 
     async def clear(self, rows: Rows) -> None:
-        """StoreApi.clear."""
+        """Remove rows; a whole partition if neither keys nor indexes are given."""
         if self._unpinned:
             await self._unpin(self._take_unpinned())
         self._free(await self._calls.call(lambda seq: self._api.clear(seq, rows)))
 
     async def list_keys(self, partition: str | None) -> dict[str, dict[str, Tags]]:
-        """StoreApi.list_keys."""
+        """Keys and their tags, by partition."""
         return await self._api.list_keys(partition)
 
     async def partitions(self) -> list[str]:
-        """StoreApi.partitions."""
+        """Names of the partitions, oldest first."""
         return await self._api.partitions()
 
     async def sample(
@@ -272,7 +272,7 @@ class StoreClient:
         batch_index: int | None = None,
         wait_s: float = 0.0,
     ) -> Found:
-        """StoreApi.sample."""
+        """Rows for a task, chosen by the sampler and consumed by this call; waits for them at most wait_s."""
         names, deadline = list(fields), self._loop.time() + wait_s
         while True:
             slice_s = min(max(deadline - self._loop.time(), 0.0), SLICE_S)
@@ -297,12 +297,12 @@ class StoreClient:
         return (status.indexes, status.flags) if status.known else None
 
     async def reset(self, partition: str, task: str | None) -> bool:
-        """StoreApi.reset."""
+        """Let a task (None: every task) consume the partition anew; False if there is no such partition."""
         return await self._calls.call(lambda seq: self._api.reset(seq, partition, task))
 
 
 def _drop(task: asyncio.Task[Any]) -> None:
-    """Nobody waits for the answer any more."""
+    """Close a Reading whose caller was cancelled."""
     if not task.cancelled() and task.exception() is None and isinstance(answer := task.result(), Reading):
         answer.close()
 
@@ -310,7 +310,7 @@ def _drop(task: asyncio.Task[Any]) -> None:
 class Piece:
     """`rows` rows of a field, from row `first` of a block on.
 
-    own: the block lies in pages that nobody else sees the changes of; else copy what is to be kept.
+    own: the block lies in private pages; else copy what is to be kept.
     """
 
     __slots__ = ("block", "first", "own", "rows")
@@ -320,13 +320,13 @@ class Piece:
 
 
 class Reading:
-    """The rows of a Fetched, until `close`. What is made of pages of one's own stays good after it.
+    """The rows of a Fetched, until `close`. What is made of private pages stays valid after it.
 
     Args:
         fetched: the answer.
         reader: maps slabs.
         shm_dir, spill_dir: where they are.
-        unread: called once, from any thread, when nothing looks at the answer's memory any more.
+        unread: called once, from any thread, when nothing refers to the answer's memory any more.
     """
 
     def __init__(
@@ -347,7 +347,7 @@ class Reading:
 
     def _own_block(self, ref: BlockRef) -> Block:
         assert ref.extent is not None
-        memory, skip = map_own_pages(ref.extent, *self._dirs)
+        memory, skip = map_private(ref.extent, *self._dirs)
         self._open += 1
         weakref.finalize(memory, self._closed_one).atexit = False
         data = np.frombuffer(memory, np.uint8)[skip : skip + ref.extent.nbytes]
@@ -368,9 +368,9 @@ class Reading:
                 raise Corrupt(f"field '{field}'", why="no block of the answer has it")
 
     def close(self) -> None:
-        """Nothing is looked at here any more but what was made of pages of one's own."""
+        """Release the blocks; only what was made of private pages stays valid."""
         for block, _ in self._blocks:
-            block.let_go()
+            block.drop_columns()
         self._blocks = []
         self._closed_one()
 
@@ -381,11 +381,11 @@ class Reading:
 
 
 def _is_large(ref: BlockRef, rows: int) -> bool:
-    return ref.extent is not None and ref.extent.nbytes * rows >= OWN_PAGES_FROM_BYTES * ref.rows
+    return ref.extent is not None and ref.extent.nbytes * rows >= PRIVATE_MAP_FROM_BYTES * ref.rows
 
 
-def map_own_pages(extent: Extent, shm_dir: Path, spill_dir: Path) -> tuple[mmap.mmap, int]:
-    """The pages of an extent, where they are; a page that is written to becomes a copy of one's own.
+def map_private(extent: Extent, shm_dir: Path, spill_dir: Path) -> tuple[mmap.mmap, int]:
+    """Map an extent's pages privately: a page that is written to becomes a copy.
 
     Returns:
         The mapping, and where in it the extent begins.

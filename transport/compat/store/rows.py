@@ -192,7 +192,7 @@ class RowTable:
             row.parts.append((id_, number))
 
     def _not_covered(self, blocks: tuple[int, ...]) -> list[bool]:
-        """Of all but the newest: whether a field of it is in no newer one."""
+        """For each block but the newest: whether it has a field that no newer block has."""
         newer: set[str] = set()
         stays: list[bool] = []
         for block in reversed(blocks):
@@ -522,7 +522,7 @@ def _batches(partition: Partition) -> Iterator[tuple[str, int, int, list[int]]]:
 
 
 def _indexes(partition: Partition) -> list[int]:
-    """Of the rows that are there, and of those to come."""
+    """Indexes of the rows that are there, and of expected ones."""
     first, left = partition.expected
     return sorted([*partition.rows, *range(first, first + left)])
 
