@@ -242,7 +242,7 @@ class Chosen(Table):
 
 
 class RunConfig(BaseModel):
-    """A whole roles.toml. The job's tables are further attributes (see `job_tables`)."""
+    """A whole roles.toml. The job's tables are further attributes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
