@@ -6,8 +6,8 @@ import asyncio
 import time
 from typing import Any
 
-from agentic_parts import TASK, Count, Engine, factory, limits, numbers, talk
-from test_standstill import Slot
+from episode_kit import TASK, Count, Engine, factory, limits, numbers, talk
+from test_stall_detection import Slot
 
 from relax_rt.roles.agentic import Reply, Step
 from relax_rt.roles.agentic.episode import play_game
