@@ -309,6 +309,8 @@ class Agent:
                 executor, order = orders[slot]
                 executor.start(order)
             return
+        # on_event may decide the next start of this slot, or call off another slot of this attempt, before it returns.
+        # `settle` looks up each slot at its turn, so both are seen.
         for slot, called_off in self._starts.settle(attempt):
             self.on_event(SlotExited(slot, called_off or unspawned(slot, 0, kind, cause)))
 

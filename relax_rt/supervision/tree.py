@@ -109,6 +109,9 @@ class RestartWindow:
     Good time is what passes between `begin` and `settle`: waits, starts and hangs do not age a restart.
     """
 
+    # In wall-clock time a role whose start takes longer than period_s / max_restarts would never reach the limit, and
+    # a run that cannot work would restart it for ever.
+
     def __init__(self, max_restarts: int, period_s: float) -> None:
         self.good_s = 0.0
         self._max, self._period_s = max_restarts, period_s

@@ -20,7 +20,7 @@ from relax_rt.transport.memory.block_table import BlockTable
 from relax_rt.transport.queue.ledger import admission
 from relax_rt.transport.queue.ledger.core import Core
 from relax_rt.transport.queue.ledger.machine import Ledger
-from relax_rt.transport.queue.ledger.state import Callers, Group
+from relax_rt.transport.queue.ledger.state import Callers, SampleGroup
 
 SEEDS = range(16)
 """Of every test here: the runs without findings, and the most that an ablation may take to be found."""
@@ -38,7 +38,7 @@ def append_later(broker: SimBroker, n: int, payload: bytes, notices: list[Any]) 
     broker.kernel.after(0.2, late)
 
 
-def forget_marks(core: Core, group: Group) -> None:
+def forget_marks(core: Core, group: SampleGroup) -> None:
     """Whoever gets a group next does not get what was sampled of it before."""
     for sample in group.samples:
         core.drop_partial(sample)

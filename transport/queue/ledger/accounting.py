@@ -8,7 +8,7 @@ from typing import Any
 from relax_rt.transport.queue.ledger.admission import allowed_surplus
 from relax_rt.transport.queue.ledger.core import Core
 from relax_rt.transport.queue.ledger.messages import SampleKey
-from relax_rt.transport.queue.ledger.state import Group, Sample
+from relax_rt.transport.queue.ledger.state import SampleGroup, SampleState
 
 STATES = ("reserved", "waiting", "ready", "leased", "trained", "freed", "finished")
 ENDS = ("skipped", "lost", "failed", "quarantined")
@@ -34,7 +34,7 @@ def by_state(core: Core) -> dict[str, int]:
     return dict(counts)
 
 
-def _state(core: Core, group: Group, key: SampleKey, sample: Sample) -> str:
+def _state(core: Core, group: SampleGroup, key: SampleKey, sample: SampleState) -> str:
     if not sample.generated:
         return "reserved"
     if group.lease or sample.leases:

@@ -8,7 +8,14 @@ from itertools import accumulate, repeat
 
 from relax_rt.transport.memory.refs import extents_in
 from relax_rt.transport.queue.ledger.core import REFUSED, ROOM, Core
-from relax_rt.transport.queue.ledger.events import Admit, PutGroups, PutSamples, ReleaseGroups, SavePartials, SkipGroups
+from relax_rt.transport.queue.ledger.events import (
+    PutGroups,
+    PutSamples,
+    ReleaseGroups,
+    RequestTickets,
+    SavePartials,
+    SkipGroups,
+)
 from relax_rt.transport.queue.ledger.failures import (
     count_success,
     fail_missing,
@@ -19,24 +26,24 @@ from relax_rt.transport.queue.ledger.failures import (
 )
 from relax_rt.transport.queue.ledger.messages import (
     Admission,
+    BlockPut,
     Freed,
     GroupsPut,
     PartialChunk,
-    Put,
     RowPut,
     SampleKey,
     SavedPartials,
     Ticket,
     VersionSpan,
 )
-from relax_rt.transport.queue.ledger.state import Group, Part, PartialTokens, Sample
+from relax_rt.transport.queue.ledger.state import PartialTokens, SampleGroup, SamplePart, SampleState
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
 MAX_SAMPLES = 65_536
 """Samples of one call."""
 LOSSES = 6
-"""What is begun and lost so often, with nothing of it made in between, has failed."""
+"""A group that was begun and lost so often, with nothing of it made in between, has failed."""
 
 
 def outstanding(core: Core) -> int:
@@ -63,7 +70,7 @@ def groups_beyond_bound(core: Core) -> int:
 
 
 def limit_surplus_request(core: Core) -> None:
-    """What was asked for is over with the step; only groups that are under way beyond the bound stay allowed there."""
+    """End the request for surplus with the step; groups that are under way beyond the bound stay allowed."""
     if core.state.surplus_requested:
         core.state.surplus_requested = min(core.state.surplus_requested, groups_beyond_bound(core))
 
@@ -102,7 +109,7 @@ def admission_blocker(core: Core, engine_version: int) -> str:
     return ""
 
 
-def admit(core: Core, who: Incarnation, event: Admit) -> Admission:
+def admit(core: Core, who: Incarnation, event: RequestTickets) -> Admission:
     """Tickets for up to `groups` groups: first those with missing members, then new ones, as the bound allows."""
     what = f"admission of {event.groups} groups to {who}"
     if event.groups < 1:
@@ -130,12 +137,12 @@ def admit(core: Core, who: Incarnation, event: Admit) -> Admission:
 def _issue(core: Core, who: Incarnation, engine_version: int) -> Ticket:
     state, size = core.state, core.policy.group_size
     assert state.trainer_version is not None
-    group = Group(
+    group = SampleGroup(
         id=core.new_id(),
         prompt=state.prompts.issue(),
         version=state.trainer_version,
         base=engine_version,
-        samples=[Sample() for _ in range(size)],
+        samples=[SampleState() for _ in range(size)],
         holder=who,
         making=list(range(size)),
         issue=1,
@@ -160,7 +167,7 @@ def _issue(core: Core, who: Incarnation, engine_version: int) -> Ticket:
     )
 
 
-def _reissue(core: Core, who: Incarnation, group: Group, engine_version: int) -> Ticket:
+def _reissue(core: Core, who: Incarnation, group: SampleGroup, engine_version: int) -> Ticket:
     """A ticket for the missing members of a group."""
     assert group.prompt is not None and core.state.trainer_version is not None
     core.state.reopened.pop(group.id)
@@ -184,8 +191,8 @@ def _reissue(core: Core, who: Incarnation, group: Group, engine_version: int) ->
     )
 
 
-def reopen(core: Core, group: Group, state: str, why: str = "", *, losses: int = 0) -> None:
-    """Nobody makes what is missing of the group any more: it is given out again, or the group ends in `state`.
+def reopen(core: Core, group: SampleGroup, state: str, why: str = "", *, losses: int = 0) -> None:
+    """Give out again what is missing of a group that nobody makes any more, or end the group in `state`.
 
     Members that are there stay, and the partial completions of the others, so that a producer's death costs at most
     what it sampled since it last saved them.
@@ -236,7 +243,7 @@ def put_samples(core: Core, who: Incarnation, event: PutSamples) -> Freed:
     """
     check_puts(core, who, event.puts)
     core.changed = bool(event.puts)
-    touched: dict[int, Group] = {}
+    touched: dict[int, SampleGroup] = {}
     for item in event.puts:
         mine = [row for row in item.rows if _is_open(core, who, row)]
         if len(mine) < len(item.rows):
@@ -259,7 +266,7 @@ def put_samples(core: Core, who: Incarnation, event: PutSamples) -> Freed:
 
 
 def collect_freed(core: Core, who: Incarnation) -> Freed:
-    """What the caller may use again since it last asked."""
+    """Extents that came free since the caller last asked."""
     freed = core.blocks.collect(who)
     core.changed = core.changed or bool(freed)
     return Freed(freed)
@@ -270,12 +277,12 @@ def _is_open(core: Core, who: Incarnation, row: RowPut) -> bool:
     return group is not None and group.holder == who and row.key.member in group.making
 
 
-def _sample(core: Core, row: RowPut, block: int) -> Sample:
+def _sample(core: Core, row: RowPut, block: int) -> SampleState:
     core.losses.generated(row.length)
-    return Sample(True, [Part(block, row.row)], row.length, row.priority, row.versions)
+    return SampleState(True, [SamplePart(block, row.row)], row.length, row.priority, row.versions)
 
 
-def _after_put(core: Core, group: Group) -> None:
+def _after_put(core: Core, group: SampleGroup) -> None:
     if not group.making:
         group.holder = None
         core.clear_deadline(group.id)
@@ -295,13 +302,13 @@ def _after_put(core: Core, group: Group) -> None:
         core.end(group, REFUSED)
 
 
-def return_extents(core: Core, puts: list[Put]) -> None:
-    """What was put is not kept: its memory goes straight back."""
+def return_extents(core: Core, puts: list[BlockPut]) -> None:
+    """Return the memory of puts that are not kept."""
     for extent in extents_in(puts):
         core.blocks.return_to_owner(extent, core.state.callers.alive)
 
 
-def check_puts(core: Core, who: Incarnation, puts: list[Put]) -> None:
+def check_puts(core: Core, who: Incarnation, puts: list[BlockPut]) -> None:
     """Raises:
     Refused: a put is not possible; nothing of the call was done.
     """
@@ -339,7 +346,7 @@ def check_versions(core: Core, what: str, row: RowPut) -> None:
             raise Refused(what, why=f"policy version {span.version} is not known")
 
 
-def check_rows(core: Core, who: Incarnation, puts: list[Put]) -> None:
+def check_rows(core: Core, who: Incarnation, puts: list[BlockPut]) -> None:
     """Raises:
     Refused: an extent is not in the caller's own slab, is in use, or comes twice; a block's rows do not fit it.
     """
@@ -352,7 +359,7 @@ def check_rows(core: Core, who: Incarnation, puts: list[Put]) -> None:
             )
 
 
-def check_fields(core: Core, who: Incarnation, puts: list[Put]) -> None:
+def check_fields(core: Core, who: Incarnation, puts: list[BlockPut]) -> None:
     """Raises:
     Refused: a field is not declared, or a sample is too large.
     """
@@ -376,7 +383,7 @@ def check_fields(core: Core, who: Incarnation, puts: list[Put]) -> None:
             )
 
 
-def _check_new(core: Core, who: Incarnation, puts: list[Put]) -> None:
+def _check_new(core: Core, who: Incarnation, puts: list[BlockPut]) -> None:
     """What a producer puts must be of use to some task, and must not lapse."""
     for item in puts:
         if not core.tasks_with(item.block.fields):
@@ -409,7 +416,7 @@ def put_groups(core: Core, who: Incarnation, event: PutGroups) -> GroupsPut:
     core.state.next_id += len(event.groups)
     at = 0
     for id_, size in enumerate(event.groups, first):
-        group = Group(id_, None, version or 0, 0, samples[at : at + size])
+        group = SampleGroup(id_, None, version or 0, 0, samples[at : at + size])
         at += size
         core.add_group(group)
         if size > 1 or core.policy.step_task:
@@ -423,19 +430,19 @@ def put_groups(core: Core, who: Incarnation, event: PutGroups) -> GroupsPut:
     return GroupsPut(list(range(first, first + len(event.groups))), core.blocks.collect(who))
 
 
-def _samples_in_order(core: Core, event: PutGroups) -> list[Sample]:
+def _samples_in_order(core: Core, event: PutGroups) -> list[SampleState]:
     (item,) = event.puts
     rows = item.block.rows
     block = core.blocks.add(item, rows, core.state.callers.alive)
     for length in item.lengths:
         core.losses.generated(length)
     lengths = item.lengths or repeat(-1, rows)
-    return [Sample(True, [Part(block, row)], length) for row, length in enumerate(lengths)]
+    return [SampleState(True, [SamplePart(block, row)], length) for row, length in enumerate(lengths)]
 
 
-def _samples_by_key(core: Core, event: PutGroups) -> list[Sample]:
+def _samples_by_key(core: Core, event: PutGroups) -> list[SampleState]:
     starts = list(accumulate(event.groups, initial=0))
-    samples = [Sample()] * starts[-1]
+    samples = [SampleState()] * starts[-1]
     for item in event.puts:
         block = core.blocks.add(item, len(item.rows), core.state.callers.alive)
         for row in item.rows:
@@ -473,7 +480,7 @@ def _check_groups(core: Core, who: Incarnation, event: PutGroups) -> None:
 
 
 def release_groups(core: Core, who: Incarnation, event: ReleaseGroups) -> None:
-    """The caller makes these groups no more."""
+    """The caller does not make these groups any more."""
     for id_ in event.groups:
         group = core.state.groups.get(id_)
         if group is not None and group.holder == who:
@@ -545,7 +552,7 @@ def _check_chunks(core: Core, who: Incarnation, chunks: Sequence[PartialChunk]) 
             raise Refused(what, why=f"its spans end at {at}, its {count} tokens at {one.start + count}")
 
 
-def _save_chunk(core: Core, group: Group, one: PartialChunk) -> int:
+def _save_chunk(core: Core, group: SampleGroup, one: PartialChunk) -> int:
     sample, limits = group.samples[one.key.member], core.state.limits
     old = sample.partial
     have = old.length if old is not None else 0
@@ -570,8 +577,8 @@ def _save_chunk(core: Core, group: Group, one: PartialChunk) -> int:
     return new.length
 
 
-def made_progress(core: Core, group: Group) -> None:
-    """There is more of the group than there ever was."""
+def made_progress(core: Core, group: SampleGroup) -> None:
+    """Reset what counts fruitless tickets: there is more of the group than ever before."""
     group.idle = 0
     # Where the next loss ends the group, nothing less than all of it is of use.
     if group.prompt is not None and (core.policy.on_failed_member != "drop" or group.complete):
@@ -615,18 +622,18 @@ def load_partials(core: Core, who: Incarnation, keys: Sequence[SampleKey]) -> li
     return found
 
 
-def partial_lengths(group: Group) -> dict[int, int]:
+def partial_lengths(group: SampleGroup) -> dict[int, int]:
     """Tokens held of each member that is to be made, for its ticket."""
     return {n: held.length for n in group.making if (held := group.samples[n].partial) is not None}
 
 
-def has_partials(group: Group) -> bool:
-    """Whether something of an unfinished member is kept."""
+def has_partials(group: SampleGroup) -> bool:
+    """Whether a partial completion of a member is held."""
     return any(sample.partial is not None for sample in group.samples)
 
 
-def count_reissue(core: Core, group: Group) -> None:
-    """The group is about to be given out again, which must not go on for ever without progress."""
+def count_reissue(core: Core, group: SampleGroup) -> None:
+    """Count another ticket for the group. After several without progress its partial completions are dropped."""
     group.idle += 1
     if group.idle > IDLE_ISSUES and has_partials(group):
         core.tally("partials_dropped")
@@ -636,8 +643,8 @@ def count_reissue(core: Core, group: Group) -> None:
         core.tally("resumed_tokens", sum(partial_lengths(group).values()))
 
 
-def recycle(core: Core, group: Group) -> bool:
-    """Let a surplus group go on. False if that is not wanted, or nothing of it is unfinished and begun."""
+def recycle(core: Core, group: SampleGroup) -> bool:
+    """Let a surplus group continue. False if the policy drops it, or nothing of it is unfinished and begun."""
     if core.policy.on_surplus != "recycle" or (group.holder is None and not has_partials(group)):
         return False
     group.recycled = True
@@ -647,8 +654,8 @@ def recycle(core: Core, group: Group) -> bool:
     return regenerate_stale_members(core, group)
 
 
-def regenerate_stale_members(core: Core, group: Group) -> bool:
-    """Have members of a recycled group made again that are over-stale as a whole.
+def regenerate_stale_members(core: Core, group: SampleGroup) -> bool:
+    """Regenerate members of a recycled group that are over-stale as a whole.
 
     A group that is complete keeps its other members, so that one that took long is not lost with short ones that were
     done before it. False if nothing else is left, or its composition is fixed.

@@ -9,10 +9,10 @@ from typing import Any
 from relax_rt.transport.base.versions import VersionRecord, VersionTree
 from relax_rt.transport.memory.block_table import BlockTable
 from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.queue.ledger.lengths import Losses
+from relax_rt.transport.queue.ledger.lengths import LengthStatistics
 from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy
-from relax_rt.transport.queue.ledger.state import Group, Lease, Part, Sample, State
+from relax_rt.transport.queue.ledger.state import Lease, SampleGroup, SamplePart, SampleState, State
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -25,7 +25,7 @@ ROOM = "room"
 
 
 class Core:
-    """State, version tree, indices of ready work, deadlines and counts.
+    """State, version tree, indices of ready work, deadlines and counts; the other modules are functions over it.
 
     Deadlines are not part of the state: renewals are not journaled, and after a restart leases start again at
     full length.
@@ -43,7 +43,7 @@ class Core:
         self.step_ready: OrderedDict[int, None] = OrderedDict()
         self.held = 0
         """Samples in groups that are not yet trained."""
-        self.losses = Losses()
+        self.losses = LengthStatistics()
         self.partials_refused: Counter[str] = Counter()
         """Marks not kept since this broker started, by reason."""
         self._lags: dict[int, int] = {}
@@ -65,14 +65,14 @@ class Core:
         return self.state.blocks
 
     def log(self, kind: str, **fields: Any) -> None:
-        """Something to show in the event log."""
+        """Add a notice for the event log."""
         self.notices.append((kind, fields))
 
     def tally(self, what: str, n: int = 1) -> None:
         self.state.tallies[what] = self.state.tallies.get(what, 0) + n
 
     def count_end(self, what: str, n: int = 1) -> None:
-        """Samples that came to a terminal state."""
+        """Count samples that reached a terminal state."""
         self.state.ended[what] = self.state.ended.get(what, 0) + n
 
     def new_id(self) -> int:
@@ -80,19 +80,19 @@ class Core:
         return self.state.next_id - 1
 
     def start_deadline(self, id_: int) -> None:
-        """The ticket or lease runs at full length from now."""
+        """Start the deadline of a ticket or lease at full length from now."""
         self.renew(id_, self.now)
 
     def renew(self, id_: int, now: float) -> None:
-        """The ticket or lease runs at full length from `now`."""
+        """Start the deadline of a ticket or lease at full length from `now`."""
         self.deadlines[id_] = now + self.state.limits.lease_s
 
     def clear_deadline(self, id_: int) -> None:
-        """The ticket or lease is not held any more."""
+        """Clear the deadline: the ticket or lease is not held any more."""
         self.deadlines.pop(id_, None)
 
     def unpin(self, extents: Iterable[Extent]) -> None:
-        """One reference less on each extent."""
+        """Release one reference on each extent."""
         self.blocks.unpin(extents, self.state.callers.alive)
 
     # --- staleness
@@ -104,7 +104,7 @@ class Core:
             self._lags[version] = self.tree.distance(self.state.trainer_version, version)
         return self._lags[version]
 
-    def staleness(self, group: Group, member: int | None = None) -> int:
+    def staleness(self, group: SampleGroup, member: int | None = None) -> int:
         """Longest distance from the trainer's weights to any version in the group, or in one member.
 
         Members that are not there yet count with the version of the engine that makes them, and with those of their
@@ -123,12 +123,12 @@ class Core:
             versions.add(group.base)
         return max((self.lag(version) for version in versions), default=0)
 
-    def _unmasked(self, sample: Sample) -> int:
+    def _unmasked(self, sample: SampleState) -> int:
         lags = [self.lag(span.version) for span in sample.spans]
         return max((lag for lag in lags if lag <= self.policy.max_staleness), default=min(lags))
 
-    def masked(self, group: Group, sample: Sample) -> list[tuple[int, int]]:
-        """Token ranges over the bound, which count as context."""
+    def masked(self, group: SampleGroup, sample: SampleState) -> list[tuple[int, int]]:
+        """Token ranges over the staleness bound, whose loss mask counts as 0."""
         if not (self.policy.on_straggler == "mask" or group.recycled) or self.state.trainer_version is None:
             return []
         return [(s.start, s.end) for s in sample.spans if self.lag(s.version) > self.policy.max_staleness]
@@ -150,7 +150,7 @@ class Core:
         for group in self.state.groups.values():
             self.lapse_columns(group)
 
-    def outdated(self, part: Part) -> bool:
+    def outdated(self, part: SamplePart) -> bool:
         """Whether its columns were computed with other weights than the trainer's, and depend on them."""
         return part.version >= 0 and self.state.trainer_version is not None and self.lag(part.version) > 0
 
@@ -159,13 +159,13 @@ class Core:
         """What counts against the capacity: payloads in shared memory, and partial completions."""
         return self.state.blocks.payload_bytes + self.state.partials_bytes
 
-    def drop_partial(self, sample: Sample) -> None:
+    def drop_partial(self, sample: SampleState) -> None:
         """Drop the sample's partial completion."""
         if sample.partial is not None:
             self.state.partials_bytes -= sample.partial.nbytes
             sample.partial = None
 
-    def lapse_columns(self, group: Group) -> None:
+    def lapse_columns(self, group: SampleGroup) -> None:
         """Columns of other weights are not there any more, and the tasks that put them are to do it again.
 
         All that such a task put lapses with them: it will put all of it again. Who is at work on what lapsed finishes
@@ -189,7 +189,7 @@ class Core:
     # --- indices
 
     def reindex(self) -> None:
-        """Find all ready work anew."""
+        """Rebuild the indices of ready work."""
         self._tasks.clear()
         self.ready = {task: OrderedDict() for task in self.policy.tasks if task != self.policy.step_task}
         self.step_ready.clear()
@@ -209,15 +209,15 @@ class Core:
             self._tasks[fields] = tasks
         return tasks
 
-    def tasks_for(self, sample: Sample) -> tuple[str, ...]:
+    def tasks_for(self, sample: SampleState) -> tuple[str, ...]:
         """Tasks all of whose fields the sample has."""
         if not sample.generated:
             return ()
         blocks = self.blocks.blocks
         return self.tasks_with(*[blocks[part.block].ref.fields for part in sample.parts])
 
-    def refresh(self, group: Group) -> None:
-        """Enter what of the group is ready for which task, after any change of it."""
+    def refresh(self, group: SampleGroup) -> None:
+        """Index what of the group is ready for which task, after any change of it."""
         step_task = self.policy.step_task
         step_ready = bool(step_task) and group.holder is None and not group.lease
         for member, sample in enumerate(group.samples):
@@ -240,7 +240,7 @@ class Core:
         else:
             self.step_ready.pop(group.id, None)
 
-    def index_single(self, group: int, sample: Sample) -> None:
+    def index_single(self, group: int, sample: SampleState) -> None:
         """What `refresh` does for the only sample of a group that was just put."""
         key = SampleKey(group, 0)
         for task in self.tasks_with(self.blocks.blocks[sample.parts[0].block].ref.fields):
@@ -248,19 +248,19 @@ class Core:
             self.touched.add(task)
 
     def requeue_first(self, task: str, keys: Sequence[SampleKey]) -> None:
-        """What comes back to a task goes before what is new, in the order of `keys`."""
+        """Put samples that come back to a task before new ones, in the order of `keys`."""
         ready = self.ready.get(task, OrderedDict[SampleKey, None]())
         for key in reversed(keys):
             if key in ready:
                 ready.move_to_end(key, last=False)
 
-    def add_group(self, group: Group) -> None:
-        """A group is there from now on."""
+    def add_group(self, group: SampleGroup) -> None:
+        """Add a group."""
         self.state.groups[group.id] = group
         self.held += group.size
 
-    def remove_group(self, group: Group) -> None:
-        """The group is not among those to be trained any more, and nothing of it is offered."""
+    def remove_group(self, group: SampleGroup) -> None:
+        """Remove a group from those to be trained, and all of it from the indices."""
         if self.state.groups.pop(group.id, None) is not None:
             self.held -= group.size
         for key in group.sample_keys():
@@ -273,14 +273,14 @@ class Core:
         self.recheck_stragglers()
 
     def recheck_stragglers(self) -> None:
-        """A group changed that a batch may be held for as a straggler."""
+        """Wake the trainer: a group changed that its batch may be waiting for as a straggler."""
         if self.state.blocked_since is not None:
             self.touched.add(self.policy.step_task)
 
     # --- the end of samples, groups and leases
 
-    def drop_parts(self, sample: Sample, parts: Sequence[Part] | None = None) -> None:
-        """These columns of the sample are needed no more; all of them if none are named."""
+    def drop_parts(self, sample: SampleState, parts: Sequence[SamplePart] | None = None) -> None:
+        """Drop these columns of the sample; all of them if none are named."""
         gone = sample.parts if parts is None else parts
         sample.parts = [] if parts is None else [part for part in sample.parts if part not in gone]
         for part in gone:
@@ -288,7 +288,7 @@ class Core:
 
     def end(
         self,
-        group: Group,
+        group: SampleGroup,
         state: str,
         *,
         member_states: dict[int, str] | None = None,
@@ -336,7 +336,7 @@ class Core:
             **why,
         )
 
-    def finish_if_done(self, group: Group) -> None:
+    def finish_if_done(self, group: SampleGroup) -> None:
         """Without a step task a group is finished when all tasks are done with all of it."""
         tasks = len(self.policy.tasks)
         if self.policy.step_task:
@@ -379,7 +379,7 @@ class Core:
             self.unpin(lease.pins)
 
     def release_pins(self, lease: Lease) -> None:
-        """The holder of an ended lease does not read its memory any more."""
+        """Release the pins of an ended lease: its holder does not read its memory any more."""
         del self.state.pinned[lease.id]
         self.unpin(lease.pins)
 
@@ -389,22 +389,22 @@ class Core:
         found.update(lease.holder for lease in self.state.pinned.values())
         return found
 
-    def groups_of(self, lease: Lease) -> list[Group]:
+    def groups_of(self, lease: Lease) -> list[SampleGroup]:
         """The lease's groups that are still there and not yet trained."""
         return [self.state.groups[id_] for id_ in lease.groups() if id_ in self.state.groups]
 
-    def samples_of(self, lease: Lease) -> list[tuple[SampleKey, Sample]]:
+    def samples_of(self, lease: Lease) -> list[tuple[SampleKey, SampleState]]:
         """The samples that the lease of a task other than the step task still holds.
 
-        A member that was made again under its old key is another sample, which this lease never held.
+        A member that was regenerated under its old key is another sample, which this lease never held.
         """
-        found: list[tuple[SampleKey, Sample]] = []
+        found: list[tuple[SampleKey, SampleState]] = []
         for key in lease.keys:
             group = self.state.groups.get(key.group)
             if group is not None and group.samples[key.member].leases.get(lease.task) == lease.id:
                 found.append((key, group.samples[key.member]))
         return found
 
-    def blocks_of(self, samples: Iterable[Sample]) -> list[int]:
+    def blocks_of(self, samples: Iterable[SampleState]) -> list[int]:
         """Ids of the blocks that hold columns of these samples, each once."""
         return list(dict.fromkeys([part.block for sample in samples for part in sample.parts]))

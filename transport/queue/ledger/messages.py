@@ -65,7 +65,7 @@ class RowPut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     priority: Finite = 0.0
 
 
-class Put(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class BlockPut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A block and whose its rows are. Every row belongs to one sample, and no sample is twice in a block.
 
     rows: empty in an offer of one block whose rows are the samples of its groups, in order; lengths are theirs then,
@@ -81,7 +81,7 @@ class Put(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """The right to generate one group, or the members of it that are missing, held until its lease lapses.
+    """The right to generate one group, or its missing members, held until its lease lapses.
 
     Attributes:
         group: id of the group.
@@ -202,7 +202,7 @@ class SampleInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     masked: list[tuple[int, int]] = []
 
 
-class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class SampleRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Leased samples without prompt and versions that follow each other: a short form of as many SampleInfos.
 
     Attributes:
@@ -237,7 +237,7 @@ class LeaseGrant(msgspec.Struct, frozen=True, gc=False):
 
     lease: int
     samples: list[SampleInfo]
-    runs: list[Run] = []
+    runs: list[SampleRun] = []
     blocks: list[BlockRef] = []
     blobs: list[BlobRef] = []
     remote: dict[str, str] = {}
@@ -424,9 +424,9 @@ class Granted(msgspec.Struct, frozen=True, tag="granted", gc=False):
     lease: int
 
 
-class Done(msgspec.Struct, frozen=True, tag="done", gc=False):
+class Acknowledged(msgspec.Struct, frozen=True, tag="done", gc=False):
     """The reply of calls that have nothing to say."""
 
 
-Reply = Admission | GroupsPut | StepReply | SavedPartials | ItemsAssigned | Freed | Granted | Done
+Reply = Admission | GroupsPut | StepReply | SavedPartials | ItemsAssigned | Freed | Granted | Acknowledged
 """What the ledger keeps of its replies, so that a call that comes again gets the first one."""

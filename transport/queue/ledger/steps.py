@@ -25,13 +25,13 @@ from relax_rt.transport.queue.ledger.events import (
 from relax_rt.transport.queue.ledger.failures import REPORT_EVERY_S, report_losses, reset_failures
 from relax_rt.transport.queue.ledger.messages import ItemsAssigned, StepReply
 from relax_rt.transport.queue.ledger.selection import refuse_stale
-from relax_rt.transport.queue.ledger.state import Group, Lease, Sample, TrainedGroup
+from relax_rt.transport.queue.ledger.state import Lease, SampleGroup, SampleState, TrainedGroup
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
 
 def complete_step(core: Core, who: Incarnation, event: CompleteStep) -> StepReply:
-    """The step over the groups of the leases is done; the trainer's weights are now `weights`."""
+    """The optimizer step over the groups of the leases is done; the trainer's weights are now `weights`."""
     state = core.state
     what = f"step {event.step} of {who}"
     leases = [step_lease(core, who, id_, what) for id_ in dict.fromkeys(event.leases)]
@@ -108,8 +108,8 @@ def _train(core: Core, lease: Lease, event: CompleteStep) -> None:
             core.losses.used(sample.length)
 
 
-def _skip(core: Core, group: Group) -> None:
-    """The step was thrown away: its samples will not be trained on again, and their memory is free at once."""
+def _skip(core: Core, group: SampleGroup) -> None:
+    """The step was thrown away: its samples end as skipped, and their memory is free at once."""
     core.count_end("skipped", group.size)
     for _, sample in group.members():
         core.losses.lost(sample.length, "skipped")
@@ -201,7 +201,7 @@ def rollback(core: Core, who: Incarnation, event: Rollback) -> None:
 
 def _offer_again(core: Core, undone: list[TrainedGroup]) -> None:
     state = core.state
-    again: list[Group] = []
+    again: list[SampleGroup] = []
     for record in undone:
         group = state.trained.pop(record.group, None)
         if group is None:
@@ -262,14 +262,14 @@ def lose_payloads(core: Core) -> None:
     core.changed = True
 
 
-def _keep_partials(core: Core, group: Group) -> None:
+def _keep_partials(core: Core, group: SampleGroup) -> None:
     """Only its partial completions are left, in the journal: finished members are made again, the others go on."""
     if group.holder is not None:
         reopen(core, group, "dropped(producer gone)")
     finished = [member for member, sample in enumerate(group.samples) if sample.generated and not sample.excluded]
     for member in finished:
         core.losses.lost(group.samples[member].length, "lost")
-        group.samples[member] = Sample()
+        group.samples[member] = SampleState()
     if finished:
         core.log("members_ended", group=group.id, members=finished, state="lost")
     core.count_end("lost", len(finished))
@@ -317,7 +317,7 @@ def filter_groups(core: Core, who: Incarnation, event: FilterGroups) -> None:
     if not lease.keys:
         core.close(lease, pinned=event.pinned)
     elif not event.pinned:
-        _let_go(core, lease)
+        _unpin_filtered(core, lease)
 
 
 def _rule(core: Core, reason: str) -> str:
@@ -327,8 +327,8 @@ def _rule(core: Core, reason: str) -> str:
     return name if name in known or len(known) < RULES else "filtered(others)"
 
 
-def _let_go(core: Core, lease: Lease) -> None:
-    """Its holder reads only what the rest of it needs."""
+def _unpin_filtered(core: Core, lease: Lease) -> None:
+    """Unpin what only the filtered groups needed."""
     needed = set(core.blocks_of(sample for group in core.groups_of(lease) for _, sample in group.members()))
     lease.blocks = [id_ for id_ in lease.blocks if id_ in needed]
     pins = core.blocks.extents_of(lease.blocks)
@@ -338,7 +338,7 @@ def _let_go(core: Core, lease: Lease) -> None:
 
 
 def request_surplus(core: Core, who: Incarnation, event: RequestSurplus) -> None:
-    """So many groups may be under way beyond the bound until the next step; a later word counts instead."""
+    """Allow so many groups beyond the bound until the next step; a later request replaces this one."""
     what = f"asking for {event.groups} groups by {who}"
     if not core.policy.group_size:
         raise Refused(what, why="this queue has no prompts")

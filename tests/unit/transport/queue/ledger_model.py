@@ -13,7 +13,7 @@ from ledger_model_holdings import Holdings
 from ledger_model_parts import Group, Lease, Part, Sample
 
 from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.queue.ledger.messages import Put, SampleKey, Ticket
+from relax_rt.transport.queue.ledger.messages import BlockPut, SampleKey, Ticket
 from relax_rt.transport.rpc.identity import Incarnation
 
 TRAIN = "train"
@@ -61,7 +61,7 @@ class Model(Holdings):
         fresh = self.lag(engine_version) <= self.policy.max_staleness
         return fresh and not full and self.outstanding() + size <= self.bound(engine_version) + surplus
 
-    def put(self, who: Incarnation, puts: list[Put]) -> None:
+    def put(self, who: Incarnation, puts: list[BlockPut]) -> None:
         touched: dict[int, Group] = {}
         for put in puts:
             mine = [row for row in put.rows if self._makes(who, row.key)]
@@ -243,7 +243,7 @@ class Model(Holdings):
         if pinned:
             self.pinned[lease.id] = lease
 
-    def complete(self, who: Incarnation, id_: int, puts: list[Put], failed: set[SampleKey], pinned: bool) -> None:
+    def complete(self, who: Incarnation, id_: int, puts: list[BlockPut], failed: set[SampleKey], pinned: bool) -> None:
         lease = self.leases.get(id_)
         if lease is None or lease.holder != who:
             if not pinned:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from ledger_model_parts import Block, Group, Lease, Sample
 
 from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.queue.ledger.messages import Put
+from relax_rt.transport.queue.ledger.messages import BlockPut
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 
 
@@ -95,7 +95,7 @@ class Holdings:
     def payload_bytes(self) -> int:
         return sum(extent.nbytes for extent in self.references() if not extent.slab.startswith("spill"))
 
-    def new_block(self, put: Put) -> Block:
+    def new_block(self, put: BlockPut) -> Block:
         named = {digest for block in self.blocks() for digest in block.digests}
         for blob in put.blobs:
             if blob.digest not in named:

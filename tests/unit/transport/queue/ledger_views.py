@@ -8,11 +8,11 @@ from collections import Counter
 from typing import Any
 
 from ledger_model import Model
-from ledger_model_parts import Group as ModelGroup
 from ledger_model_parts import Lease as ModelLease
+from ledger_model_parts import SampleGroup as ModelGroup
 
 from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.queue.ledger.state import Group, Lease, PartialTokens, State
+from relax_rt.transport.queue.ledger.state import Lease, PartialTokens, SampleGroup, State
 
 
 def of_ledger(state: State) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def _place(extent: Extent | None) -> tuple[str, int]:
     return _at(extent) if extent is not None else ("", 0)
 
 
-def _group(state: State, group: Group) -> tuple[Any, ...]:
+def _group(state: State, group: SampleGroup) -> tuple[Any, ...]:
     blocks, prompt = state.blocks.blocks, group.prompt
     assert prompt is not None
     samples = [

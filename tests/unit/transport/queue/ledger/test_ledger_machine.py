@@ -20,10 +20,10 @@ from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.admission import load_partials
 from relax_rt.transport.queue.ledger.messages import (
     Admission,
+    BlockPut,
     GroupsPut,
     ItemsAssigned,
     LeaseGrant,
-    Put,
     RowPut,
     SampleKey,
     SavedPartials,
@@ -89,11 +89,11 @@ class LedgerMachine(Consumers):
 
     def fresh(self, slot: str) -> Incarnation:
         who = Incarnation(slot, next(self.epochs))
-        self.d.apply(ev.Join(), who)
+        self.d.apply(ev.JoinQueue(), who)
         self.m.end_work(lambda other: other.slot == slot and other.epoch < who.epoch, dead=False)
         return who
 
-    def got(self, who: Incarnation, freed: list[Extent], puts: list[Put] = ()) -> None:  # type: ignore[assignment]
+    def got(self, who: Incarnation, freed: list[Extent], puts: list[BlockPut] = ()) -> None:  # type: ignore[assignment]
         self.brought.setdefault(owner_key(who), set()).update(extents_in(puts))
         self.returned.setdefault(owner_key(who), []).extend(freed)
 
