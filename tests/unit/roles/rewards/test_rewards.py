@@ -555,7 +555,7 @@ async def test_a_setup_that_fails_waits_for_no_function_that_loads_for_long(monk
         raise RelaxError("the tokenizer")
 
     monkeypatch.setattr(role.rewards, "start", start)
-    monkeypatch.setattr(role, "_composed", lambda: role.rewards)
+    monkeypatch.setattr(role, "_make_rewards", lambda: role.rewards)
     monkeypatch.setattr(role, "_load", load)
     async with asyncio.timeout(120):
         with pytest.raises(RelaxError, match="the tokenizer"):
