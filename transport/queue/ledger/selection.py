@@ -88,7 +88,8 @@ class BatchSampler(Protocol):
 
         Args:
             units: what is ready, oldest first; made as it is read, so read no more than needed.
-            request: with groups, exactly so many units, or none and `waiting_on`; fewer only where `tokens` end the batch.
+            request: with groups, exactly so many units, or none and `waiting_on`; fewer only where `tokens` end the
+                batch.
         """
 
 
