@@ -129,6 +129,8 @@ def batch_of(core: Core, lease: Lease, held: Iterable[tuple[SampleKey, SampleSta
     Columns that came after the lease was granted are not in it: their memory is not pinned for its holder.
     held: its samples, if they are at hand.
     """
+    # Blocks put after the grant are left out: only those of the grant are pinned, so that a batch that is asked for
+    # again (its first answer was lost) shows exactly the memory that its holder may read.
     told = set(lease.blocks)
     place: dict[int, int] = {}
     infos: list[SampleInfo] = []
