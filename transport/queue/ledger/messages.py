@@ -68,8 +68,8 @@ class RowPut(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class BlockPut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A block and whose its rows are. Every row belongs to one sample, and no sample is twice in a block.
 
-    rows: empty in a put of groups in one block whose rows are the samples of its groups, in order; lengths are theirs then,
-    or empty if the block does not hold tokens.
+    rows: empty where one block's rows are the samples of the put's groups, in order; lengths are theirs then, or
+    empty if the block does not hold tokens.
     version: the weights that the columns were computed with, for fields that the policy lists as versioned.
     """
 
