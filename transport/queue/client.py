@@ -17,7 +17,7 @@ import msgspec
 
 from relax_rt.transport.base.calls import CallStatistics, NumberedCalls
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.memory.arena import Reader, ReaderStatistics, Writer, WriterStatistics
+from relax_rt.transport.memory.arena import ArenaReader, ArenaReaderStatistics, ArenaWriter, ArenaWriterStatistics
 from relax_rt.transport.memory.fields import check_row, parse_fields
 from relax_rt.transport.memory.payload_fetcher import Fetcher
 from relax_rt.transport.memory.refs import Extent, extents_in, owner_of
@@ -77,8 +77,8 @@ class QueueClientStatistics(msgspec.Struct, frozen=True):
     pinned_leases: int
     tickets: int
     waiting_on: str
-    arena: WriterStatistics
-    reader: ReaderStatistics
+    arena: ArenaWriterStatistics
+    reader: ArenaReaderStatistics
 
 
 class QueueClient:
@@ -129,8 +129,8 @@ class QueueClient:
     ) -> None:
         self.api, self.who = api, who
         self._fetcher, self._fetch_s = fetcher, fetch_s
-        self.arena = Writer(shm_dir, who, slab_bytes=slab_bytes, capacity_bytes=capacity_bytes)
-        self.reader = Reader(shm_dir, spill_dir, source=fetcher.memory if fetcher is not None else None)
+        self.arena = ArenaWriter(shm_dir, who, slab_bytes=slab_bytes, capacity_bytes=capacity_bytes)
+        self.reader = ArenaReader(shm_dir, spill_dir, source=fetcher.memory if fetcher is not None else None)
         self.groups: dict[int, int] = {}
         """Tickets held: members not yet put, by group."""
         self.leases: set[int] = set()

@@ -34,7 +34,7 @@ from relax_rt.roles.agentic.samples import make_sample  # noqa: E402
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger  # noqa: E402
 from relax_rt.roles.base.sample import Sample, SampleMeta  # noqa: E402
 from relax_rt.roles.training.batch.collate import MicroBatch, collate  # noqa: E402
-from relax_rt.roles.training.batch.logprobs import predicted  # noqa: E402
+from relax_rt.roles.training.batch.logprobs import token_logprobs  # noqa: E402
 from relax_rt.roles.training.batch.rows import shared_rows  # noqa: E402
 from relax_rt.transport.queue.ledger.messages import Ticket  # noqa: E402
 
@@ -200,7 +200,9 @@ def check_recomputed(client: Client, batch: MicroBatch, of: dict[int, tuple[int,
     """At a token's version the model gives its log-probability again, where its cache was of that version, too."""
     for version in {version for version, _ in of.values()}:
         with torch.no_grad():
-            again, _ = predicted(client.world.model(version), batch, temperature=client.temperature, autocast=False)
+            again, _ = token_logprobs(
+                client.world.model(version), batch, temperature=client.temperature, autocast=False
+            )
         caches = [of[place] for place in batch.token.tolist()]
         same, older = (torch.tensor([v == version and (kv == v) is own for v, kv in caches]) for own in (True, False))
         wrong = (again - batch.behaviour).abs() > TOLERANCE
