@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
+from relax_rt.roles.base.episodes import plays_episodes
 from relax_rt.roles.base.locations import MODEL_CODE, model_folder
 from relax_rt.roles.base.progress import without_retired
 from relax_rt.roles.base.role import RLRole
@@ -29,7 +30,7 @@ from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.roles.rollout import engine_factory
 from relax_rt.roles.rollout.engines.base import Chunk, Engine, GroupRequest
 from relax_rt.roles.rollout.engines.routing import RoutingShape
-from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable, has_environments
+from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable
 from relax_rt.roles.rollout.engines.time_slicing import EngineTimeSlicing, MemoryGate
 from relax_rt.roles.rollout.generation import MAX_REQUESTS, GenerationService, serve_generation
 from relax_rt.roles.rollout.router.admission import CapLimits, EngineCap
@@ -94,7 +95,7 @@ class RolloutRole(RLRole[RolloutSettings]):
         self._unreliable = False
         """The engine failed, or may sample from incomplete weights: nothing that it makes is kept any more."""
         self._measured = (0, time.monotonic())
-        self.serves_only = has_environments(self.config)
+        self.serves_only = plays_episodes(self.config)
         """Environments play the groups: this role admits none, and generates what they request."""
         self.memory_gate = MemoryGate()
         self.time_slicing = self._time_slicing() if self.table(AlgorithmTable).mode in SHARING else None

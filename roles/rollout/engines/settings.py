@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import Filled, RoleSettings, RunConfig, Seconds, Table
+from relax_rt.roles.base.episodes import episode_tokens
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.models.settings import ChosenDtype, Parallel
 
@@ -17,9 +18,9 @@ class SamplingTable(Table):
     """How completions are sampled. Truncating samplers are refused: their tokens have no behaviour log-probability."""
 
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
-    """What logits are divided by; greedy sampling would leave nothing to compare. Evaluations have their own."""
+    """Divides the logits; greedy sampling has no behaviour log-probabilities to compare. Evaluations have their own."""
     max_new_tokens: Annotated[int, Field(ge=1, le=131_072)] = 256
-    """Tokens of a completion at most; what is cut there is treated as algorithm.truncated says."""
+    """Maximum tokens of a completion; algorithm.truncated says how a completion cut there is trained."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Only 1.0, all tokens, can be trained on."""
     top_k: Annotated[int, Field(ge=0)] = 0
@@ -35,7 +36,7 @@ class SamplingTable(Table):
 
 
 class ColocationTable(Table):
-    """How long engines may take over turns, with mode = "colocate" or "hybrid"."""
+    """Deadlines of time slicing between engines and trainer, with mode = "colocate" or "hybrid"."""
 
     give_way_s: Seconds = 150.0
     """To end what is in flight, tokens kept, and to give memory back. An engine that takes longer ends and is started
@@ -71,7 +72,7 @@ class SglangTable(Table):
 
 
 class EngineSettings(RoleSettings):
-    """What every role with an inference engine has. `gpus` of a slot, unless given: tensor_parallel x data_parallel
+    """Settings of roles with an inference engine. `gpus` of a slot, unless given: tensor_parallel x data_parallel
     for sglang, none for embedded."""
 
     engine: Literal["embedded", "sglang"] = "embedded"
@@ -82,15 +83,15 @@ class EngineSettings(RoleSettings):
     max_sequences: Annotated[int, Field(ge=1, le=4096)] = 64
     """Sequences decoded at the same time."""
     tensor_parallel: Parallel = 1
-    """GPUs over which each layer of one replica is cut (sglang)."""
+    """GPUs over which each layer of one replica is sharded (sglang)."""
     data_parallel: Parallel = 1
     """Replicas within one engine (sglang)."""
     expert_parallel: Parallel = 1
-    """GPUs of a replica over which experts are dealt out; divides tensor_parallel (sglang)."""
+    """GPUs of a replica over which experts are distributed; divides tensor_parallel (sglang)."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
-    """Part of a GPU's memory for weights and KV cache together; the rest is for all else (sglang)."""
+    """Share of a GPU's memory for weights and KV cache together (sglang)."""
     prefill_tokens: Annotated[int, Field(ge=64, le=1 << 20)] = 8192
-    """Prompt tokens that one forward pass takes at most (sglang)."""
+    """Maximum prompt tokens of one forward pass (sglang)."""
     sglang: SglangTable = SglangTable()
     """The server, with engine = "sglang"."""
 
@@ -113,23 +114,7 @@ class RolloutSettings(EngineSettings):
     of the cache), or compute it again under the new weights."""
 
 
-def _episodes(config: RunConfig) -> RoleSettings | None:
-    """The table of the role that plays episodes, unless a role of the user's own takes its place.
-
-    Looked up by its name: the room of environments stands above this one.
-    """
-    table = config.roles.get("env")
-    return table if isinstance(table, RoleSettings) and table.target is None else None
-
-
-def has_environments(config: RunConfig) -> bool:
-    """Whether environments play the groups, so that rollouts generate only what these request."""
-    return _episodes(config) is not None
-
-
 def longest_tokens(config: RunConfig) -> int:
     """Tokens of the longest sample that the config allows."""
-    episodes: Any = _episodes(config)
-    if episodes is not None:
-        return int(episodes.max_tokens)
-    return config.table(DataTable).max_prompt_tokens + config.table(SamplingTable).max_new_tokens
+    prompted = config.table(DataTable).max_prompt_tokens + config.table(SamplingTable).max_new_tokens
+    return episode_tokens(config) or prompted
