@@ -8,7 +8,7 @@ from pydantic import Field
 
 from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import Filled, RoleSettings, RunConfig, Seconds
-from relax_rt.roles.base.episodes import DEFAULT_MAX_TOKENS, plays_episodes
+from relax_rt.roles.base.episodes import DEFAULT_MAX_TOKENS, KIND, plays_episodes
 from relax_rt.roles.rewards.settings import ComponentTable
 
 PROGRAM = "program"
