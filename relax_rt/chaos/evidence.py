@@ -18,7 +18,7 @@ from relax_rt.process import procfs
 from relax_rt.supervision.control import FoundRun, find_run
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RUNNING, RunPaths, read_json
 from relax_rt.transport.base.journal import Journal
-from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.events import JournalEntry
 from relax_rt.transport.rpc.errors import RelaxError
 
 MAX_SHOWN = 12
@@ -229,7 +229,7 @@ def queue_writes(folder: Path, *, patient: bool) -> tuple[bool, list[Write], str
 
 def _read_copy(folder: Path) -> list[Write]:
     """Read a copy of the journal, because opening a journal repairs it."""
-    decode = msgspec.msgpack.Decoder(Entry).decode
+    decode = msgspec.msgpack.Decoder(JournalEntry).decode
     with tempfile.TemporaryDirectory(prefix="relax-chaos-journal-") as copy:
         for pattern in (SNAPSHOTS, SEGMENTS):
             for path in sorted(folder.glob(pattern)):
@@ -242,7 +242,7 @@ def _read_copy(folder: Path) -> list[Write]:
         return [_write(decode(data)) for _, data in records]
 
 
-def _write(entry: Entry) -> Write:
+def _write(entry: JournalEntry) -> Write:
     tag = type(entry.event).__struct_config__.tag
     about = getattr(entry.event, "who", None)
     who = str(entry.who) if entry.who is not None else ""

@@ -210,6 +210,10 @@ class Placer:
             return NoRoom(self._why(need, pin, 1))
         order = list(self._rooms)
 
+        # Compared from left to right. Memory before cores: a node that swaps or kills costs a run more than one that
+        # is slow. The number of the same role before the load: slots of one role do the same work at the same time,
+        # and a lost node should cost a role as few of its slots as possible. The node before among equals, for its
+        # warm caches.
         def cost(room: _NodeState) -> tuple[bool, bool, int, float, bool, int]:
             load = (room.threads + need.threads) / max(1, room.node.cores)
             elsewhere = self._before.get(need.slot) != room.node.name

@@ -62,6 +62,8 @@ class SystemRoles:
         if not self._has_registry:
             self._last_epoch += 1
             return self._last_epoch
+        # One token for all attempts: the registry answers a repeated call with the epoch that it issued for the first,
+        # so that a lost reply costs no epoch.
         token = secrets.token_hex(8)
         while True:
             try:

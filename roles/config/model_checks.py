@@ -120,7 +120,7 @@ def engine_warnings(config: RLConfig, folder: Path) -> Iterator[str]:
 
 def _journal(config: RLConfig, table: RolloutSettings, shape: RoutingShape) -> Iterator[str]:
     token_bytes = TOKEN_BYTES + shape.row_bytes
-    kept = QueueLimits().mark_bytes // token_bytes
+    kept = QueueLimits().partial_bytes // token_bytes
     members = table.count * table.groups_in_flight * config.algorithm.group_size
     need = members * min(kept, config.sampling.max_new_tokens) * token_bytes
     if need > config.queue.marks_mib * MIB:

@@ -22,7 +22,7 @@ from relax_rt.roles.rollout.router.core import GenerationRequest, Outcome
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
-    from relax_rt.roles.agentic.episode import Played
+    from relax_rt.roles.agentic.episode import PlayedEpisode
     from relax_rt.roles.agentic.tasks import Tasks
     from relax_rt.roles.data.source import PromptSource
     from relax_rt.roles.models.tokenizer import ChatTokenizer
@@ -222,7 +222,7 @@ class Debug:
             sampling=self.config.sampling,
             stop_ids=self.tokenizer.stop_ids,
             lag=lambda oldest: 0,
-            told=lambda tokens: None,
+            on_tokens=lambda tokens: None,
             rewards=None if added is None else lambda request: score_here(self.config, added, request),
         )
         temperature = self.config.evaluation.temperature if split == "held_out" else None
@@ -234,7 +234,7 @@ class Debug:
             raised = error.__cause__ or error
         raise raised
 
-    def _shown(self, item: str, split: str, played: Played) -> Shown:
+    def _shown(self, item: str, split: str, played: PlayedEpisode) -> Shown:
         branches = played.episode.branches
         spell = self.tokenizer.spell
         return Shown(

@@ -114,9 +114,9 @@ class RLJob(Job):
 
     def past(self, run_dir: Path) -> dict[str, str]:
         """Refuse a new learning rate for a cold start that has finished."""
-        from relax_rt.roles.training.checkpoints.cold_start import finished
+        from relax_rt.roles.training.checkpoints.cold_start import cold_start_weights
 
-        folder = finished(run_dir)
+        folder = cold_start_weights(run_dir)
         return {"cold_start.learning_rate": f"the cold start is over: {folder} has the weights"} if folder else {}
 
     def resumes_at(self, run_dir: Path) -> int | None:

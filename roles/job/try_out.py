@@ -46,13 +46,13 @@ def newest_checkpoint(run_dir: Path) -> tuple[Path, int]:
         RelaxError: the run has no checkpoint yet, none can be read, or the weights are not those that were written, as
             far as it says.
     """
-    from relax_rt.roles.training.checkpoints.digests import compare
+    from relax_rt.roles.training.checkpoints.digests import verify_digests
     from relax_rt.roles.training.checkpoints.store import find_checkpoints
 
     found = find_checkpoints(run_dir / "checkpoints")
     for folder, state, _ in found:
         if state is not None:
-            compare(folder, {name: of for name, of in state.files.items() if name.startswith("model")})
+            verify_digests(folder, {name: of for name, of in state.files.items() if name.startswith("model")})
             return folder, state.step
     if found:
         raise RelaxError(f"no checkpoint of {run_dir} can be read", why=f"{found[0].folder.name}: {found[0].why}")

@@ -8,6 +8,7 @@ from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import Count, Extent
 from relax_rt.transport.queue.ledger.messages import (
     Admission,
+    BlockPut,
     Failure,
     GroupsPut,
     ItemsAssigned,
@@ -16,7 +17,6 @@ from relax_rt.transport.queue.ledger.messages import (
     Membership,
     PartialChunk,
     ProgressReport,
-    Put,
     QueueStats,
     SampleKey,
     SavedPartials,
@@ -50,7 +50,7 @@ class QueueApi(Protocol):
         """
 
     @idempotent
-    async def put_groups(self, seq: Count, puts: list[Put], groups: list[Count], wait_s: float) -> GroupsPut:
+    async def put_groups(self, seq: Count, puts: list[BlockPut], groups: list[Count], wait_s: float) -> GroupsPut:
         """Put whole groups of samples that no ticket was drawn for (a queue without prompts).
 
         groups: size of each; a row's key names its group by the place in this list.
@@ -61,7 +61,7 @@ class QueueApi(Protocol):
         """Ask for up to `groups` new groups, waiting at most wait_s for the staleness bound to allow one."""
 
     @idempotent
-    async def put_samples(self, seq: Count, puts: list[Put], short_bytes: Count = 0) -> list[Extent]:
+    async def put_samples(self, seq: Count, puts: list[BlockPut], short_bytes: Count = 0) -> list[Extent]:
         """Put columns on samples of groups that the caller generates. Answers with its freed extents.
 
         short_bytes: what the caller cannot put, as its own memory is full: some of it may be spilled.
@@ -119,7 +119,7 @@ class QueueApi(Protocol):
 
     @idempotent
     async def complete(
-        self, seq: Count, lease: Count, puts: list[Put], failures: list[Failure], pinned: bool
+        self, seq: Count, lease: Count, puts: list[BlockPut], failures: list[Failure], pinned: bool
     ) -> list[Extent]:
         """Finish a lease: new columns for its samples, and those that failed.
 

@@ -26,6 +26,7 @@ from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample, ViewTracke
 from relax_rt.transport.queue.ledger.messages import (
     WHY,
     Admission,
+    BlockPut,
     Failure,
     GroupsPut,
     ItemsAssigned,
@@ -33,7 +34,6 @@ from relax_rt.transport.queue.ledger.messages import (
     LeaseRequest,
     PartialChunk,
     ProgressReport,
-    Put,
     SampleKey,
     StepReply,
     Ticket,
@@ -45,7 +45,7 @@ from relax_rt.transport.queue.reasons import WaitReasons
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 
-__all__ = ["ClientStatistics", "LeasedBatch", "LeasedSample", "NewSample", "QueueClient"]
+__all__ = ["LeasedBatch", "LeasedSample", "NewSample", "QueueClient", "QueueClientStatistics"]
 
 FIRST_SLICE_S, SLICE_S = 0.1, 1.0
 """Long waits are made of calls of this length, so that none holds the window of calls for long."""
@@ -67,7 +67,7 @@ class NewSample(msgspec.Struct, frozen=True):
     priority: float = 0.0
 
 
-class ClientStatistics(msgspec.Struct, frozen=True):
+class QueueClientStatistics(msgspec.Struct, frozen=True):
     """Numbers of a client: its calls, the messages and samples of its puts, its own memory, what it maps."""
 
     calls: CallStatistics
@@ -193,9 +193,9 @@ class QueueClient:
         """Wait until others have read what lies in this memory; answers with the bytes that are left after wait_s."""
         return await self._payload.drained(wait_s)
 
-    def statistics(self) -> ClientStatistics:
+    def statistics(self) -> QueueClientStatistics:
         """Numbers for people and metrics."""
-        return ClientStatistics(
+        return QueueClientStatistics(
             self._calls.statistics(),
             self._group_puts.batcher.messages,
             self._group_puts.batcher.rows,
@@ -245,7 +245,7 @@ class QueueClient:
         sizes = [len(samples)] if group else groups
         return await self._group_puts.rows(samples, sizes, priorities, wait_s)
 
-    async def _put_groups(self, puts: list[Put], groups: list[int], wait_s: float) -> GroupsPut:
+    async def _put_groups(self, puts: list[BlockPut], groups: list[int], wait_s: float) -> GroupsPut:
         return await self._call_waiting(lambda seq, slice_s: self.api.put_groups(seq, puts, groups, slice_s), wait_s)
 
     # --- groups of prompts
@@ -482,7 +482,7 @@ class QueueClient:
         keys, rows = list(columns), list(columns.values())
         if self._fields:
             rows = [check_row(self._fields, row) for row in rows]
-        puts: list[Put] = []
+        puts: list[BlockPut] = []
         if rows:
             puts = puts_of(await self._payload.rows(rows), keys, version=version)
         views = self._finish_batch(batch)
@@ -708,7 +708,7 @@ class QueueClient:
     async def _collect(self, short_bytes: int) -> list[Extent]:
         return await self._call(lambda seq: self.api.put_samples(seq, [], short_bytes))
 
-    async def _send(self, puts: list[Put], send: Callable[[int], Awaitable[list[Extent]]]) -> None:
+    async def _send(self, puts: list[BlockPut], send: Callable[[int], Awaitable[list[Extent]]]) -> None:
         try:
             freed = await self._call(send)
         except Refused:

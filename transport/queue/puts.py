@@ -24,7 +24,7 @@ from relax_rt.transport.memory.fields import (
     row_sizes,
 )
 from relax_rt.transport.memory.refs import Extent, extents_in
-from relax_rt.transport.queue.ledger.messages import GroupsPut, Put, RowPut, SampleKey, VersionSpan
+from relax_rt.transport.queue.ledger.messages import BlockPut, GroupsPut, RowPut, SampleKey, VersionSpan
 from relax_rt.transport.queue.reasons import WaitReasons
 from relax_rt.transport.rpc.errors import OutOfSpace, Refused, RelaxError, StaleEpoch
 
@@ -50,7 +50,7 @@ Until = Callable[[], float]
 """Time of the event loop until which to wait; it may change on the way."""
 Places = list[tuple[Placed, list[int]]]
 """Blocks, and which of the rows put lie in each."""
-SendGroups = Callable[[list[Put], list[int], float], Awaitable[GroupsPut]]
+SendGroups = Callable[[list[BlockPut], list[int], float], Awaitable[GroupsPut]]
 """Puts, the sizes of their groups, and how long the broker may wait for room."""
 SendRows = Callable[[Rows, list[int], Sequence[float], Until], Awaitable[list[int]]]
 
@@ -62,7 +62,7 @@ def puts_of(
     versions: Sequence[list[VersionSpan]] | None = None,
     priorities: Sequence[float] | None = None,
     version: int = -1,
-) -> list[Put]:
+) -> list[BlockPut]:
     """Rows as they were placed, each told to be of the sample whose key stands at its index."""
 
     def put(placed: Placed, row: int, i: int) -> RowPut:
@@ -70,7 +70,7 @@ def puts_of(
         return RowPut(keys[i], row, placed.lengths[row], spans, priority)
 
     return [
-        Put(placed.block, [put(placed, row, i) for row, i in enumerate(indices)], placed.blobs, version)
+        BlockPut(placed.block, [put(placed, row, i) for row, i in enumerate(indices)], placed.blobs, version)
         for placed, indices in places
     ]
 
@@ -442,7 +442,7 @@ class GroupPuts:
         ids = await self._put([put], [n] if group else [1] * n, lambda: deadline)
         return [SampleKey(ids[0], i) if group else SampleKey(ids[i], 0) for i in range(n)]
 
-    async def _put(self, puts: list[Put], groups: list[int], until: Until) -> list[int]:
+    async def _put(self, puts: list[BlockPut], groups: list[int], until: Until) -> list[int]:
         loop = asyncio.get_running_loop()
         # The first answer comes soon, and has the reason of a wait.
         slice_s = _FIRST_SLICE_S
@@ -463,10 +463,10 @@ class GroupPuts:
             raise
 
 
-def _in_order(placed: Placed) -> Put:
+def _in_order(placed: Placed) -> BlockPut:
     """The put of a block whose rows are the samples of its groups, in order."""
     lengths = placed.lengths
-    return Put(placed.block, [], placed.blobs, lengths=lengths if max(lengths) >= 0 else [])
+    return BlockPut(placed.block, [], placed.blobs, lengths=lengths if max(lengths) >= 0 else [])
 
 
 def _check_priorities(n: int, priorities: Sequence[float] | None) -> None:

@@ -13,8 +13,8 @@ from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.consumption import lapse
 from relax_rt.transport.queue.ledger.core import ROOM, Core, Notice
 from relax_rt.transport.queue.ledger.messages import (
+    Acknowledged,
     Admission,
-    Done,
     Freed,
     Granted,
     GroupsPut,
@@ -25,7 +25,7 @@ from relax_rt.transport.queue.ledger.messages import (
     StepReply,
 )
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy
-from relax_rt.transport.queue.ledger.selection import Sampler, Samplers
+from relax_rt.transport.queue.ledger.selection import BatchSampler, Samplers
 from relax_rt.transport.queue.ledger.state import ClientProcess, State
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
@@ -33,7 +33,7 @@ from relax_rt.transport.rpc.identity import Incarnation
 Answer = Reply | LeaseGrant
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class EventOutcome(msgspec.Struct, frozen=True):
     """What an event did.
 
     Attributes:
@@ -51,7 +51,7 @@ class Outcome(msgspec.Struct, frozen=True):
     touched: frozenset[str] = frozenset()
 
 
-LoadSampler = Callable[[str, Mapping[str, Any]], Sampler]
+LoadSampler = Callable[[str, Mapping[str, Any]], BatchSampler]
 """Makes the sampler of a short name or import path, with its options."""
 
 
@@ -65,7 +65,7 @@ def load_samplers(policy: LedgerPolicy, load: LoadSampler) -> Samplers:
     return {task: load(spec.path, spec.options) for task, spec in specs if spec.path != "fifo"}
 
 
-def _no_sampler(path: str, _: Mapping[str, Any]) -> Sampler:
+def _no_sampler(path: str, _: Mapping[str, Any]) -> BatchSampler:
     raise Refused(f"sampler '{path}'", why="this ledger was made without `load_sampler`")
 
 
@@ -124,7 +124,7 @@ class Ledger:
         """Whether the end of this incarnation makes a difference: it is heard, or fenced and may still be reading."""
         return self.core.state.callers.knows(who) or who in self.core.readers()
 
-    def apply(self, entry: ev.Entry) -> Outcome:
+    def apply(self, entry: ev.JournalEntry) -> EventOutcome:
         """Apply one event.
 
         A call that comes again (its caller did not get the reply) is found by its number, and answered as before.
@@ -140,22 +140,24 @@ class Ledger:
             own = OWN_HANDLERS.get(type(event))
             if own is None:
                 raise Refused(f"event {type(event).__name__}", why="it needs a caller")
-            answer: Answer = own(core, event) or Done()
-            if isinstance(event, ev.Configure):
+            answer: Answer = own(core, event) or Acknowledged()
+            if isinstance(event, ev.ConfigureQueue):
                 self._samplers = None
         else:
             handler = HANDLERS.get(type(event))
             if handler is None:
                 raise Refused(f"event {type(event).__name__} of {who}", why="it is the broker's own")
-            if not isinstance(event, ev.Join) and not self.knows(who):
+            if not isinstance(event, ev.JoinQueue) and not self.knows(who):
                 raise Refused(f"call of {who}", why="it has not joined")
             kept = core.state.callers.reply(who, entry.seq) if entry.seq else None
             if kept is not None:
                 if type(kept) is not handler.reply:
                     why, hint = "another call had this number", "number changing calls anew"
                     raise Refused(f"call {entry.seq} of {who}", why=why, hint=hint)
-                return Outcome(self._granted_again(kept) if isinstance(kept, Granted) else kept, False, event=event)
-            reply: Reply = Done()
+                return EventOutcome(
+                    self._granted_again(kept) if isinstance(kept, Granted) else kept, False, event=event
+                )
+            reply: Reply = Acknowledged()
             answer = reply
             if isinstance(event, ev.RequestLease):
                 samplers = self.samplers if event.keys is None else {}
@@ -163,14 +165,16 @@ class Ledger:
                 event, reply = ev.RequestLease(event.task, event.want, keys), Granted(answer.lease)
             elif (said := handler.apply(core, who, event)) is not None:
                 answer = reply = said
-            # Who is told to wait asks again under the same number.
-            if core.changed and entry.seq and not getattr(answer, "waiting_on", ""):
+            # Who is told to wait asks again under the same number. (A replay does not know the reason of a wait for
+            # samples: it chooses nothing.)
+            waits = not answer.lease if isinstance(answer, LeaseGrant) else getattr(answer, "waiting_on", "")
+            if core.changed and entry.seq and not waits:
                 core.state.callers.keep(who, entry.seq, reply)
         if core.changed:
             core.state.n = entry.n
         if full and core.used_bytes < core.state.limits.capacity_bytes:
             core.touched.add(ROOM)
-        return Outcome(answer, core.changed, core.notices, event, frozenset(core.touched))
+        return EventOutcome(answer, core.changed, core.notices, event, frozenset(core.touched))
 
     def _granted_again(self, kept: Granted) -> LeaseGrant:
         lease = self.core.state.leases.get(kept.lease)
@@ -243,7 +247,7 @@ def _open_run(core: Core, event: ev.OpenRun) -> None:
     core.state.blocked_since = None
 
 
-def _join(core: Core, who: Incarnation, event: ev.Join) -> None:
+def _join(core: Core, who: Incarnation, event: ev.JoinQueue) -> None:
     """The slot has a newer incarnation: the older ones can finish nothing more, though they may still read."""
     callers = core.state.callers
     callers.check(who)
@@ -294,7 +298,7 @@ def _lapse(core: Core, event: ev.Lapse) -> None:
             consumption.lapse(core, lease, pinned=True)
 
 
-def _configure(core: Core, event: ev.Configure) -> None:
+def _configure(core: Core, event: ev.ConfigureQueue) -> None:
     """The policy and limits from here on. Work for tasks that are no more ends; new tasks see what is there.
 
     Raises:
@@ -351,7 +355,7 @@ class Handler(NamedTuple):
     """
 
     apply: Callable[[Core, Incarnation, Any], Reply | None]
-    reply: type[Reply] = Done
+    reply: type[Reply] = Acknowledged
 
 
 def _grants(core: Core, who: Incarnation, event: ev.RequestLease) -> None:
@@ -359,8 +363,8 @@ def _grants(core: Core, who: Incarnation, event: ev.RequestLease) -> None:
 
 
 HANDLERS: dict[type[ev.Event], Handler] = {
-    ev.Join: Handler(_join),
-    ev.Admit: Handler(admission.admit, Admission),
+    ev.JoinQueue: Handler(_join),
+    ev.RequestTickets: Handler(admission.admit, Admission),
     ev.PutGroups: Handler(admission.put_groups, GroupsPut),
     ev.PutSamples: Handler(admission.put_samples, Freed),
     ev.SavePartials: Handler(admission.save_partials, SavedPartials),
@@ -369,7 +373,7 @@ HANDLERS: dict[type[ev.Event], Handler] = {
     ev.RequestLease: Handler(_grants, Granted),
     ev.CompleteLease: Handler(consumption.complete, Freed),
     ev.ReleaseLease: Handler(consumption.release),
-    ev.Unpin: Handler(consumption.unpin, Freed),
+    ev.UnpinLeases: Handler(consumption.unpin, Freed),
     ev.CompleteStep: Handler(steps.complete_step, StepReply),
     ev.FilterGroups: Handler(steps.filter_groups),
     ev.RequestSurplus: Handler(steps.request_surplus),
@@ -381,7 +385,7 @@ HANDLERS: dict[type[ev.Event], Handler] = {
 """Events of callers: each has one handler, and one type of reply."""
 
 OWN_HANDLERS: dict[type[ev.Event], Callable[[Core, Any], Reply | None]] = {
-    ev.Configure: _configure,
+    ev.ConfigureQueue: _configure,
     ev.OpenRun: _open_run,
     ev.ReinstateItems: lambda core, event: failures.reinstate(core, event.items),
     ev.ReportLosses: lambda core, event: failures.report_losses(core, event.older_s),

@@ -10,10 +10,16 @@ from typing import Protocol
 
 import msgspec
 
-from relax_rt.transport.queue.ledger.admission import bound, keep_within, outstanding, recycle, surplus
+from relax_rt.transport.queue.ledger.admission import (
+    admission_bound,
+    allowed_surplus,
+    outstanding,
+    recycle,
+    regenerate_stale_members,
+)
 from relax_rt.transport.queue.ledger.core import REFUSED, Core
 from relax_rt.transport.queue.ledger.messages import LeaseRequest, SampleKey
-from relax_rt.transport.queue.ledger.state import Group
+from relax_rt.transport.queue.ledger.state import SampleGroup
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -58,14 +64,14 @@ class Unit(msgspec.Struct, frozen=True):
         return sum(self.lengths)
 
 
-class Choice(msgspec.Struct, frozen=True):
+class Selection(msgspec.Struct, frozen=True):
     """The units to lease, in the order in which they go out; none, and why, while there are not enough."""
 
     units: list[Unit]
     waiting_on: str = ""
 
 
-class Sampler(Protocol):
+class BatchSampler(Protocol):
     """Chooses among what is ready for a task. Pure: the same units and want give the same choice.
 
     It is named in a config as `package.module:Class` or `file.py:Class` and made with its options as keyword
@@ -77,7 +83,7 @@ class Sampler(Protocol):
     def whole_groups(self) -> bool:
         """Whether units are to be whole groups even if samples are asked for."""
 
-    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
+    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Selection:
         """At most what is wanted, each unit once.
 
         Args:
@@ -105,7 +111,7 @@ def within(units: Iterable[Unit], window: int, want: LeaseRequest) -> Iterator[U
     return islice(units, max(window, int(limit) if limit < math.inf else 0))
 
 
-def fill(units: Iterable[Unit], want: LeaseRequest, *, skip: bool = False) -> Choice:
+def fill(units: Iterable[Unit], want: LeaseRequest, *, skip: bool = False) -> Selection:
     """Take units in their order until there are enough. The first one goes even if it is over the token budget.
 
     Args:
@@ -128,13 +134,15 @@ def fill(units: Iterable[Unit], want: LeaseRequest, *, skip: bool = False) -> Ch
         if room < 1 or ((closed or left <= 0) and seen >= want.groups):
             break
     if want.groups and seen < want.groups:
-        return Choice([], f"{seen} of {want.groups} groups are ready")
+        return Selection([], f"{seen} of {want.groups} groups are ready")
     if not chosen and seen:
-        return Choice([], f"the smallest of {seen} ready groups has {smallest} samples, {want.samples} are asked for")
-    return Choice(chosen, "" if chosen else "no sample is ready")
+        return Selection(
+            [], f"the smallest of {seen} ready groups has {smallest} samples, {want.samples} are asked for"
+        )
+    return Selection(chosen, "" if chosen else "no sample is ready")
 
 
-def choose(sampler: Sampler, units: Iterable[Unit], want: LeaseRequest) -> Choice:
+def choose(sampler: BatchSampler, units: Iterable[Unit], want: LeaseRequest) -> Selection:
     """What the sampler chooses, held to what it was asked.
 
     Raises:
@@ -154,8 +162,8 @@ def choose(sampler: Sampler, units: Iterable[Unit], want: LeaseRequest) -> Choic
         raise
     except Exception as error:
         raise Refused(name, why=f"it raised {type(error).__name__}: {error}") from error
-    if not isinstance(choice, Choice) or not all(isinstance(unit, Unit) for unit in choice.units):
-        raise Refused(name, why=f"its choose returned a {type(choice).__name__}", hint="return Choice([units…])")
+    if not isinstance(choice, Selection) or not all(isinstance(unit, Unit) for unit in choice.units):
+        raise Refused(name, why=f"its choose returned a {type(choice).__name__}", hint="return Selection([units…])")
     keys = [unit.keys for unit in choice.units]
     tokens = sum(unit.tokens for unit in choice.units) if want.tokens else 0
     samples = sum(map(len, keys))
@@ -172,10 +180,10 @@ def choose(sampler: Sampler, units: Iterable[Unit], want: LeaseRequest) -> Choic
         wrong = f"it chose {tokens} tokens, {want.tokens} are wanted"
     if wrong:
         raise Refused(name, why=wrong)
-    return Choice([offered[key] for key in keys], choice.waiting_on)
+    return Selection([offered[key] for key in keys], choice.waiting_on)
 
 
-def choose_urgent_first(sampler: Sampler, units: Iterable[Unit], want: LeaseRequest) -> Choice:
+def choose_urgent_first(sampler: BatchSampler, units: Iterable[Unit], want: LeaseRequest) -> Selection:
     """The sampler's choice, in which what the next update would make over-stale comes before all else.
 
     The whole window is read for it; where nothing can be urgent, `choose` reads no more than the sampler needs. A
@@ -187,7 +195,7 @@ def choose_urgent_first(sampler: Sampler, units: Iterable[Unit], want: LeaseRequ
     pool = list(within(units, int(getattr(sampler, "window", WINDOW)), want))
     urgent = [unit for unit in pool if unit.urgent]
     if want.groups and len(pool) < want.groups:
-        return Choice([], f"{len(pool)} of {want.groups} groups are ready")
+        return Selection([], f"{len(pool)} of {want.groups} groups are ready")
     groups = min(want.groups, len(urgent))
     first = choose(sampler, urgent, msgspec.structs.replace(want, groups=groups)).units if urgent else []
     if not first:
@@ -195,14 +203,14 @@ def choose_urgent_first(sampler: Sampler, units: Iterable[Unit], want: LeaseRequ
     left = _left(want, first)
     if left is None or len(first) < len(urgent):
         # What was left of the urgent ones had no room; it goes first in the next batch.
-        return Choice(first)
+        return Selection(first)
     rest = [unit for unit in pool if not unit.urgent and not (left.tokens and unit.tokens > left.tokens)]
     if not rest:
-        return Choice(first)
+        return Selection(first)
     second = choose(sampler, rest, msgspec.structs.replace(left, groups=min(left.groups, len(rest))))
     if want.groups and not want.tokens and len(first) + len(second.units) < want.groups:
-        return Choice([], second.waiting_on)
-    return Choice(first + second.units)
+        return Selection([], second.waiting_on)
+    return Selection(first + second.units)
 
 
 def _left(want: LeaseRequest, chosen: list[Unit]) -> LeaseRequest | None:
@@ -234,7 +242,7 @@ def refuse_stale(core: Core, beyond: int = 0) -> None:
     ]
     core.changed = core.changed or bool(stale)
     for group in stale:
-        if group.recycled and not keep_within(core, group):
+        if group.recycled and not regenerate_stale_members(core, group):
             core.end(group, "dropped(surplus)" if beyond else REFUSED)
     left = beyond - _going_on(core) if beyond else 0
     for group in stale:
@@ -254,12 +262,12 @@ def _going_on(core: Core) -> int:
     )
 
 
-def urgent(core: Core, group: Group) -> bool:
+def urgent(core: Core, group: SampleGroup) -> bool:
     """Whether the next update would push the group past the bound."""
     return core.staleness(group) + 1 > core.policy.max_staleness
 
 
-def stragglers(core: Core) -> list[Group]:
+def stragglers(core: Core) -> list[SampleGroup]:
     """Groups that are not ready to be trained and that the next update would push past the bound."""
     if core.policy.on_straggler == "mask" or core.policy.max_staleness == float("inf"):
         return []
@@ -313,12 +321,12 @@ def places(core: Core, groups: int) -> int:
     return max(ready, groups - waited_for, 0)
 
 
-def _beyond_bound(core: Core, late: list[Group]) -> list[Group]:
+def _beyond_bound(core: Core, late: list[SampleGroup]) -> list[SampleGroup]:
     """The newest stragglers, as many as are surplus, less what goes on already: the batch does not wait for them."""
-    over = outstanding(core) - bound(core, core.state.trainer_version or 0) - _going_on(core)
-    found: list[Group] = []
+    over = outstanding(core) - admission_bound(core, core.state.trainer_version or 0) - _going_on(core)
+    found: list[SampleGroup] = []
     for group in reversed(late):
-        if not surplus(core) or over <= 0:
+        if not allowed_surplus(core) or over <= 0:
             break
         over -= group.size
         found.append(group)
@@ -326,14 +334,14 @@ def _beyond_bound(core: Core, late: list[Group]) -> list[Group]:
 
 
 def blocked(core: Core, since: float | None) -> None:
-    """Since when the batch waits for stragglers only."""
+    """Record since when the batch waits for stragglers only."""
     if core.state.blocked_since != since:
         core.state.blocked_since = since
         core.changed = True
 
 
-def _names(late: list[Group]) -> str:
-    """What the batch waits for, in words."""
+def _names(late: list[SampleGroup]) -> str:
+    """Say what the batch waits for."""
     group = late[0]
     there = sum(sample.generated for sample in group.samples)
     at = f"{group.holder} has made {there} of {group.size}" if group.holder else "its columns are not complete"
@@ -343,7 +351,7 @@ def _names(late: list[Group]) -> str:
 
 LOOKED_AT = 64
 """Groups that are looked at to say what is missing."""
-Samplers = dict[str, Sampler]
+Samplers = dict[str, BatchSampler]
 """The samplers of those tasks that have another one than first in, first out."""
 
 
@@ -384,7 +392,7 @@ def nothing_ready(core: Core, task: str) -> str:
     blocks = core.blocks.blocks
     for group in islice(core.state.groups.values(), LOOKED_AT):
         for sample in group.samples:
-            if sample.generated and not sample.left_out and task not in sample.done and task not in sample.leases:
+            if sample.generated and not sample.excluded and task not in sample.done and task not in sample.leases:
                 have = {name for part in sample.parts for name in blocks[part.block].ref.fields}
                 lack.update(name for name in core.policy.tasks[task] if name not in have)
     what = f"no sample is ready for task '{task}'"
@@ -414,7 +422,7 @@ def _groups(core: Core, task: str, newest_first: bool = False) -> Iterator[Unit]
             yield _unit(core, group, tuple(keys), -len(seen) if newest_first else len(seen))
 
 
-def _unit(core: Core, group: Group, keys: tuple[SampleKey, ...], order: int) -> Unit:
+def _unit(core: Core, group: SampleGroup, keys: tuple[SampleKey, ...], order: int) -> Unit:
     samples = [group.samples[key.member] for key in keys]
     steps = bool(core.policy.step_task) and core.state.trainer_version is not None
     return Unit(
@@ -429,7 +437,7 @@ def _unit(core: Core, group: Group, keys: tuple[SampleKey, ...], order: int) -> 
 
 
 def settle(core: Core, who: Incarnation, want: LeaseRequest) -> tuple[LeaseRequest | None, str]:
-    """What comes before the choice of a step's batch: what may be granted of it now, or nothing, and why.
+    """Settle what may be granted of a step's batch before it is chosen; None, and why, if nothing may.
 
     Refuses what is over-stale and revokes late stragglers. A replay does it again, without choosing. A part of a step
     is granted beside others of its holder, as one update ends them all; the last one waits for stragglers.
@@ -462,7 +470,7 @@ def _granted(core: Core, want: LeaseRequest) -> tuple[int, str]:
     return min(ready, want.groups), lacking
 
 
-def _for_step(core: Core, sampler: Sampler | None, want: LeaseRequest) -> tuple[list[SampleKey], str]:
+def _for_step(core: Core, sampler: BatchSampler | None, want: LeaseRequest) -> tuple[list[SampleKey], str]:
     """Exactly the wanted groups, those first that the next update would make over-stale."""
     state = core.state
     units = [

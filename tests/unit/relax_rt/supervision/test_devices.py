@@ -65,7 +65,7 @@ def test_devices_are_those_that_the_agent_may_see() -> None:
     assert device_environment([], "4") == {}
 
 
-def test_answers_of_nvidia_smi() -> None:
+def test_output_of_nvidia_smi_is_parsed() -> None:
     assert parse_apps("123, 456\n 7 , [N/A]\n\nNo running processes found\n") == [
         DeviceProcess(123, 456),
         DeviceProcess(7, 0),
@@ -114,7 +114,7 @@ async def test_pids_of_another_namespace_do_not_count_as_dead() -> None:
     assert kind == "devices_not_checked" and "another pid namespace" in told["reason"]
 
 
-async def test_program_that_fails_is_no_answer(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failing_nvidia_smi_is_an_error(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'driver mismatch'\nexit 9\n")
     program.chmod(0o755)

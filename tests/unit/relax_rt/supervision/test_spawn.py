@@ -67,7 +67,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     world.spawner.close()
 
 
-async def test_limits_are_put_on_spawned_processes(world: World) -> None:
+async def test_limits_are_applied_to_spawned_processes(world: World) -> None:
     toy = await world.start(IDLE, limits=ProcessLimits(nice=3))
     assert os.getpriority(os.PRIO_PROCESS, toy.process.pid) == 3
     toy.process.kill("killed", "enough")
@@ -76,7 +76,7 @@ async def test_limits_are_put_on_spawned_processes(world: World) -> None:
     assert not toy.process.living
 
 
-async def test_process_above_its_memory_is_killed_and_the_reason_says_so(world: World) -> None:
+async def test_process_above_its_memory_limit_is_killed_with_that_reason(world: World) -> None:
     greedy = await world.start(f"hoard = b'1' * (160 << 20)\n{IDLE}", memory_mib=100)
     modest = await world.start(IDLE, memory_mib=100)
     end = await greedy.diagnosis()
@@ -86,7 +86,7 @@ async def test_process_above_its_memory_is_killed_and_the_reason_says_so(world: 
     await modest.diagnosis()
 
 
-async def test_role_without_a_zygote_is_spawned_and_the_reason_is_told(world: World, tmp_path: Path) -> None:
+async def test_role_without_a_zygote_is_spawned_and_an_event_gives_the_reason(world: World, tmp_path: Path) -> None:
     world.spawner.use_zygotes(tmp_path / "zygote.log", tmp_path / "none.json", "0badf00d")
     toy = await world.start(IDLE, key=ZygoteKey(sys.executable, ()))
     assert world.events == [
@@ -115,7 +115,7 @@ async def test_stacks_are_dumped_by_py_spy_where_it_is_installed(
     assert asked in (await toy.diagnosis()).last_lines
 
 
-async def test_exits_are_told_while_many_stacks_are_being_looked_at(
+async def test_exits_are_reported_while_many_stacks_are_being_dumped(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "py-spy"
@@ -136,7 +136,7 @@ async def test_exits_are_told_while_many_stacks_are_being_looked_at(
         seen.touch()
 
 
-async def test_kill_after_the_exit_hits_nobody_and_changes_no_diagnosis(
+async def test_kill_after_the_exit_sends_no_signal_and_changes_no_diagnosis(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     toy = await world.start("raise SystemExit(3)")
@@ -153,7 +153,7 @@ async def test_kill_after_the_exit_hits_nobody_and_changes_no_diagnosis(
     assert "too late" not in found.cause
 
 
-async def test_an_exit_is_told_also_where_its_evidence_cannot_be_looked_at(
+async def test_an_exit_is_reported_also_when_its_evidence_cannot_be_examined(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: object) -> str:
@@ -167,7 +167,7 @@ async def test_an_exit_is_told_also_where_its_evidence_cannot_be_looked_at(
     assert found.last_lines == ["what it left behind cannot be examined (OSError: the disk is gone)"]
 
 
-async def test_a_stray_that_may_not_be_killed_is_passed_over(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_orphan_that_may_not_be_killed_is_skipped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have become another user's."""
     real, refused = os.kill, []
 
@@ -209,7 +209,7 @@ async def until_told(world: World, kind: str, number: int = 1) -> list[dict[str,
     return found
 
 
-async def test_spare_that_hangs_while_it_prepares_is_killed_and_the_next_one_waits(world: World) -> None:
+async def test_spare_that_hangs_in_prepare_is_killed_and_replaced_with_back_off(world: World) -> None:
     spares = world.spawner.spares
     spares.configure("toy", SpareSpec(1, spare_launch(world, IDLE), 0.2))
     began = time.monotonic()
@@ -220,7 +220,7 @@ async def test_spare_that_hangs_while_it_prepares_is_killed_and_the_next_one_wai
     assert died[0]["pid"] != died[1]["pid"] and not procfs.start_time(died[0]["pid"])
 
 
-async def test_spare_that_cannot_be_started_for_any_reason_is_tried_again() -> None:
+async def test_spare_that_cannot_be_started_is_retried() -> None:
     told: list[dict[str, Any]] = []
 
     async def start_process(launch: Launch) -> StartedProcess:
@@ -237,7 +237,7 @@ async def test_spare_that_cannot_be_started_for_any_reason_is_tried_again() -> N
     await spares.close()
 
 
-async def test_spares_that_are_ended_are_not_taken_and_can_be_begun_again(world: World) -> None:
+async def test_dropped_spares_are_not_assigned_and_can_be_kept_again(world: World) -> None:
     spares, launch = world.spawner.spares, spare_launch(world, PREPARED)
     spares.configure("toy", SpareSpec(1, launch))
     spares.keep("toy")
@@ -254,7 +254,7 @@ async def test_spares_that_are_ended_are_not_taken_and_can_be_begun_again(world:
     assert not [kind for kind, _ in world.events if kind == "spare_died"]
 
 
-async def test_rendezvous_of_a_gang_that_was_called_off_does_not_listen_for_ever(
+async def test_rendezvous_socket_of_a_gang_that_was_called_off_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("relax_rt.supervision.local.RENDEZVOUS_TIMEOUT_S", 1.0)

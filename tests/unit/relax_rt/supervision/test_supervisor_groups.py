@@ -90,7 +90,7 @@ def test_rank_that_gives_up_ends_the_run_though_another_was_seen_to_die_before(k
     assert b.done.exit_code == 1 and "t/1 cannot go on" in b.done.reason
 
 
-def test_gang_ages_its_failures_while_all_of_it_works() -> None:
+def test_failures_of_a_gang_age_while_all_its_ranks_work() -> None:
     b = gang(2, max_restarts=1, period_s=10)
     for _ in range(4):
         b(SlotProgress("t/0", 1), SlotProgress("t/1", 1), after=11)
@@ -176,7 +176,7 @@ def exhausted(b: Bench, slot: str) -> None:
     b.dies(slot)
 
 
-def test_slot_beyond_help_is_given_up_while_enough_others_remain() -> None:
+def test_slot_without_restarts_left_is_given_up_while_enough_others_remain() -> None:
     pool = [spec(f"r/{n}", max_restarts=1) for n in range(3)]
     b = Bench(*pool, roles=[RoleSpec(kind="r", min_ready=2, role_restarts=0)])
     b(RunStarted()), [b.up(f"r/{n}") for n in range(3)]
@@ -229,7 +229,7 @@ def test_scale_up_adds_slots_and_scale_down_drains_the_highest_and_forgets_them(
     assert b.starts == []
 
 
-def test_scale_up_takes_back_what_is_still_leaving_and_what_was_drained_or_given_up() -> None:
+def test_scale_up_restores_slots_that_are_leaving_drained_or_given_up() -> None:
     b = Bench(*(spec(f"r/{n}", max_restarts=0) for n in range(3)), roles=[RoleSpec(kind="r", min_ready=0)])
     b(RunStarted()), [b.up(f"r/{n}") for n in range(3)]
     b.dies("r/0")
@@ -313,7 +313,7 @@ def test_slots_of_a_lost_node_start_elsewhere_at_once_and_nothing_is_counted() -
     assert b.view(lost).last is not None and "silent for 10 s" in b.view(lost).last.cause  # type: ignore[union-attr]
 
 
-def test_slots_of_a_lost_node_wait_for_it_if_told_to() -> None:
+def test_slots_of_a_lost_node_wait_for_it_when_it_is_kept() -> None:
     b = Bench(spec("a/0", node=""), placer=on_nodes(Node("n1", 1)))
     b(RunStarted()), b.up("a/0")
     b(NodeJoined(Node("n2", 1)))
@@ -377,7 +377,7 @@ def test_start_of_a_gang_that_fails_for_one_rank_is_a_failure_of_the_gang() -> N
     assert b.starts == ["t/0", "t/1"] and generation(b) == 2
 
 
-def test_memory_that_a_role_may_take_is_looked_at_when_its_slots_are_placed() -> None:
+def test_memory_limits_count_in_the_placement() -> None:
     settings = RoleSettings(memory_mib=700, count=3)
     plan = RolePlan(kind="a", target="x:A", settings=settings, tier=1, restart="permanent", significant=False)
     slots = plan.specs(SupervisionTable())
@@ -401,7 +401,7 @@ def test_drained_node_takes_slots_again_once_it_is_restarted() -> None:
     assert b.starts == ["p/0"] and b.told("node_reopened") == [{"node": "n2"}]
 
 
-def test_role_without_slots_is_known_and_says_so() -> None:
+def test_restart_of_a_role_without_slots_is_refused_with_that_reason() -> None:
     b = Bench(spec("r/0"), spec("w/0"))
     b(RunStarted()), b.up("r/0"), b.up("w/0")
     b(ScaleRequested("r", 0))

@@ -31,7 +31,7 @@ max_new_tokens = 6
 [roles.rollout]
 dtype = "float32"
 """
-PROMPTS = f"""{HEAD}
+MIN_PROMPTS = f"""{HEAD}
 [roles.evaluator]
 dtype = "float32"
 [data]
@@ -85,7 +85,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def home(tmp_path: Path, model: Path) -> Path:
     (tmp_path / "model").symlink_to(model)
     name = f"mine_{abs(hash(str(tmp_path)))}"
-    for kind, text in (("prompts", PROMPTS), ("episodes", EPISODES)):
+    for kind, text in (("prompts", MIN_PROMPTS), ("episodes", EPISODES)):
         (tmp_path / f"{kind}.toml").write_text(text.replace("mine.py", f"{name}.py"))
     (tmp_path / f"{name}.py").write_text(MINE)
     lines = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(4) for b in range(4)]

@@ -8,8 +8,8 @@ from ledger_driver import ENGINE, INLINE, JUDGE, OTHER, TRAINER, Driver, fields_
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.events import Entry
-from relax_rt.transport.queue.ledger.messages import LeaseGrant, LeaseRequest, Put, RowPut, SampleKey
+from relax_rt.transport.queue.ledger.events import JournalEntry
+from relax_rt.transport.queue.ledger.messages import BlockPut, LeaseGrant, LeaseRequest, RowPut, SampleKey
 from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
@@ -312,7 +312,7 @@ def test_answers_are_kept_for_a_bounded_number_of_calls() -> None:
     d, version = started(max_staleness=math.inf)
     for _ in range(200):
         d.admit(ENGINE, version)
-    entry = Entry(d.ledger.n + 1, d.now, ev.Admit(version, 1), ENGINE, 3)
+    entry = JournalEntry(d.ledger.n + 1, d.now, ev.RequestTickets(version, 1), ENGINE, 3)
     with pytest.raises(Refused, match="last 128 calls"):
         d.ledger.apply(entry)
 
@@ -425,22 +425,22 @@ def test_foreign_and_double_extents_are_refused() -> None:
     (ticket,) = d.admit(ENGINE, version).tickets
     zero, one = (RowPut(SampleKey(ticket.group, member), 0) for member in (0, 1))
     own, used, empty = d.block(ENGINE), d.block(ENGINE), BlockRef(Extent("rollout-0-1-1.slab", 1, 0), 1, ("tokens",))
-    d.put_all(ENGINE, [Put(used, [RowPut(SampleKey(99, 0), 0)])])
+    d.put_all(ENGINE, [BlockPut(used, [RowPut(SampleKey(99, 0), 0)])])
     for puts, why in (
-        ([Put(d.block(OTHER), [zero])], "not its own"),
-        ([Put(own, [zero]), Put(own, [one])], "twice in the same call"),
-        ([Put(own, [zero], [d.blob(OTHER, "x")])], "not its own"),
-        ([Put(own, [zero], [BlobRef(b"x" * 16, own.extent or Extent("", 0, 0))])], "twice in the same call"),
-        ([Put(empty, [zero])], "has 0 bytes"),
-        ([Put(BlockRef(None, 1, ("tokens",)), [zero])], "neither an extent nor bytes"),
-        ([Put(own, [])], "1 rows comes with rows"),
-        ([Put(d.block(ENGINE, 2), [zero, RowPut(one.key, 0)])], r"rows \[0, 0\]"),
+        ([BlockPut(d.block(OTHER), [zero])], "not its own"),
+        ([BlockPut(own, [zero]), BlockPut(own, [one])], "twice in the same call"),
+        ([BlockPut(own, [zero], [d.blob(OTHER, "x")])], "not its own"),
+        ([BlockPut(own, [zero], [BlobRef(b"x" * 16, own.extent or Extent("", 0, 0))])], "twice in the same call"),
+        ([BlockPut(empty, [zero])], "has 0 bytes"),
+        ([BlockPut(BlockRef(None, 1, ("tokens",)), [zero])], "neither an extent nor bytes"),
+        ([BlockPut(own, [])], "1 rows comes with rows"),
+        ([BlockPut(d.block(ENGINE, 2), [zero, RowPut(one.key, 0)])], r"rows \[0, 0\]"),
     ):
         with pytest.raises(Refused, match=why):
             d.put_all(ENGINE, puts)
-    d.put_all(ENGINE, [Put(own, [zero])])
+    d.put_all(ENGINE, [BlockPut(own, [zero])])
     with pytest.raises(Refused, match="in use"):
-        d.put_all(ENGINE, [Put(own, [one])])
+        d.put_all(ENGINE, [BlockPut(own, [one])])
 
 
 def test_what_a_put_may_hold() -> None:
@@ -451,7 +451,7 @@ def test_what_a_put_may_hold() -> None:
     zero = RowPut(SampleKey(ticket.group, 0), 0)
     for puts, why in (
         ([d.rows(ENGINE, [zero], "logits")], "'logits'.*declared fields are reward, tokens"),
-        ([Put(d.block(ENGINE, 1, nbytes=1001), [zero])], "1001 bytes, max_sample_bytes is 1000"),
+        ([BlockPut(d.block(ENGINE, 1, nbytes=1001), [zero])], "1001 bytes, max_sample_bytes is 1000"),
         ([d.rows(ENGINE, [zero], "tokens", "reward")], "'reward'.*lapses with the weights"),
     ):
         with pytest.raises(Refused, match=why):
@@ -464,7 +464,7 @@ def test_what_a_put_may_hold() -> None:
         (ev.RequestLease("nonsense", LeaseRequest(1)), "tasks are"),
         (ev.RequestLease("train", LeaseRequest(1)), "whole groups"),
         (ev.RequestLease("reward", LeaseRequest()), "neither"),
-        (ev.Admit(1, 0), "at least one"),
+        (ev.RequestTickets(1, 0), "at least one"),
         (ev.Commit(5, "x"), "last step trained is 0"),
         (ev.Rollback(-1, VersionRecord(9, 0, 0)), "begin at 0"),
         (ev.Rollback(0, VersionRecord(9, 8, 0)), "parent 8"),
@@ -490,9 +490,9 @@ def test_senseless_puts_are_refused() -> None:
         d.put(ENGINE, key, version)
     batch = d.take(JUDGE, "reward", samples=1)
     other = SampleKey(ticket.group, 1)
-    double = Put(BlockRef(None, 1, ("tokens",), INLINE), [RowPut(key, 0)])
-    foreign = Put(BlockRef(None, 1, ("reward",), INLINE), [RowPut(other, 0)])
-    newer = Put(BlockRef(None, 1, ("reward",), INLINE), [RowPut(key, 0)], version=44)
+    double = BlockPut(BlockRef(None, 1, ("tokens",), INLINE), [RowPut(key, 0)])
+    foreign = BlockPut(BlockRef(None, 1, ("reward",), INLINE), [RowPut(other, 0)])
+    newer = BlockPut(BlockRef(None, 1, ("reward",), INLINE), [RowPut(key, 0)], version=44)
     for put, why in ((double, "has column tokens already"), (foreign, "not part of it"), (newer, "version 44")):
         with pytest.raises(Refused, match=why):
             d.complete(JUDGE, batch, put)

@@ -8,11 +8,11 @@ from collections import Counter
 from typing import Any
 
 from ledger_model import Model
-from ledger_model_parts import Group as ModelGroup
 from ledger_model_parts import Lease as ModelLease
+from ledger_model_parts import SampleGroup as ModelGroup
 
 from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.queue.ledger.state import Group, Lease, PartialTokens, State
+from relax_rt.transport.queue.ledger.state import Lease, PartialTokens, SampleGroup, State
 
 
 def of_ledger(state: State) -> dict[str, Any]:
@@ -26,12 +26,12 @@ def of_ledger(state: State) -> dict[str, Any]:
         "pinned": {id_: lease.holder for id_, lease in state.pinned.items()},
         "live": live,
         "payload_bytes": table.payload_bytes,
-        "marks_bytes": state.marks_bytes,
+        "partials_bytes": state.partials_bytes,
         "blobs": {digest: _at(blob.extent) for digest, blob in table.blobs.items()},
         "waiting": {p.index: (p.attempt, p.failures, p.item, p.losses) for p in state.prompts.waiting},
         "prompts": (state.prompts.cursor, sorted(state.prompts.retired), state.prompts.filtered),
         "chosen": state.prompts.chosen,
-        "asked": state.asked,
+        "asked": state.surplus_requested,
         "path": {
             step: sorted((r.group, r.prompt.index if r.prompt else -1, r.size, r.skipped) for r in records)
             for step, records in state.path.items()
@@ -53,7 +53,7 @@ def of_model(model: Model) -> dict[str, Any]:
         "pinned": {id_: lease.holder for id_, lease in model.pinned.items()},
         "live": {_at(extent): n for extent, n in references.items()},
         "payload_bytes": model.payload_bytes(),
-        "marks_bytes": model.marks_bytes(),
+        "partials_bytes": model.partials_bytes(),
         "blobs": {digest: _at(extent) for digest, extent in model.homes.items() if digest in named},
         "waiting": model.waiting,
         "prompts": (model.cursor, sorted(model.retired), len(model.filtered)),
@@ -77,12 +77,12 @@ def _place(extent: Extent | None) -> tuple[str, int]:
     return _at(extent) if extent is not None else ("", 0)
 
 
-def _group(state: State, group: Group) -> tuple[Any, ...]:
+def _group(state: State, group: SampleGroup) -> tuple[Any, ...]:
     blocks, prompt = state.blocks.blocks, group.prompt
     assert prompt is not None
     samples = [
         None
-        if sample.left_out
+        if sample.excluded
         else (
             sample.generated,
             sorted(sample.done),
@@ -90,8 +90,8 @@ def _group(state: State, group: Group) -> tuple[Any, ...]:
             sample.deaths,
             [span.version for span in sample.spans],
             sorted((_place(blocks[part.block].ref.extent), part.row, part.task, part.version) for part in sample.parts),
-            _held(sample.mark),
-            sample.most,
+            _held(sample.partial),
+            sample.longest_partial,
         )
         for sample in group.samples
     ]
@@ -102,7 +102,7 @@ def _group(state: State, group: Group) -> tuple[Any, ...]:
 def _model_group(group: ModelGroup) -> tuple[Any, ...]:
     samples = [
         None
-        if sample.left_out
+        if sample.excluded
         else (
             sample.made,
             sorted(sample.done),
@@ -110,8 +110,8 @@ def _model_group(group: ModelGroup) -> tuple[Any, ...]:
             sample.deaths,
             sample.versions,
             sorted((_place(part.block.extent), part.row, part.task, part.version) for part in sample.parts),
-            sample.mark,
-            sample.most,
+            sample.partial,
+            sample.longest_partial,
         )
         for sample in group.samples
     ]

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from ledger_model_parts import Block, Group, Lease, Sample
 
 from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.queue.ledger.messages import Put
+from relax_rt.transport.queue.ledger.messages import BlockPut
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 
 
@@ -61,7 +61,7 @@ class Holdings:
         if self.policy.on_straggler == "mask" or group.recycled:
             return max((self.unmasked(sample) for sample in members if sample.versions), default=0)
         versions = {version for sample in members for version in sample.versions}
-        versions |= {version for sample in members for _, version in sample.mark}
+        versions |= {version for sample in members for _, version in sample.partial}
         if not all(sample.versions for sample in members):
             versions.add(group.base)
         return max(self.lag(version) for version in versions)
@@ -89,13 +89,13 @@ class Holdings:
             found.update(lease.pins)
         return found
 
-    def marks_bytes(self) -> int:
-        return sum(sample.mark_bytes() for sample in self.all_samples())
+    def partials_bytes(self) -> int:
+        return sum(sample.partial_bytes() for sample in self.all_samples())
 
     def payload_bytes(self) -> int:
         return sum(extent.nbytes for extent in self.references() if not extent.slab.startswith("spill"))
 
-    def new_block(self, put: Put) -> Block:
+    def new_block(self, put: BlockPut) -> Block:
         named = {digest for block in self.blocks() for digest in block.digests}
         for blob in put.blobs:
             if blob.digest not in named:

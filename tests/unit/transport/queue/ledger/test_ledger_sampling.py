@@ -219,11 +219,11 @@ def test_what_is_under_way_stays_allowed_when_less_is_asked_for() -> None:
     d.call(TRAINER, ev.RequestSurplus(3))
     assert len(ready(d, v1, 9)) == 7
     d.call(TRAINER, ev.RequestSurplus(0))
-    assert d.ledger.state.asked == 3 and d.ledger.audit() == []
+    assert d.ledger.state.surplus_requested == 3 and d.ledger.audit() == []
     v2 = d.trained(TRAINER, d.take(TRAINER, "train", groups=2), 1, v1)
-    assert d.ledger.state.asked == 1 and not d.admit(ENGINE, v2).tickets
+    assert d.ledger.state.surplus_requested == 1 and not d.admit(ENGINE, v2).tickets
     d.trained(TRAINER, d.take(TRAINER, "train", groups=2), 2, v2)
-    assert d.ledger.state.asked == 0 and d.ledger.audit() == []
+    assert d.ledger.state.surplus_requested == 0 and d.ledger.audit() == []
 
 
 def test_surplus_is_not_given_up_while_a_step_may_leave_groups_out() -> None:

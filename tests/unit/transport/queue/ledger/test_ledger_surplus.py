@@ -122,7 +122,7 @@ def test_a_member_that_was_left_out_of_a_recycled_group_is_not_made_again() -> N
     d.put(OTHER, SampleKey(long.group, 1), v2 - 1)
     d.trained(TRAINER, batch, 2, v2)
     group = d.ledger.state.groups[long.group]
-    assert group.samples[0].left_out and group.missing() == [1, 2]
+    assert group.samples[0].excluded and group.missing() == [1, 2]
     assert d.ledger.audit() == []
 
 

@@ -13,19 +13,19 @@ import msgspec
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent, owner_key
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.admission import crowded, obstacle
+from relax_rt.transport.queue.ledger.admission import admission_blocker, full_reason
 from relax_rt.transport.queue.ledger.core import ROOM
-from relax_rt.transport.queue.ledger.events import Entry
-from relax_rt.transport.queue.ledger.machine import Ledger, Outcome
+from relax_rt.transport.queue.ledger.events import JournalEntry
+from relax_rt.transport.queue.ledger.machine import EventOutcome, Ledger
 from relax_rt.transport.queue.ledger.messages import (
     Admission,
+    BlockPut,
     Failure,
     Freed,
     GroupsPut,
     LeaseGrant,
     LeaseRequest,
     PartialChunk,
-    Put,
     RowPut,
     SampleInfo,
     SampleKey,
@@ -101,13 +101,13 @@ class Driver:
         self.spilled_at = count(0, 4096)
         self.versions = count(1)
         self.last: tuple[Incarnation, int, ev.Event, object] | None = None
-        self.own(ev.Configure(policy, limits))
+        self.own(ev.ConfigureQueue(policy, limits))
         self.own(ev.OpenRun("run-1"))
 
-    def outcome(self, event: ev.Event, who: Incarnation | None, seq: int = 0) -> Outcome:
+    def outcome(self, event: ev.Event, who: Incarnation | None, seq: int = 0) -> EventOutcome:
         before, possible = self.ledger.snapshot(), self.possible()
         # As it comes over the wire: nothing in it is shared with the caller.
-        entry = wired(Entry(self.ledger.n + 1, self.now, event, who, seq))
+        entry = wired(JournalEntry(self.ledger.n + 1, self.now, event, who, seq))
         try:
             outcome = self.ledger.apply(entry)
         except Exception:
@@ -115,10 +115,10 @@ class Driver:
             raise
         if outcome.changed:
             assert outcome.event is not None
-            self.journal.append(msgspec.msgpack.encode(Entry(entry.n, entry.at, outcome.event, who, seq)))
+            self.journal.append(msgspec.msgpack.encode(JournalEntry(entry.n, entry.at, outcome.event, who, seq)))
         else:
             assert self.ledger.snapshot() == before, "an unchanged ledger changed"
-        for topic, now in ({} if isinstance(event, ev.Configure) else self.possible()).items():
+        for topic, now in ({} if isinstance(event, ev.ConfigureQueue) else self.possible()).items():
             new = now - possible.get(topic, set())
             assert not new or topic in outcome.touched, f"{event} makes {new} possible, who waits for {topic} sleeps on"
         return outcome
@@ -136,8 +136,8 @@ class Driver:
             # Parts are granted beside others, whole batches are not.
             found[step_task] |= {("whole", id_) for id_ in core.step_ready if step_task not in at_work}
         announced = core.state.trainer_version
-        may_admit = core.policy.group_size and announced is not None and not obstacle(core, announced)
-        room = may_admit if core.policy.group_size else not crowded(core)
+        may_admit = core.policy.group_size and announced is not None and not admission_blocker(core, announced)
+        room = may_admit if core.policy.group_size else not full_reason(core)
         found[ROOM] = {*core.state.reopened, *(["room"] if room else [])}
         return found
 
@@ -149,7 +149,7 @@ class Driver:
 
     def call(self, who: Incarnation, event: ev.Event) -> object:
         if not self.ledger.knows(who):
-            self.apply(ev.Join(), who)
+            self.apply(ev.JoinQueue(), who)
         seq = next(self.sequence.setdefault(who, count(1)))
         answer = self.apply(event, who, seq)
         self.last = (who, seq, event, answer)
@@ -160,8 +160,8 @@ class Driver:
         replay(self.twin, self.journal)
         assert self.twin.snapshot() == self.ledger.snapshot()
 
-    def entries(self) -> list[Entry]:
-        return [msgspec.msgpack.decode(record, type=Entry) for record in self.journal]
+    def entries(self) -> list[JournalEntry]:
+        return [msgspec.msgpack.decode(record, type=JournalEntry) for record in self.journal]
 
     def restart(self) -> None:
         """Kill the broker: its successor starts from the snapshot and the journal."""
@@ -181,7 +181,7 @@ class Driver:
     # --- what producers do
 
     def admit(self, who: Incarnation, version: int, groups: int = 1) -> Admission:
-        answer = self.call(who, ev.Admit(version, groups))
+        answer = self.call(who, ev.RequestTickets(version, groups))
         assert isinstance(answer, Admission)
         return answer
 
@@ -197,14 +197,14 @@ class Driver:
 
     def rows(
         self, who: Incarnation, rows: Sequence[RowPut], *fields: str, blobs: Sequence[BlobRef] = (), version: int = -1
-    ) -> Put:
-        return Put(self.block(who, len(rows), *fields), list(rows), list(blobs), version)
+    ) -> BlockPut:
+        return BlockPut(self.block(who, len(rows), *fields), list(rows), list(blobs), version)
 
     def put(self, who: Incarnation, key: SampleKey, *versions: int, length: int = -1) -> list[Extent]:
         """One sample in a block of its own."""
         return self.put_all(who, [self.rows(who, [RowPut(key, 0, length, spans(*versions))])])
 
-    def put_all(self, who: Incarnation, puts: list[Put]) -> list[Extent]:
+    def put_all(self, who: Incarnation, puts: list[BlockPut]) -> list[Extent]:
         answer = self.call(who, ev.PutSamples(puts))
         assert isinstance(answer, Freed)
         return answer.extents
@@ -244,7 +244,7 @@ class Driver:
         self,
         who: Incarnation,
         batch: LeaseGrant,
-        *puts: Put,
+        *puts: BlockPut,
         failed: Sequence[SampleKey] = (),
         pinned: bool = False,
     ) -> list[Extent]:
@@ -255,13 +255,13 @@ class Driver:
 
     def columns(
         self, batch: LeaseGrant, *fields: str, version: int = -1, without: Sequence[SampleKey] = ()
-    ) -> list[Put]:
+    ) -> list[BlockPut]:
         """A tiny block with a row for each sample of the batch."""
         keys = [info.key for info in batch.samples if info.key not in without]
         if not keys:
             return []
         block = BlockRef(None, len(keys), fields, INLINE)
-        return [Put(block, [RowPut(key, row) for row, key in enumerate(keys)], version=version)]
+        return [BlockPut(block, [RowPut(key, row) for row, key in enumerate(keys)], version=version)]
 
     def reward(self, who: Incarnation, batch: LeaseGrant, *failed: SampleKey, pinned: bool = False) -> list[Extent]:
         puts = self.columns(batch, "reward", without=failed)
@@ -272,7 +272,7 @@ class Driver:
             self.reward(who, batch)
 
     def unpin(self, who: Incarnation, *leases: int) -> list[Extent]:
-        answer = self.call(who, ev.Unpin(list(leases)))
+        answer = self.call(who, ev.UnpinLeases(list(leases)))
         assert isinstance(answer, Freed)
         return answer.extents
 
@@ -346,12 +346,12 @@ def step(d: Driver, number: int, version: int, who: Incarnation = TRAINER) -> in
     return d.trained(who, batch, number, version)
 
 
-def wired(entry: Entry) -> Entry:
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(entry), type=Entry)
+def wired(entry: JournalEntry) -> JournalEntry:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(entry), type=JournalEntry)
 
 
 def replay(ledger: Ledger, journal: Sequence[bytes]) -> None:
     """Bring a ledger up to the end of the journal."""
     for record in journal[ledger.n :]:
-        entry = msgspec.msgpack.decode(record, type=Entry)
+        entry = msgspec.msgpack.decode(record, type=JournalEntry)
         assert ledger.apply(entry).changed and ledger.n == entry.n

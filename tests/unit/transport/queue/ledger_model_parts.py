@@ -28,21 +28,21 @@ class Part:
 @dataclass(eq=False)
 class Sample:
     made: bool = False
-    left_out: bool = False
+    excluded: bool = False
     parts: list[Part] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     leases: dict[str, int] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
     deaths: int = 0
-    mark: list[tuple[int, int]] = field(default_factory=list)
+    partial: list[tuple[int, int]] = field(default_factory=list)
     """Tokens marked, each with its version."""
-    most: int = 0
+    longest_partial: int = 0
 
-    def mark_bytes(self) -> int:
+    def partial_bytes(self) -> int:
         """8 a token, 32 a run of tokens of one version, 64 for itself."""
-        if not self.mark:
+        if not self.partial:
             return 0
-        versions = [version for _, version in self.mark]
+        versions = [version for _, version in self.partial]
         runs = 1 + sum(a != b for a, b in itertools.pairwise(versions))
         return 8 * len(versions) + 32 * runs + 64
 
@@ -65,7 +65,7 @@ class Group:
     losses: int = 0
 
     def alive(self) -> list[tuple[int, Sample]]:
-        return [(n, sample) for n, sample in enumerate(self.samples) if not sample.left_out]
+        return [(n, sample) for n, sample in enumerate(self.samples) if not sample.excluded]
 
     def missing(self) -> set[int]:
         return {n for n, sample in self.alive() if not sample.made}

@@ -20,10 +20,10 @@ from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.admission import load_partials
 from relax_rt.transport.queue.ledger.messages import (
     Admission,
+    BlockPut,
     GroupsPut,
     ItemsAssigned,
     LeaseGrant,
-    Put,
     RowPut,
     SampleKey,
     SavedPartials,
@@ -61,8 +61,8 @@ class LedgerMachine(Consumers):
             capacity_bytes=40_000,
             high_water=0.3,
             spill_bytes=15_000,
-            mark_bytes=250,
-            marks_bytes=900,
+            partial_bytes=250,
+            partials_bytes=900,
         )
         self.tokens = count(1)
         self.d, self.m = Driver(self.policy, limits), Model(self.policy, limits)
@@ -89,11 +89,11 @@ class LedgerMachine(Consumers):
 
     def fresh(self, slot: str) -> Incarnation:
         who = Incarnation(slot, next(self.epochs))
-        self.d.apply(ev.Join(), who)
+        self.d.apply(ev.JoinQueue(), who)
         self.m.end_work(lambda other: other.slot == slot and other.epoch < who.epoch, dead=False)
         return who
 
-    def got(self, who: Incarnation, freed: list[Extent], puts: list[Put] = ()) -> None:  # type: ignore[assignment]
+    def got(self, who: Incarnation, freed: list[Extent], puts: list[BlockPut] = ()) -> None:  # type: ignore[assignment]
         self.brought.setdefault(owner_key(who), set()).update(extents_in(puts))
         self.returned.setdefault(owner_key(who), []).extend(freed)
 
@@ -312,7 +312,7 @@ class LedgerMachine(Consumers):
         base = group.base if group is not None else self.version
         marks, expected = [], []
         for member in todo[:members]:
-            have = len(group.samples[member].mark) if group is not None else 0
+            have = len(group.samples[member].partial) if group is not None else 0
             new = [(next(self.tokens), self.version if interrupted and n % 2 else base) for n in range(tokens)]
             marks.append((member, max(0, have - back), new))
         try:
@@ -333,7 +333,7 @@ class LedgerMachine(Consumers):
         found = load_partials(self.d.ledger.core, engine, [SampleKey(id_, member) for member in todo])
         group = self.m.groups.get(id_)
         mine = group is not None and group.holder == engine
-        kept = {n: group.samples[n].mark for n in todo if n in group.making} if group is not None and mine else {}
+        kept = {n: group.samples[n].partial for n in todo if n in group.making} if group is not None and mine else {}
         assert {mark.key.member for mark in found} == {n for n, mark in kept.items() if mark}
         for mark in found:
             assert decode_partial(mark).tokens == [token for token, _ in kept[mark.key.member]]
@@ -427,9 +427,9 @@ class LedgerMachine(Consumers):
     @invariant()
     def marks_are_bounded(self) -> None:
         state = self.d.ledger.state
-        assert state.marks_bytes <= state.limits.marks_bytes
-        held = [sample.mark for group in state.groups.values() for sample in group.samples if sample.mark]
-        assert all(mark.nbytes <= state.limits.mark_bytes for mark in held)
+        assert state.partials_bytes <= state.limits.partials_bytes
+        held = [sample.partial for group in state.groups.values() for sample in group.samples if sample.partial]
+        assert all(mark.nbytes <= state.limits.partial_bytes for mark in held)
 
     @invariant()
     def ledger_is_as_the_model(self) -> None:

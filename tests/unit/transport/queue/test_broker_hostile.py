@@ -20,7 +20,7 @@ from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.queue import broker as queue_broker
 from relax_rt.transport.queue.api import QueueApi
-from relax_rt.transport.queue.ledger.messages import Failure, LeaseRequest, Put, RowPut, SampleKey, VersionSpan
+from relax_rt.transport.queue.ledger.messages import BlockPut, Failure, LeaseRequest, RowPut, SampleKey, VersionSpan
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.errors import RelaxError, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
@@ -44,12 +44,16 @@ extents = st.builds(Extent, slabs, numbers, numbers)
 blocks = st.builds(BlockRef, st.none() | extents, numbers, fields, st.sampled_from([b"", b"\1", b"\1" * 2000, b"RLXB"]))
 rows = st.builds(RowPut, keys, numbers, numbers, spans, floats)
 blobs = st.builds(BlobRef, st.sampled_from([b"", b"d" * 16, b"e" * 16, b"x" * 100]), extents)
-puts = st.lists(st.builds(Put, blocks, st.lists(rows, max_size=3), st.lists(blobs, max_size=2), numbers), max_size=2)
+puts = st.lists(
+    st.builds(BlockPut, blocks, st.lists(rows, max_size=3), st.lists(blobs, max_size=2), numbers), max_size=2
+)
 # Some calls are as they should be, so that there is something for the others to spoil.
 offers = st.lists(st.integers(0, 1 << 20), min_size=1, max_size=3, unique=True).map(
     lambda at: (
         [
-            Put(BlockRef(Extent("rollout-0-1-1.slab", 64 * n, 64), 1, ("tokens",)), [RowPut(SampleKey(i, 0), 0, 3)])
+            BlockPut(
+                BlockRef(Extent("rollout-0-1-1.slab", 64 * n, 64), 1, ("tokens",)), [RowPut(SampleKey(i, 0), 0, 3)]
+            )
             for i, n in enumerate(at)
         ],
         [1] * len(at),
@@ -59,7 +63,7 @@ offers = st.lists(st.integers(0, 1 << 20), min_size=1, max_size=3, unique=True).
 made = st.builds(
     lambda at, group, member: (
         [
-            Put(
+            BlockPut(
                 BlockRef(Extent("rollout-0-1-1.slab", 64 * at, 64), 1, ("tokens",)),
                 [RowPut(SampleKey(group, member), 0, 3, [VersionSpan(0, 3, 1, 1)])],
             )
@@ -70,7 +74,7 @@ made = st.builds(
     st.integers(0, 1),
 )
 columns = st.builds(
-    lambda group, member: [Put(BlockRef(None, 1, ("reward",), b"\1"), [RowPut(SampleKey(group, member), 0)])],
+    lambda group, member: [BlockPut(BlockRef(None, 1, ("reward",), b"\1"), [RowPut(SampleKey(group, member), 0)])],
     st.integers(1, 4),
     st.integers(0, 1),
 )

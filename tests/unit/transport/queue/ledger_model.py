@@ -13,7 +13,7 @@ from ledger_model_holdings import Holdings
 from ledger_model_parts import Group, Lease, Part, Sample
 
 from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.queue.ledger.messages import Put, SampleKey, Ticket
+from relax_rt.transport.queue.ledger.messages import BlockPut, SampleKey, Ticket
 from relax_rt.transport.rpc.identity import Incarnation
 
 TRAIN = "train"
@@ -33,8 +33,8 @@ class Model(Holdings):
             group.issue, group.idle = group.issue + 1, group.idle + 1
             if group.idle > 3:
                 for sample in group.samples:
-                    sample.mark = []
-            marked = {n: len(group.samples[n].mark) for n in group.making if group.samples[n].mark}
+                    sample.partial = []
+            marked = {n: len(group.samples[n].partial) for n in group.making if group.samples[n].partial}
             assert (ticket.issue, ticket.partials) == (group.issue, marked)
             assert (ticket.prompt, ticket.attempt, set(ticket.members)) == (group.prompt, group.attempt, group.making)
             assert ticket.item == (group.item if group.item >= 0 else None)
@@ -57,11 +57,11 @@ class Model(Holdings):
         assert len(tickets) == groups or not self._room(size, engine_version, surplus)
 
     def _room(self, size: int, engine_version: int, surplus: int) -> bool:
-        full = self.payload_bytes() + self.marks_bytes() >= self.limits.capacity_bytes
+        full = self.payload_bytes() + self.partials_bytes() >= self.limits.capacity_bytes
         fresh = self.lag(engine_version) <= self.policy.max_staleness
         return fresh and not full and self.outstanding() + size <= self.bound(engine_version) + surplus
 
-    def put(self, who: Incarnation, puts: list[Put]) -> None:
+    def put(self, who: Incarnation, puts: list[BlockPut]) -> None:
         touched: dict[int, Group] = {}
         for put in puts:
             mine = [row for row in put.rows if self._makes(who, row.key)]
@@ -88,15 +88,15 @@ class Model(Holdings):
             return -1
         group = self.groups[key.group]
         sample = group.samples[key.member]
-        old, room = sample.mark, self.limits.marks_bytes - self.marks_bytes() + sample.mark_bytes()
+        old, room = sample.partial, self.limits.partials_bytes - self.partials_bytes() + sample.partial_bytes()
         if start <= len(old):
-            sample.mark = [*old[:start], *tokens]
-            if sample.mark_bytes() > min(self.limits.mark_bytes, room):
-                sample.mark = old
-            elif len(sample.mark) > sample.most:
-                sample.most = len(sample.mark)
+            sample.partial = [*old[:start], *tokens]
+            if sample.partial_bytes() > min(self.limits.partial_bytes, room):
+                sample.partial = old
+            elif len(sample.partial) > sample.longest_partial:
+                sample.longest_partial = len(sample.partial)
                 self._got_on(group)
-        return len(sample.mark)
+        return len(sample.partial)
 
     def _got_on(self, group: Group) -> None:
         group.idle = 0
@@ -117,7 +117,7 @@ class Model(Holdings):
             group.losses = 0
             self.fail({SampleKey(group.id, n) for n in missing})
             return
-        anew = {n for n in missing if not group.samples[n].mark}
+        anew = {n for n in missing if not group.samples[n].partial}
         if len(anew) == len(group.alive()) or (missing and self.policy.on_failed_member == "drop"):
             self.end(group, state)
         elif missing:
@@ -168,7 +168,7 @@ class Model(Holdings):
         for sample in group.samples:
             sample.leases.pop(self.policy.frozen_by, None)
         for member in members:
-            group.samples[member] = Sample(left_out=not again)
+            group.samples[member] = Sample(excluded=not again)
         if again:
             self.issued += len(members)
             group.attempt, group.failures = group.attempt + 1, group.failures + (state == "failed")
@@ -180,7 +180,7 @@ class Model(Holdings):
 
     def has(self, sample: Sample, task: str) -> bool:
         fields = {name for part in sample.parts for name in part.block.fields}
-        return sample.made and not sample.left_out and fields >= set(self.policy.tasks[task])
+        return sample.made and not sample.excluded and fields >= set(self.policy.tasks[task])
 
     def ready(self, task: str) -> set[SampleKey]:
         return {
@@ -243,7 +243,7 @@ class Model(Holdings):
         if pinned:
             self.pinned[lease.id] = lease
 
-    def complete(self, who: Incarnation, id_: int, puts: list[Put], failed: set[SampleKey], pinned: bool) -> None:
+    def complete(self, who: Incarnation, id_: int, puts: list[BlockPut], failed: set[SampleKey], pinned: bool) -> None:
         lease = self.leases.get(id_)
         if lease is None or lease.holder != who:
             if not pinned:
@@ -257,7 +257,7 @@ class Model(Holdings):
             for row in rows:
                 assert block is not None
                 pending.append((row.key, Part(block, row.row, lease.task, put.version if versioned else -1)))
-        here = {key for key in lease.keys if key.group in self.groups and not self.sample(key).left_out}
+        here = {key for key in lease.keys if key.group in self.groups and not self.sample(key).excluded}
         failed &= here if lease.task == TRAIN else held.keys()
         self.close(lease, pinned=pinned)
         undone = failed | {key for key, part in pending if part.version >= 0 and self.lag(part.version) > 0}
@@ -410,7 +410,7 @@ class Model(Holdings):
         )
 
     def recycle(self, group: Group) -> bool:
-        begun = group.holder is not None or any(sample.mark for sample in group.samples)
+        begun = group.holder is not None or any(sample.partial for sample in group.samples)
         if self.policy.on_surplus == "drop" or not begun:
             return False
         group.recycled = True
@@ -549,7 +549,7 @@ class Model(Holdings):
             sample.parts, sample.leases = [], {}
         for group in list(self.groups.values()):
             group.lease = 0
-            if any(sample.mark for sample in group.samples) and self.policy.on_failed_member != "drop":
+            if any(sample.partial for sample in group.samples) and self.policy.on_failed_member != "drop":
                 self._only_marks_left(group)
             else:
                 self.end(group, "lost")

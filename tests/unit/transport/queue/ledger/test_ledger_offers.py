@@ -23,11 +23,11 @@ from ledger_driver import (
 )
 
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.events import JournalEntry
 from relax_rt.transport.queue.ledger.machine import load_samplers
 from relax_rt.transport.queue.ledger.messages import GroupsPut, LeaseGrant, LeaseRequest, RowPut, SampleKey
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits, SamplerSpec
-from relax_rt.transport.queue.ledger.selection import Choice, Unit
+from relax_rt.transport.queue.ledger.selection import Selection, Unit
 from relax_rt.transport.queue.samplers.loading import load_sampler
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
@@ -49,11 +49,11 @@ class Last:
 
     whole_groups = False
 
-    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
+    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Selection:
         found = list(units)
         if len(found) > 2:
             raise ValueError("too many")
-        return Choice(found[-1:])
+        return Selection(found[-1:])
 
 
 # --- without prompts, without steps
@@ -373,19 +373,19 @@ def test_steps_too_old_to_be_returned_to_are_kept_as_counts() -> None:
         d.rollback(TRAINER, 2, version)
     d.rollback(TRAINER, 3, version)
     assert d.ledger.audit() == []
-    d.own(ev.Configure(policy(), QueueLimits(keep_steps=1)))
+    d.own(ev.ConfigureQueue(policy(), QueueLimits(keep_steps=1)))
     d.committed(TRAINER, 3)  # nothing new is covered, but less is kept
     d.check_replay()
 
 
 def test_calls_are_recognised_in_any_order_within_the_window() -> None:
     d, version = started(max_staleness=float("inf"))
-    d.apply(ev.Join(), ENGINE)
+    d.apply(ev.JoinQueue(), ENGINE)
     order = [127, *range(1, 127), *range(128, 256)]
     for seq in order:
-        d.apply(ev.Admit(version, 1), ENGINE, seq)
+        d.apply(ev.RequestTickets(version, 1), ENGINE, seq)
     for seq in (127, 1, 255):
-        entry = Entry(d.ledger.n + 1, d.now, ev.Admit(version, 1), ENGINE, seq)
+        entry = JournalEntry(d.ledger.n + 1, d.now, ev.RequestTickets(version, 1), ENGINE, seq)
         if seq == 255:
             assert not d.ledger.apply(entry).changed
             continue
@@ -397,7 +397,7 @@ def test_calls_are_recognised_in_any_order_within_the_window() -> None:
 def test_a_policy_is_what_it_was_when_an_event_was_judged() -> None:
     d, v1 = started()
     make(d, v1, 2)
-    d.own(ev.Configure(policy(max_staleness=5), QueueLimits()))
+    d.own(ev.ConfigureQueue(policy(max_staleness=5), QueueLimits()))
     assert len(d.admit(ENGINE, v1, 100).tickets) == 10
     d.check_replay()
     assert isinstance(d.ledger.state.policy, LedgerPolicy)
@@ -411,12 +411,12 @@ def test_a_task_that_is_no_more_is_forgotten_and_a_new_one_sees_what_is_there() 
     d.offer(ENGINE, 1, 1)
     d.complete(READER, d.take(READER, "a", samples=1))
     held = d.take(READER, "b", samples=1)
-    d.own(ev.Configure(free_policy(tasks={"a": ("tokens",), "c": ("tokens",)}), d.ledger.state.limits))
+    d.own(ev.ConfigureQueue(free_policy(tasks={"a": ("tokens",), "c": ("tokens",)}), d.ledger.state.limits))
     assert d.ledger.audit() == []
     assert len(d.take(READER, "c", samples=5).infos()) == 2, "done with a is not done with c"
     d.complete(READER, held)
     assert d.ledger.audit() == []
-    d.own(ev.Configure(free_policy(tasks={"a": ("tokens",)}), d.ledger.state.limits))
+    d.own(ev.ConfigureQueue(free_policy(tasks={"a": ("tokens",)}), d.ledger.state.limits))
     assert d.ledger.account()["finished"] == 1, "the sample that only a had to do with"
     assert d.ledger.audit() == []
 
@@ -425,7 +425,7 @@ def test_a_queue_with_samples_does_not_become_one_of_steps() -> None:
     d = free()
     d.offer(ENGINE, 1)
     with pytest.raises(Refused, match="step_task"):
-        d.own(ev.Configure(policy(), d.ledger.state.limits))
+        d.own(ev.ConfigureQueue(policy(), d.ledger.state.limits))
 
 
 def test_a_replay_needs_no_sampler() -> None:

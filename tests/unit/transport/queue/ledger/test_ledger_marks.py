@@ -11,7 +11,7 @@ from ledger_driver import AGENT, ENGINE, OTHER, TRAINER, Driver, a_mark, make, s
 
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.admission import crowded, load_partials
+from relax_rt.transport.queue.ledger.admission import full_reason, load_partials
 from relax_rt.transport.queue.ledger.messages import PartialChunk, SampleKey, Ticket, VersionSpan
 from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.queue.partials import decode_partial, partial_chunk
@@ -44,7 +44,7 @@ def test_whoever_gets_the_group_next_goes_on_behind_the_marks() -> None:
     assert (again.group, again.members, again.partials) == (ticket.group, [1, 2], {1: 6})
     assert kept(d, OTHER, again) == {1: [10, 11, 12, 13, 14, 15]} and kept(d, ENGINE, ticket) == {}
     d.generate(OTHER, again, version)
-    assert d.ledger.state.marks_bytes == 0 and d.ledger.audit() == []
+    assert d.ledger.state.partials_bytes == 0 and d.ledger.audit() == []
 
 
 def test_a_group_of_which_only_marks_are_there_keeps_its_place() -> None:
@@ -87,7 +87,7 @@ def test_spans_are_joined_and_count_for_staleness() -> None:
     d.mark(ENGINE, ticket, 0, 3, tokens(4, 1, v1))
     v2 = step(d, 1, v1)
     d.mark(ENGINE, ticket, 0, 4, tokens(5, 1, v2))
-    held = d.ledger.state.groups[ticket.group].samples[0].mark
+    held = d.ledger.state.groups[ticket.group].samples[0].partial
     assert held is not None and held.spans == [VersionSpan(0, 4, v1, v1), VersionSpan(4, 5, v2, v2)]
     d.gone(ENGINE)
     (again,) = d.admit(OTHER, v2).tickets
@@ -96,9 +96,9 @@ def test_spans_are_joined_and_count_for_staleness() -> None:
     assert d.ledger.core.staleness(d.ledger.state.groups[ticket.group]) == 1
     make(d, v2, 2, who=AGENT)
     v3 = step(d, 2, v2)
-    assert ticket.group not in d.ledger.state.groups and d.ledger.state.marks_bytes == 0
+    assert ticket.group not in d.ledger.state.groups and d.ledger.state.partials_bytes == 0
     assert d.admit(OTHER, v3).tickets[0].partials == {}
-    assert d.ledger.account()["marked_tokens_dropped"] == 5
+    assert d.ledger.account()["partial_tokens_dropped"] == 5
 
 
 def test_where_over_stale_tokens_are_masked_they_are_kept_as_context() -> None:
@@ -113,17 +113,17 @@ def test_where_over_stale_tokens_are_masked_they_are_kept_as_context() -> None:
 
 
 def test_marks_are_bounded_for_each_member_and_in_all_and_count_in_the_capacity() -> None:
-    limits = QueueLimits(mark_bytes=200, marks_bytes=400, capacity_bytes=1100)
+    limits = QueueLimits(partial_bytes=200, partials_bytes=400, capacity_bytes=1100)
     d, version = started(limits)
     one, other = d.admit(ENGINE, version, 2).tickets
     assert d.mark(ENGINE, one, 0, 0, tokens(1, 13, version)) == 13
     assert d.mark(ENGINE, one, 0, 13, tokens(14, 1, version)) == 13, "208 bytes"
     assert d.mark(ENGINE, one, 1, 0, tokens(1, 12, version)) == 12
     assert d.mark(ENGINE, other, 0, 0, tokens(1, 1, version)) == 0, "392 and 104 bytes"
-    assert "without room" in d.ledger.core.marks_refused
-    assert not crowded(d.ledger.core)
+    assert "without room" in d.ledger.core.partials_refused
+    assert not full_reason(d.ledger.core)
     d.put(ENGINE, SampleKey(one.group, 0), version)
-    assert "marks of unfinished samples" in crowded(d.ledger.core)
+    assert "of them partial completions" in full_reason(d.ledger.core)
     assert d.ledger.audit() == []
 
 
@@ -147,10 +147,10 @@ def test_what_is_kept_of_tokens_besides_goes_where_they_go() -> None:
 
     assert (mark(0, 1, 5), mark(3, 50, 2)) == (5, 5)
     assert found() == ([1, 2, 3, 50, 51], b"\1\1\1\2\2\2\3\3\3" + b"222333")
-    assert d.ledger.state.marks_bytes == 5 * (8 + 3) + 32 + 64
+    assert d.ledger.state.partials_bytes == 5 * (8 + 3) + 32 + 64
     # Rows of another size, or none, behind these could not be told apart.
     assert (mark(5, 60, 1, 2), mark(5, 60, 1, 0)) == (5, 5)
-    assert d.ledger.core.marks_refused["of another kind"] == 2
+    assert d.ledger.core.partials_refused["of another kind"] == 2
     assert mark(0, 60, 2, 0) == 2 and found() == ([60, 61], b"")
     assert mark(2, 62, 1, 3) == 2 and mark(2, 62, 1, 0) == 3
     assert d.ledger.audit() == []
@@ -191,7 +191,7 @@ def test_a_malformed_mark_is_refused_whole(change: dict[str, object], says: str)
     bad |= {"logprobs": good.logprobs, "versions": good.versions, **change}
     with pytest.raises(Refused, match=says):
         d.call(ENGINE, ev.SavePartials([good, PartialChunk(**bad)]))  # type: ignore[arg-type]
-    assert d.ledger.state.marks_bytes == 0
+    assert d.ledger.state.partials_bytes == 0
 
 
 def test_marks_outlive_the_memory_of_the_node_and_are_judged_by_the_weights_after_it() -> None:

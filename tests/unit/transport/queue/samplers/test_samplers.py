@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from relax_rt.transport.queue.ledger.messages import LeaseRequest, SampleKey
-from relax_rt.transport.queue.ledger.selection import Choice, Sampler, Unit, choose, choose_urgent_first
+from relax_rt.transport.queue.ledger.selection import BatchSampler, Selection, Unit, choose, choose_urgent_first
 from relax_rt.transport.queue.samplers.builtin import SAMPLERS
 from relax_rt.transport.queue.samplers.loading import load_sampler
 from relax_rt.transport.rpc.errors import Refused
@@ -37,7 +37,7 @@ def group(id_: int, lengths: tuple[int, ...], **fields: Any) -> Unit:
     return Unit(id_, tuple(SampleKey(id_, member) for member in range(len(lengths))), lengths, order=id_, **fields)
 
 
-def ids(choice: Choice) -> list[int]:
+def ids(choice: Selection) -> list[int]:
     return [unit.id for unit in choice.units]
 
 
@@ -142,7 +142,7 @@ def test_exactly_so_many_groups_or_none_but_a_budget_may_end_the_batch() -> None
     units = [group(at, (10, 10)) for at in range(3)]
     for name in SAMPLERS:
         sampler = load_sampler(name, {})
-        assert choose(sampler, units, LeaseRequest(groups=4)) == Choice([], "3 of 4 groups are ready")
+        assert choose(sampler, units, LeaseRequest(groups=4)) == Selection([], "3 of 4 groups are ready")
         assert choose_urgent_first(sampler, units, LeaseRequest(groups=4)).waiting_on == "3 of 4 groups are ready"
         assert len(choose(sampler, units, LeaseRequest(groups=2)).units) == 2
         assert len(choose(sampler, units, LeaseRequest(groups=3, tokens=45)).units) == 2
@@ -164,7 +164,7 @@ def test_whole_group_fills_a_number_of_samples_with_groups() -> None:
     assert ids(choose(sampler, units, LeaseRequest(samples=5))) == [0, 2]
     assert ids(choose(sampler, units, LeaseRequest(groups=2))) == [0, 1]
     waits = choose(sampler, units[:2], LeaseRequest(samples=2))
-    assert waits == Choice([], "the smallest of 2 ready groups has 3 samples, 2 are asked for")
+    assert waits == Selection([], "the smallest of 2 ready groups has 3 samples, 2 are asked for")
 
 
 def test_freshest_first_prefers_the_least_stale_and_of_those_the_newest() -> None:
@@ -245,7 +245,7 @@ class Faulty:
     def __init__(self, fault: str = "", twice: int = 1) -> None:
         self.fault, self.twice = fault, twice
 
-    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
+    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Selection:
         pool = list(units)
         if self.fault == "raises":
             raise KeyError("tokens")
@@ -255,7 +255,7 @@ class Faulty:
             "foreign": [sample(99)],
             "tokens": pool[:2],
         }
-        return Choice(chosen.get(self.fault, pool[: want.samples or want.groups]))
+        return Selection(chosen.get(self.fault, pool[: want.samples or want.groups]))
 
 
 @pytest.mark.parametrize(
@@ -283,15 +283,15 @@ def test_samplers_of_ones_own_are_named_by_module_or_file(tmp_path: Path) -> Non
         load_sampler("beside_it:Last", {}, tmp_path)
     (tmp_path / "mine.py").write_text(
         "import msgspec\n"
-        "from relax_rt.transport.queue.ledger.selection import Choice\n"
+        "from relax_rt.transport.queue.ledger.selection import Selection\n"
         "class Last(msgspec.Struct):\n"
         "    skip: int = 0\n"
         "    whole_groups: bool = False\n"
         "    def choose(self, units, want):\n"
-        "        return Choice(list(units)[::-1][self.skip : self.skip + want.samples])\n"
+        "        return Selection(list(units)[::-1][self.skip : self.skip + want.samples])\n"
         "class Anything:\n"
         "    def __init__(self, **options): self.whole_groups = options['whole']\n"
-        "    def choose(self, units, want): return Choice([])\n"
+        "    def choose(self, units, want): return Selection([])\n"
         "class Nothing: pass\n"
     )
     last = load_sampler("mine.py:Last", {"skip": 1}, tmp_path)
@@ -330,5 +330,5 @@ def test_a_wrong_name_or_option_is_an_error_that_says_what_there_is(
 
 
 def test_every_sampler_keeps_to_the_protocol() -> None:
-    made: list[Sampler] = [kind() for kind in SAMPLERS.values()]
+    made: list[BatchSampler] = [kind() for kind in SAMPLERS.values()]
     assert [sampler.whole_groups for sampler in made] == [name == "whole_group" for name in SAMPLERS]

@@ -19,7 +19,7 @@ import queue_far_end as far
 from relax_rt.transport.base.journal import Journal
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.client import QueueClient
-from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.events import JournalEntry
 from relax_rt.transport.queue.ledger.machine import Ledger
 from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.rpc.identity import Incarnation
@@ -107,7 +107,7 @@ def recover(folder: Path) -> Ledger:
     journal.close()
     ledger = Ledger(found.snapshot)
     for _, payload in found.records:
-        ledger.apply(msgspec.msgpack.decode(payload, type=Entry))
+        ledger.apply(msgspec.msgpack.decode(payload, type=JournalEntry))
     ledger.restart_deadlines(0.0)
     return ledger
 

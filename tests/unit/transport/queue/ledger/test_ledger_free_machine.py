@@ -12,7 +12,7 @@ from ledger_driver import ROW_BYTES, Driver, free_policy
 
 from relax_rt.transport.memory.refs import BlockRef, Extent, extents_in, owner_key
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.messages import GroupsPut, LeaseGrant, Put, RowPut, SampleKey
+from relax_rt.transport.queue.ledger.messages import BlockPut, GroupsPut, LeaseGrant, RowPut, SampleKey
 from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -40,7 +40,7 @@ class FreeQueueMachine(RuleBasedStateMachine):
         self.producer = Incarnation("producer/0", next(self.epochs))
         self.readers = [Incarnation(f"reader/{i}", next(self.epochs)) for i in range(2)]
         self.queues: dict[str, list[SampleKey]] = {task: [] for task in TASKS}
-        self.places: dict[SampleKey, list[Put]] = {}
+        self.places: dict[SampleKey, list[BlockPut]] = {}
         self.lengths: dict[SampleKey, int] = {}
         self.done: dict[SampleKey, set[str]] = {}
         self.deaths: Counter[SampleKey] = Counter()
@@ -56,13 +56,13 @@ class FreeQueueMachine(RuleBasedStateMachine):
 
     # --- memory
 
-    def puts_in_use(self) -> list[Put]:
+    def puts_in_use(self) -> list[BlockPut]:
         return list({id(put): put for puts in self.places.values() for put in puts}.values())
 
-    def place_of(self, put: Put) -> Extent | None:
+    def place_of(self, put: BlockPut) -> Extent | None:
         return self.moved.get(put.block.extent, put.block.extent) if put.block.extent is not None else None
 
-    def seen_through(self, puts: list[Put]) -> set[Extent]:
+    def seen_through(self, puts: list[BlockPut]) -> set[Extent]:
         found = {self.place_of(put) for put in puts} | {self.homes[blob.digest] for put in puts for blob in put.blobs}
         return found - {None}  # type: ignore[return-value]
 
@@ -72,7 +72,7 @@ class FreeQueueMachine(RuleBasedStateMachine):
     def used_bytes(self) -> int:
         return sum(extent.nbytes for extent in self.live() if not extent.slab.startswith("spill"))
 
-    def got(self, who: Incarnation, freed: list[Extent], puts: list[Put] = ()) -> None:  # type: ignore[assignment]
+    def got(self, who: Incarnation, freed: list[Extent], puts: list[BlockPut] = ()) -> None:  # type: ignore[assignment]
         self.brought.setdefault(owner_key(who), set()).update(extents_in(puts))
         self.returned.setdefault(owner_key(who), []).extend(freed)
 
@@ -89,7 +89,7 @@ class FreeQueueMachine(RuleBasedStateMachine):
         keys = [SampleKey(group, member) for group, size in enumerate(sizes) for member in range(size)]
         blobs = [self.d.blob(who, blob, 2000)] if blob else []
         if form == "short":
-            puts = [Put(self.d.block(who, n), [], blobs, lengths=[length] * n)]
+            puts = [BlockPut(self.d.block(who, n), [], blobs, lengths=[length] * n)]
         else:
             parts = [keys] if form == "one block" or n == 1 else [keys[::2], keys[1::2]]
             puts = [self.d.rows(who, [RowPut(k, row, length) for row, k in enumerate(part)]) for part in parts]
@@ -173,7 +173,7 @@ class FreeQueueMachine(RuleBasedStateMachine):
             return
         failed = [work.keys[0]] if outcome == "failed" else []
         held = [key for key in work.keys if key in self.places]
-        puts: list[Put] = []
+        puts: list[BlockPut] = []
         if work.task == "judge" and outcome != "silent":
             rows = [RowPut(key, row) for row, key in enumerate(key for key in work.keys if key not in failed)]
             if rows:

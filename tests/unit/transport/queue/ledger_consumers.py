@@ -9,7 +9,7 @@ from ledger_model import Model
 
 from relax_rt.transport.memory.refs import BlockRef, Extent
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.messages import LeaseGrant, Put, RowPut, SampleKey
+from relax_rt.transport.queue.ledger.messages import BlockPut, LeaseGrant, RowPut, SampleKey
 from relax_rt.transport.rpc.errors import StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -33,7 +33,7 @@ class Consumers(RuleBasedStateMachine):
     def fresh(self, slot: str) -> Incarnation:
         raise NotImplementedError
 
-    def got(self, who: Incarnation, freed: list[Extent], puts: list[Put] = ()) -> None:  # type: ignore[assignment]
+    def got(self, who: Incarnation, freed: list[Extent], puts: list[BlockPut] = ()) -> None:  # type: ignore[assignment]
         raise NotImplementedError
 
     def gone(self, who: Incarnation) -> None:
@@ -68,15 +68,15 @@ class Consumers(RuleBasedStateMachine):
         alone = len(keys) == 1 and self.m.sample(keys[0]).deaths >= self.m.limits.quarantine_after - 1
         assert set(keys) <= ready and (alone or len(keys) == min(samples, len(ready)))
 
-    def columns(self, who: Incarnation, field: str, keys: list[SampleKey], version: int = -1) -> list[Put]:
+    def columns(self, who: Incarnation, field: str, keys: list[SampleKey], version: int = -1) -> list[BlockPut]:
         rows = [RowPut(key, row) for row, key in enumerate(keys)]
         if not rows:
             return []
         if len(rows) % 2:
-            return [Put(BlockRef(None, len(rows), (field,), INLINE), rows, version=version)]
+            return [BlockPut(BlockRef(None, len(rows), (field,), INLINE), rows, version=version)]
         return [self.d.rows(who, rows, field, version=version)]
 
-    def complete(self, who: Incarnation, batch: LeaseGrant, outcome: str, puts: list[Put]) -> None:
+    def complete(self, who: Incarnation, batch: LeaseGrant, outcome: str, puts: list[BlockPut]) -> None:
         failed = {batch.samples[0].key} if outcome == "failed" and batch.samples else set()
         try:
             if outcome == "abandoned":

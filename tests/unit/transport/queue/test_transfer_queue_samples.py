@@ -17,7 +17,7 @@ from relax_rt.transport import TransferQueue
 from relax_rt.transport.queue.batch import LeasedBatch
 from relax_rt.transport.queue.ledger.messages import Failure, LeaseRequest, SampleKey
 from relax_rt.transport.queue.ledger.policy import QueueLimits, SamplerSpec
-from relax_rt.transport.queue.ledger.selection import Choice, Unit
+from relax_rt.transport.queue.ledger.selection import Selection, Unit
 from relax_rt.transport.rpc.errors import OutOfSpace, Refused
 
 
@@ -26,9 +26,9 @@ class LongestFirst:
 
     whole_groups = False
 
-    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Choice:
+    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Selection:
         """The longest ones."""
-        return Choice(sorted(units, key=lambda unit: -unit.tokens)[: want.samples])
+        return Selection(sorted(units, key=lambda unit: -unit.tokens)[: want.samples])
 
 
 @contextlib.asynccontextmanager

@@ -12,7 +12,7 @@ FAR, OTHER, THERE = Incarnation("far/0", 20), Incarnation("other/0", 21), Incarn
 
 
 def join(d: Driver, who: Incarnation, node: str, payloads: str) -> None:
-    d.apply(ev.Join(node, payloads, issued=True), who)
+    d.apply(ev.JoinQueue(node, payloads, issued=True), who)
 
 
 def far_driver() -> Driver:

@@ -259,4 +259,4 @@ def test_trainers_are_asked_for_an_early_checkpoint_when_memory_fills() -> None:
 def test_a_slot_cannot_be_named_as_spilled_files_are() -> None:
     d = Driver(policy())
     with pytest.raises(Refused, match="spilled payloads"):
-        d.apply(ev.Join(issued=True), Incarnation("spill/0", 7))
+        d.apply(ev.JoinQueue(issued=True), Incarnation("spill/0", 7))

@@ -13,7 +13,7 @@ import numpy as np
 
 from relax_rt.transport import TransferQueue
 from relax_rt.transport.memory.values import Bf16, Raw, Shared
-from relax_rt.transport.queue.hosting import Host, Keys
+from relax_rt.transport.queue.hosting import Host, QueueKeys
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.rpc import CurveKeys
@@ -225,7 +225,7 @@ async def far_take(folder: str, address: str, keys: str, task: str, column: str)
 async def far_stranger(folder: str, address: str, keys: str) -> None:
     """One with keys of its own, and one with none."""
     own = CurveKeys.make()
-    Path(keys).write_bytes(msgspec.json.encode(Keys(own.public.decode(), own.secret.decode())))  # noqa: ASYNC240
+    Path(keys).write_bytes(msgspec.json.encode(QueueKeys(own.public.decode(), own.secret.decode())))  # noqa: ASYNC240
     for given in (keys, None):
         try:
             async with TransferQueue.connect(address, keys=given, patience_s=1.0):

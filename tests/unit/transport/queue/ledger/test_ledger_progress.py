@@ -176,14 +176,14 @@ def test_what_one_line_raises_is_one_cause_and_causes_are_bounded() -> None:
 
 def test_a_loss_is_reported_at_once_and_then_at_doublings_or_every_few_seconds() -> None:
     q, told = Queue(failures_per_prompt=10_000), []
-    real = q.d.ledger.core.note
+    real = q.d.ledger.core.log
 
     def note(kind: str, **fields: Any) -> None:
         real(kind, **fields)
         if kind == "members_lost":
             told.append(fields)
 
-    q.d.ledger.core.note = note  # type: ignore[method-assign]
+    q.d.ledger.core.log = note  # type: ignore[method-assign]
     for _ in range(32):
         q.scored()
     assert [fields["members"] for fields in told] == [1, 2, 4, 8, 16, 32, 64]
@@ -212,7 +212,7 @@ def test_a_run_that_is_started_again_counts_anew_and_keeps_its_retired_items() -
 def test_an_item_whose_group_outlives_a_start_of_the_run_is_retired_all_the_same() -> None:
     q = Queue(failures_per_prompt=100)
     rules = policy(prompts_per_step=2, **{**RULES, "failures_per_prompt": 100})
-    q.d.own(ev.Configure(rules, QueueLimits(durable=True)))
+    q.d.own(ev.ConfigureQueue(rules, QueueLimits(durable=True)))
     q.trains()
     bad, other = make(q.d, q.version, groups=2)
     q.d.reopen("run-2")
@@ -277,7 +277,7 @@ def test_each_answer_to_an_admission_names_the_revision_of_the_retired_items() -
     unknown = q.d.admit(ENGINE, q.version + 100)
     assert "is not known to the queue yet" in unknown.waiting_on and unknown.retired == 1
     q.d.ledger.state.trainer_version = None
-    unannounced = admission.admit(q.d.ledger.core, ENGINE, ev.Admit(q.version, 1))
+    unannounced = admission.admit(q.d.ledger.core, ENGINE, ev.RequestTickets(q.version, 1))
     assert "has not announced its weights" in unannounced.waiting_on and unannounced.retired == 1
 
 
@@ -419,7 +419,7 @@ def test_an_item_that_the_user_keeps_is_taken_back_when_the_run_starts() -> None
     q = Queue(failures_per_prompt=100)
     late_twice(q)
     assert [one.item for one in q.report.retired] == ["a"]
-    q.d.own(ev.Configure(policy(prompts_per_step=2, **RULES, kept_items=("a",)), q.d.ledger.state.limits))
+    q.d.own(ev.ConfigureQueue(policy(prompts_per_step=2, **RULES, kept_items=("a",)), q.d.ledger.state.limits))
     assert not q.report.retired
     q.d.check_replay()
 

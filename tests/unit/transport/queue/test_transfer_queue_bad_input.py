@@ -23,8 +23,8 @@ from relax_rt.transport.base.folder import RUN_ID, SHM_PREFIX, SHM_ROOT
 from relax_rt.transport.memory.refs import BlockRef, Extent, slab_name
 from relax_rt.transport.memory.values import Bf16
 from relax_rt.transport.queue.api import QueueApi
-from relax_rt.transport.queue.hosting import Keys
-from relax_rt.transport.queue.ledger.messages import Failure, Put, RowPut, SampleKey
+from relax_rt.transport.queue.hosting import QueueKeys
+from relax_rt.transport.queue.ledger.messages import BlockPut, Failure, RowPut, SampleKey
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc import rpc, wire
 from relax_rt.transport.rpc.errors import Corrupt, ProtocolError, Refused, RelaxError, StaleEpoch, Unreachable
@@ -84,7 +84,7 @@ async def test_values_that_are_not_as_declared(tmp_path: Path, sample: dict[str,
 
 async def test_the_broker_checks_names_of_fields_itself(tmp_path: Path) -> None:
     async with serving(tmp_path, fields=FIELDS) as queue:
-        put = Put(BlockRef(None, 1, ("tokens", "rewards"), b"\1"), [RowPut(SampleKey(0, 0), 0)])
+        put = BlockPut(BlockRef(None, 1, ("tokens", "rewards"), b"\1"), [RowPut(SampleKey(0, 0), 0)])
         with pytest.raises(Refused, match=r"field 'rewards' put by .*: the declared fields are half, image"):
             await queue.client.api.put_groups(100, [put], [1], 0.0)
 
@@ -107,7 +107,7 @@ async def test_a_sample_over_the_limit(tmp_path: Path) -> None:
         owner = queue.client.who
         block = BlockRef(Extent(slab_name(owner, 1), 1 << 20, 1 << 18), 1, ("tokens",))
         with pytest.raises(Refused, match=r"a sample has 262144 bytes, max_sample_bytes is 100000"):
-            await queue.client.api.put_groups(100, [Put(block, [RowPut(SampleKey(0, 0), 0)])], [1], 0.0)
+            await queue.client.api.put_groups(100, [BlockPut(block, [RowPut(SampleKey(0, 0), 0)])], [1], 0.0)
 
 
 async def test_tasks_and_batches_that_are_not_there(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ async def test_memory_that_does_not_hold_what_was_said(tmp_path: Path) -> None:
             (BlockRef(Extent(slab.name, 1 << 20, 64), 1, ("tokens",)), "not a block of ours"),
         ]
         for seq, (block, _) in enumerate(lies, 1000):
-            await liar.client.api.put_groups(seq, [Put(block, [RowPut(SampleKey(0, 0), 0)])], [1], 0.0)
+            await liar.client.api.put_groups(seq, [BlockPut(block, [RowPut(SampleKey(0, 0), 0)])], [1], 0.0)
         batch = await queue.lease("train", samples=10, wait_s=5)
         assert len(batch) == 6
         failures = []
@@ -396,10 +396,10 @@ async def test_keys_and_addresses(tmp_path: Path) -> None:
         with pytest.raises(Refused, match="CURVE public key: it has 5 bytes, not 40"):
             await enter(address, keys=bad)
         other = rpc.CurveKeys.make()
-        bad.write_bytes(msgspec.json.encode(Keys(other.public.decode(), other.secret.decode())))
+        bad.write_bytes(msgspec.json.encode(QueueKeys(other.public.decode(), other.secret.decode())))
         with pytest.raises(Unreachable, match=r"queue tcp://127\.0\.0\.1.*do the keys fit\?"):
             await enter(address, keys=bad)
-        own = Keys(**msgspec.json.decode(keys.read_bytes()))
+        own = QueueKeys(**msgspec.json.decode(keys.read_bytes()))
         forged = rpc.CurveKeys(other.public, other.secret, server=own.public.encode())
         client = rpc.Client(address, rpc.make_hello(RUN_ID, Incarnation("stranger/0", 1)), curve=forged)
         with pytest.raises((Unreachable, ProtocolError)):
