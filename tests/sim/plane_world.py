@@ -423,7 +423,7 @@ class World:
         )
         self.checker.judge_samples(notices, self.checker.stepped_on)
 
-    def encode_event(self) -> str:
+    def tell(self) -> str:
         """The last that happened."""
         lines = [f"{at:8.3f}  {what}  {fields}" for at, what, fields in self.story]
         return "\n".join([f"seed {self.seed}: {self.kind} {self.doomed}", *lines])
