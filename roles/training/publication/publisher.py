@@ -22,6 +22,7 @@ from relax_rt.roles.training.publication.settings import Communicator, Publicati
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, OutOfSpace, RelaxError, Unreachable
 from relax_rt.transport.weights.manifest import Layout, Manifest
+from relax_rt.transport.weights.payloads import wire_version
 from relax_rt.transport.weights.stage import WeightStage
 
 REGISTRY_WAIT_S = 600.0
@@ -329,7 +330,6 @@ class Publisher:
         wire = wire_of(self._table.wire_dtype, self._dtype)
         if wire is None:
             return b""
-        from relax_rt.transport.weights.payloads import wire_version
 
         return wire_version(layout, view, wire)
 
