@@ -17,7 +17,7 @@ import msgspec
 
 from relax_rt.supervision.api import SlotStatus
 from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.supervision.placement import Need, Node, NoRoom, Placement, Placer
+from relax_rt.supervision.placement import Node, NoRoom, Placement, Placer
 from relax_rt.supervision.protocol import (
     Action,
     DrainRequested,
@@ -526,10 +526,9 @@ class Supervisor:
     def _find_room(self, slots: Sequence[Slot]) -> list[Placement] | NoRoom:
         if self._placer is None:
             return [Placement(s.name, "") for s in slots]
-        needs = [Need(s.name, s.spec.kind, s.spec.threads, s.spec.gpus, s.spec.node, s.spec.memory_mib) for s in slots]
-        if len(needs) > 1:
-            return self._placer.place_gang(needs)
-        found = self._placer.place(needs[0])
+        if len(slots) > 1:
+            return self._placer.place_gang([s.spec for s in slots])
+        found = self._placer.place(slots[0].spec)
         return found if isinstance(found, NoRoom) else [found]
 
     def _await_room(self, slots: Iterable[Slot], reason: str) -> None:
@@ -655,7 +654,7 @@ class Supervisor:
         """Return why a restart of it would only wait; empty when it need not."""
         if s.state == "pending" and s.without_room:
             return s.waiting
-        return self._placer.barred(s.name, s.spec.node) if self._placer is not None else ""
+        return self._placer.barred(s.spec) if self._placer is not None else ""
 
     def _restart_gang(self, role: RoleNode, reason: str) -> None:
         for s in role.slots:

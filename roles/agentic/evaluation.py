@@ -21,7 +21,7 @@ from relax_rt.roles.agentic.tasks import Tasks
 from relax_rt.roles.agentic.user_tasks import cancel_all
 from relax_rt.roles.evaluation.sampling import SEED_DOMAIN, SampleSeed
 from relax_rt.roles.evaluation.scoring import Z95, difference, wilson
-from relax_rt.roles.evaluation.sets import MAIN, Branch, Course, courses
+from relax_rt.roles.evaluation.sets import MAIN, EvaluationSchedule, VersionLineage, schedules
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import RelaxError
 
@@ -44,7 +44,6 @@ class EpisodeEvaluation:
     def __init__(
         self, ctx: RoleContext, config: RunConfig, tasks: Tasks, player: Player, seed: SampleSeed, max_in_flight: int
     ) -> None:
-
         self._ctx, self._tasks, self._player, self._seed = ctx, tasks, player, seed
         self._success = player.settings.success
         self._max_silence_s = 2 * player.settings.episode_timeout_s + EXTRA_SILENCE_S
@@ -52,16 +51,16 @@ class EpisodeEvaluation:
         """Attempts that have ended."""
         self._slots = asyncio.Semaphore(max_in_flight)
         records = (r for r in read_metrics(ctx.run_dir) if r.get("kind") == "evaluation")
-        self.course: Course = courses(config, records)[MAIN]
-        self._branch = Branch(ctx)
+        self.schedule: EvaluationSchedule = schedules(config, records)[MAIN]
+        self._lineage = VersionLineage(ctx)
 
     async def on_version(self, record: VersionRecord) -> None:
         """Take note of new weights: only evaluations on the path to them count."""
-        self.course.along(await self._branch.to(record))
+        self.schedule.keep_path(await self._lineage.path_to(record))
 
     def due(self, record: VersionRecord) -> str:
         """Return before, during or after, if these weights must be evaluated; else empty."""
-        return self.course.when(record.step, record.version)
+        return self.schedule.when(record.step, record.version)
 
     async def evaluate(self, record: VersionRecord, when: str) -> None:
         """Play the held-out tasks with these weights or newer ones, and record the scores.
@@ -69,25 +68,25 @@ class EpisodeEvaluation:
         Raises:
             Fruitless: not one of them could be played. RelaxError: those that are left do not end.
         """
-        recipe, began = self.course.recipe, time.monotonic()
-        tasks = self._tasks.held_out(recipe.count(when))
+        spec, began = self.schedule.spec, time.monotonic()
+        tasks = self._tasks.held_out(spec.count(when))
         about = {"set": MAIN, "when": when, "step": record.step, "version": record.version}
-        about |= {"for_steps": self.course.asked(record.step)}
+        about |= {"for_steps": self.schedule.due_steps(record.step)}
         self._ctx.event("evaluation_started", **about, items=len(tasks))
         results = await self._play_all(
-            [self._episode(task, sample) for task in tasks for sample in range(recipe.samples)]
+            [self._episode(task, sample) for task in tasks for sample in range(spec.samples)]
         )
         if results and all(one == NOT_PLAYED for one in results):
             why = f"each was lost {MAX_ATTEMPTS} times; the events episode_lost and episode_not_generated say why"
             hint = "see the engines: `relax-rt why`; they are played again"
             raise EpisodesStalled(f"{len(results)} held-out episodes, {when}", why=why, hint=hint)
-        scores = score_episodes(results, recipe.samples, self._success, self.course.before)
+        scores = score_episodes(results, spec.samples, self._success, self.schedule.before)
         result = {"kind": "evaluation", **about, **scores, "seconds": round(time.monotonic() - began, 3)}
         self._ctx.metrics(result)
         summary = {key: scores[key] for key in ("items", "exact", "reward", "turns", "failed", "lost")}
         self._ctx.event("evaluation_done", **about, **summary, seconds=result["seconds"])
         self._ctx.log.info(f"held-out episodes, {when}", step=record.step, version=record.version, **summary)
-        self.course.take(result)
+        self.schedule.record(result)
 
     async def _play_all(self, episodes: Sequence[Coroutine[Any, Any, EpisodeResult]]) -> list[EpisodeResult]:
         """Play all episodes, as long as some of them end."""
@@ -111,13 +110,13 @@ class EpisodeEvaluation:
 
     async def _episode(self, task: Task, sample: int) -> EpisodeResult:
         """Play an episode; None: its environment failed."""
-        recipe = self.course.recipe
+        spec = self.schedule.spec
         async with self._slots:
             for attempt in range(MAX_ATTEMPTS):
                 seed = self._seed(task.index, sample, attempt) | SEED_DOMAIN
                 name = f"held-out {task.index}.{sample}"
                 try:
-                    return await self._player.play(name, task, seed, temperature=recipe.temperature, fresh=True)
+                    return await self._player.play(name, task, seed, temperature=spec.temperature, fresh=True)
                 except EpisodeLost as error:
                     self._ctx.event("episode_lost", episode=name, why=str(error))
                 except GenerationFailed as error:

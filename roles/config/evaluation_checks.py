@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RunConfig
 from relax_rt.roles.agentic.settings import env_settings
-from relax_rt.roles.evaluation.sets import MAIN, load_set, recipes
+from relax_rt.roles.evaluation.sets import MAIN, load_set, set_specs
 from relax_rt.roles.evaluation.settings import EvaluationSet, EvaluationTable, EvaluatorSettings
+from relax_rt.roles.models.cache import say
+from relax_rt.roles.rewards.dry_run import dry_run, task_of
 from relax_rt.roles.rewards.settings import RewardTable
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.rpc.errors import RelaxError
@@ -84,9 +86,8 @@ def preflight_evaluation(
     Args:
         context: positions that the model has, if it says so.
     """
-    from relax_rt.roles.models.cache import say
 
-    named = {recipe.name: recipe for recipe in recipes(config)}
+    named = {spec.name: spec for spec in set_specs(config)}
     for index, one in enumerate(config.table(EvaluationTable).sets):
         place = (*PLACE, "sets", index)
         try:
@@ -100,11 +101,11 @@ def preflight_evaluation(
         say(f"evaluation set '{one.name}': {len(items)} prompts{trained}")
         if len(items) < one.items:
             say(f"warning: set '{one.name}' has items = {one.items}, but {len(items)} prompts")
-        recipe, longest = named[one.name], max((len(item.tokens) for item in items[: one.items]), default=0)
-        if context is not None and longest + recipe.max_new_tokens > context:
+        spec, longest = named[one.name], max((len(item.tokens) for item in items[: one.items]), default=0)
+        if context is not None and longest + spec.max_new_tokens > context:
             message = (
                 f"set '{one.name}': its longest prompt has {longest} tokens; with max_new_tokens = "
-                f"{recipe.max_new_tokens} that is more than the model's context of {context}"
+                f"{spec.max_new_tokens} that is more than the model's context of {context}"
             )
             yield Problem((*place, "max_new_tokens"), message, "lower it, or max_prompt_tokens")
         if one.reward is not None:
@@ -114,8 +115,6 @@ def preflight_evaluation(
 def _dry_run(
     config: RunConfig, config_dir: Path, one: EvaluationSet, place: KeyPath, items: Sequence[PromptItem]
 ) -> Iterator[Problem]:
-    from relax_rt.roles.rewards.dry_run import dry_run, task_of
-
     table = RewardTable(function=str(one.reward), timeout_s=config.table(RewardTable).timeout_s)
     for problem in dry_run(table, config_dir, items, task_of(one)):
         yield Problem((*place, "reward"), f"set '{one.name}': {problem.message}", problem.hint)

@@ -1,4 +1,4 @@
-"""Who talks to whom in a planned run: NCCL communicators, the links they cross, and ports."""
+"""NCCL communicators of a planned run, the links they cross, and the ports that are listened on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import msgspec
 
-from relax_rt.config.inventory import Inventory, NodeTable
+from relax_rt.config.inventory import Inventory, InventoryNode
 from relax_rt.config.problems import Problem
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.models.parallel import Sizes, stage_layers
@@ -16,7 +16,7 @@ from relax_rt.roles.models.settings import ShardedSettings
 from relax_rt.roles.models.shape import ModelShape
 from relax_rt.roles.planning.division import gang_groups, gang_sizes, is_pool
 from relax_rt.roles.planning.memory import WIDTH
-from relax_rt.roles.planning.placement import Placed
+from relax_rt.roles.planning.placement import PlacedSlot
 from relax_rt.roles.rollout.engines.settings import EngineSettings
 
 Device = tuple[str, int]
@@ -34,7 +34,7 @@ class Link(msgspec.Struct, frozen=True):
     gb_s: float | None
 
 
-class Communicator(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedCommunicator(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that call NCCL collectives together.
 
     Attributes:
@@ -67,7 +67,7 @@ class Port(msgspec.Struct, frozen=True):
 
 
 def slowest_link(inventory: Inventory, devices: Sequence[Device]) -> Link:
-    """The slowest link on the way between these GPUs; between nodes each node's fastest single interface counts."""
+    """Return the slowest link between these GPUs; between nodes each node's fastest single interface counts."""
     nodes = {node.name: node for node in inventory.nodes}
     used = [nodes[name] for name in dict.fromkeys(name for name, _ in devices)]
     if len(used) > 1:
@@ -82,15 +82,15 @@ def slowest_link(inventory: Inventory, devices: Sequence[Device]) -> Link:
     return Link("PCIe", kind.pcie_gb_s)
 
 
-def _network_gb_s(node: NodeTable) -> float | None:
+def _network_gb_s(node: InventoryNode) -> float | None:
     return max((interface.gbit_s / 8 for interface in node.interfaces), default=None)
 
 
 def communicators(
-    config: RLConfig, inventory: Inventory, shape: ModelShape, placed: Sequence[Placed]
-) -> list[Communicator]:
-    """Every NCCL communicator of the run."""
-    found: list[Communicator] = []
+    config: RLConfig, inventory: Inventory, shape: ModelShape, placed: Sequence[PlacedSlot]
+) -> list[PlannedCommunicator]:
+    """Return every NCCL communicator of the run."""
+    found: list[PlannedCommunicator] = []
     for kind, table in config.roles.items():
         mine = [slot for slot in placed if slot.kind == kind and slot.gpus]
         if isinstance(table, ShardedSettings) and len(mine) == table.count:
@@ -101,14 +101,14 @@ def communicators(
 
 
 def _gang(
-    kind: str, table: ShardedSettings, inventory: Inventory, shape: ModelShape, ranks: Sequence[Placed]
-) -> Iterator[Communicator]:
+    kind: str, table: ShardedSettings, inventory: Inventory, shape: ModelShape, ranks: Sequence[PlacedSlot]
+) -> Iterator[PlannedCommunicator]:
     for group in gang_groups(table, shape):
         slots = [ranks[rank] for rank in group.ranks]
-        yield _communicator(inventory, group.kind, f"{kind} ranks {spans(group.ranks)}", slots)
+        yield _communicator(inventory, group.kind, f"{kind} ranks {ranges(group.ranks)}", slots)
 
 
-def _engines(table: EngineSettings, inventory: Inventory, slots: Sequence[Placed]) -> Iterator[Communicator]:
+def _engines(table: EngineSettings, inventory: Inventory, slots: Sequence[PlacedSlot]) -> Iterator[PlannedCommunicator]:
     size = table.tensor_parallel
     for slot in slots:
         for replica in range(len(slot.gpus) // size if size > 1 else 0):
@@ -118,8 +118,8 @@ def _engines(table: EngineSettings, inventory: Inventory, slots: Sequence[Placed
 
 
 def _weights(
-    config: RLConfig, inventory: Inventory, shape: ModelShape, placed: Sequence[Placed]
-) -> Iterator[Communicator]:
+    config: RLConfig, inventory: Inventory, shape: ModelShape, placed: Sequence[PlacedSlot]
+) -> Iterator[PlannedCommunicator]:
     """One communicator a pipeline stage: the first rank of the stage gathers its layers' tensors in Hugging Face's
     names, bucket by bucket, and sends them to every GPU of every engine, which keep what they need."""
     table = config.roles.get("trainer")
@@ -176,10 +176,12 @@ def stage_elements(shape: ModelShape, stages: int, stage: int) -> int:
     return sum(part.elements for part in parts)
 
 
-def _communicator(inventory: Inventory, kind: str, name: str, slots: Sequence[Placed], nbytes: int = 0) -> Communicator:
+def _communicator(
+    inventory: Inventory, kind: str, name: str, slots: Sequence[PlacedSlot], nbytes: int = 0
+) -> PlannedCommunicator:
     devices = [(slot.node, gpu) for slot in slots for gpu in slot.gpus]
     members = [f"{slot.slot}@{slot.node}:{gpu}" for slot in slots for gpu in slot.gpus]
-    return Communicator(
+    return PlannedCommunicator(
         kind=kind,
         name=name,
         members=tuple(members),
@@ -189,15 +191,15 @@ def _communicator(inventory: Inventory, kind: str, name: str, slots: Sequence[Pl
     )
 
 
-def memberships(found: Iterable[Communicator]) -> Counter[Device]:
-    """How many communicators each GPU is in."""
+def memberships(found: Iterable[PlannedCommunicator]) -> Counter[Device]:
+    """Count the communicators that each GPU is a member of."""
     return Counter(device for one in found if one.kind != "ipc" for device in set(one.devices))
 
 
 def ports(
-    config: RLConfig, inventory: Inventory, placed: Sequence[Placed], found: Sequence[Communicator]
+    config: RLConfig, inventory: Inventory, placed: Sequence[PlacedSlot], found: Sequence[PlannedCommunicator]
 ) -> tuple[list[Port], list[Problem]]:
-    """What listens on which port, counted up from the inventory's first on each node; and what finds none left."""
+    """Assign ports, counted up from the inventory's first on each node; also return what finds none left."""
     taken: dict[str, int] = {}
     listed, problems = [], []
     for node, what in _listeners(config, inventory, placed, found):
@@ -215,7 +217,7 @@ def ports(
 
 
 def _listeners(
-    config: RLConfig, inventory: Inventory, placed: Sequence[Placed], found: Sequence[Communicator]
+    config: RLConfig, inventory: Inventory, placed: Sequence[PlacedSlot], found: Sequence[PlannedCommunicator]
 ) -> Iterator[tuple[str, str]]:
     head = inventory.nodes[0].name
     for what in ("head (nodes join here)", "registry", "queue"):
@@ -236,8 +238,8 @@ def _listeners(
             yield communicator.devices[0][0], f"weights {communicator.name} bootstrap"
 
 
-def spans(numbers: Iterable[int]) -> str:
-    """Ascending numbers in short: ``0-3, 8``; with one step between them ``0-6 by 2``."""
+def ranges(numbers: Iterable[int]) -> str:
+    """Write ascending numbers in short: ``0-3, 8``; with a common step ``0-6 by 2``."""
     listed = sorted(numbers)
     steps = {b - a for a, b in pairwise(listed)}
     if len(listed) > 2 and len(steps) == 1 and steps != {1}:

@@ -21,7 +21,7 @@ from relax_rt.transport.rpc.errors import RelaxError
 
 
 def own_model(table: RoleSettings | None) -> str | None:
-    """A teacher's or judge's model, as its table names it; None: the policy's."""
+    """Return a teacher's or judge's model as its table names it; None: the policy's."""
     return table.model if isinstance(table, ReferenceSettings | GenrmSettings) else None
 
 
@@ -56,12 +56,12 @@ class Shapes:
             self._own["critic"] = msgspec.structs.replace(policy, value_head=True, tied=False)
 
     def of(self, kind: str) -> ModelShape | None:
-        """Of a role's model; None if it is not known."""
+        """Return the shape of a role's model; None if it is not known."""
         return None if kind in self.unknown else self._own.get(kind, self._policy)
 
 
 def gang_sizes(table: ShardedSettings) -> Sizes:
-    """The division of a gang as its settings have it; of a pool, that of one slot."""
+    """Return the sizes of a gang by its settings; of a pool, those of one slot."""
     if is_pool(table):
         return Sizes(world=1)
     if table.backend == "torch":
@@ -77,12 +77,12 @@ def gang_sizes(table: ShardedSettings) -> Sizes:
 
 
 def gang_groups(table: ShardedSettings, shape: ModelShape) -> list[Group]:
-    """The groups of ranks of a gang."""
+    """Return the groups of ranks of a gang."""
     return groups(gang_sizes(table), tied=shape.tied, experts=bool(shape.experts))
 
 
 def divisible(config: RLConfig) -> Iterator[Problem]:
-    """Sizes that do not divide each other, as far as that shows without the model."""
+    """Report sizes that do not divide each other, without reading the model."""
     for kind, table in config.roles.items():
         path = ("roles", kind)
         if isinstance(table, ShardedSettings):
@@ -101,7 +101,7 @@ def divisible(config: RLConfig) -> Iterator[Problem]:
 
 
 def _device(table: ShardedSettings, path: KeyPath) -> Iterator[Problem]:
-    """What the torch backend is to compute on, against the GPUs that its slots are given."""
+    """Report devices that do not fit the GPUs that the slots are given."""
     if 0 < table.gpus < 1 < table.count and not is_pool(table):
         message = f"gpus = {table.gpus:g}: {table.count} ranks of one gang that share a GPU; NCCL wants one for each"
         yield Problem((*path, "gpus"), message, "set gpus = 1, or count = 1")
@@ -139,7 +139,7 @@ def _gang_division(table: ShardedSettings, path: KeyPath) -> Iterator[Problem]:
 
 
 def divides_model(config: RLConfig, shape: ModelShape) -> Iterator[Problem]:
-    """Sizes that do not divide the model's heads, layers, widths or experts."""
+    """Report sizes that do not divide the model's heads, layers, widths or experts."""
     shapes = Shapes(config, shape)
     for kind, table in config.roles.items():
         path, own = ("roles", kind), shapes.of(kind)

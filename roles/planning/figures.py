@@ -1,4 +1,4 @@
-"""The arithmetic of a step: staleness and admission, tokens in flight, the queue, publication, checkpoints."""
+"""Figures of a step: staleness and admission, tokens in flight, queue, publication, checkpoints."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from relax_rt.roles.config.checks import batch_samples, needed_bytes, retained_b
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.models.settings import ShardedSettings, TrainedSettings
 from relax_rt.roles.models.shape import ModelShape
-from relax_rt.roles.planning.communicators import Communicator, loads_from_folder, published_width
+from relax_rt.roles.planning.communicators import PlannedCommunicator, loads_from_folder, published_width
 from relax_rt.roles.planning.division import gang_sizes
 from relax_rt.roles.planning.memory import MASTER, MIB, WIDTH, kv_bytes, kv_token_bytes, micro_batches
-from relax_rt.roles.planning.placement import Placed
+from relax_rt.roles.planning.placement import PlacedSlot
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
 
 LAGS_SHOWN = 8
@@ -45,8 +45,8 @@ def longest_sample(config: RLConfig) -> int:
 
 
 def longest_trained(config: RLConfig) -> int:
-    """Tokens of the longest that the trainer computes at once: a cold start may have longer sequences than RL, and the
-    two of a preference go together."""
+    """Tokens of the longest sequence that the trainer computes at once: a cold start may have longer sequences than RL,
+    and both completions of a preference are computed together."""
     cold = config.cold_start
     if not cold.wanted:
         return longest_sample(config)
@@ -63,10 +63,10 @@ def figures(
     config: RLConfig,
     inventory: Inventory,
     shape: ModelShape,
-    placed: Sequence[Placed],
-    communicators: Sequence[Communicator],
+    placed: Sequence[PlacedSlot],
+    communicators: Sequence[PlannedCommunicator],
 ) -> list[Figure]:
-    """Every number of a step."""
+    """Return every figure of a step."""
     return [
         *_staleness(config),
         *_generation(config, inventory, shape, placed),
@@ -78,7 +78,7 @@ def figures(
 
 
 def bound_samples(config: RLConfig, lag: int = 0) -> float:
-    """Samples that may be under way while the generating engine lags so many versions behind."""
+    """Samples that may be in flight while the generating engine lags so many versions behind."""
     return max(0.0, config.algorithm.max_staleness + 1 - lag) * batch_samples(config)
 
 
@@ -104,7 +104,7 @@ def _staleness(config: RLConfig) -> Iterator[Figure]:
 
 
 def _generation(
-    config: RLConfig, inventory: Inventory, shape: ModelShape, placed: Sequence[Placed]
+    config: RLConfig, inventory: Inventory, shape: ModelShape, placed: Sequence[PlacedSlot]
 ) -> Iterator[Figure]:
     table, section, longest = config.roles["rollout"], "generation", longest_sample(config)
     assert isinstance(table, RolloutSettings)
@@ -171,8 +171,8 @@ def _publication(
     config: RLConfig,
     inventory: Inventory,
     shape: ModelShape,
-    placed: Sequence[Placed],
-    communicators: Sequence[Communicator],
+    placed: Sequence[PlacedSlot],
+    communicators: Sequence[PlannedCommunicator],
 ) -> Iterator[Figure]:
     section, width = "publication, each step", published_width(config)
     total = shape.parameters * width
@@ -195,7 +195,7 @@ def _publication(
         yield Figure(section, f"once over {name}", total / (rate * 1e9), "s", f"{rate:g} GB/s, rated")
 
 
-def _rates(inventory: Inventory, placed: Sequence[Placed]) -> dict[str, float]:
+def _rates(inventory: Inventory, placed: Sequence[PlacedSlot]) -> dict[str, float]:
     """Every kind of link of the nodes in use, GB/s in one direction."""
     used = {slot.node for slot in placed}
     found: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""A whole plan: from a config and an inventory to placement, groups, ports, memory and figures, or all reasons not."""
+"""`relax-rt plan --inventory`: placement, groups, ports, memory and figures of a run, or why it does not fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.models.parallel import ORDER, Group, Sizes, coordinates
 from relax_rt.roles.models.settings import ShardedSettings
 from relax_rt.roles.models.shape import ModelShape, read_shape
-from relax_rt.roles.planning.communicators import Communicator, Port, communicators, ports, spans
+from relax_rt.roles.planning.communicators import PlannedCommunicator, Port, communicators, ports, ranges
 from relax_rt.roles.planning.division import divides_model, divisible, gang_groups, gang_sizes, is_pool
 from relax_rt.roles.planning.figures import Figure, figures, longest_sample
 from relax_rt.roles.planning.fit import (
@@ -27,8 +27,8 @@ from relax_rt.roles.planning.fit import (
     host_accounts,
     host_problems,
 )
-from relax_rt.roles.planning.memory import FRAGMENTATION, GIB, LOGIT_BYTES, MIB, Component
-from relax_rt.roles.planning.placement import Placed, check_gpus, place
+from relax_rt.roles.planning.memory import FRAGMENTATION, GIB, LOGIT_BYTES, MIB, MemoryPart
+from relax_rt.roles.planning.placement import PlacedSlot, check_gpus, place
 from relax_rt.transport.rpc.errors import RelaxError
 
 HEADING = "planned, not run on this hardware"
@@ -46,7 +46,7 @@ LISTED = 6
 """Members of a communicator that are named one by one; of more, the slots only."""
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
     """The model of a plan."""
 
     path: str
@@ -55,7 +55,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     shape: ModelShape
 
 
-class Rank(msgspec.Struct, frozen=True):
+class PlannedRank(msgspec.Struct, frozen=True):
     """One rank of a gang and its place along each kind of parallelism."""
 
     rank: int
@@ -64,7 +64,7 @@ class Rank(msgspec.Struct, frozen=True):
     experts: dict[str, int] | None
 
 
-class Gang(msgspec.Struct, frozen=True, kw_only=True):
+class GangPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A gang: its sizes, ranks and groups."""
 
     kind: str
@@ -73,20 +73,20 @@ class Gang(msgspec.Struct, frozen=True, kw_only=True):
     data: int
     expert_data: int
     order: tuple[str, ...]
-    ranks: list[Rank]
+    ranks: list[PlannedRank]
     groups: list[Group]
 
 
 class HardwarePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A run on machines that need not be here."""
+    """The plan of a run on the machines of an inventory."""
 
     heading: str
     run: str
-    model: Model
+    model: PlannedModel
     inventory: list[dict[str, object]]
-    slots: list[Placed]
-    gangs: list[Gang]
-    communicators: list[Communicator]
+    slots: list[PlacedSlot]
+    gangs: list[GangPlan]
+    communicators: list[PlannedCommunicator]
     ports: list[Port]
     gpus: list[GpuAccount]
     hosts: list[HostAccount]
@@ -94,12 +94,12 @@ class HardwarePlan(msgspec.Struct, frozen=True, kw_only=True):
     assumptions: list[str]
 
     def render(self) -> str:
-        """The plan for people."""
+        """Render the plan for people."""
         return render(self)
 
 
 def plan_on(config: RLConfig, inventory: Inventory) -> HardwarePlan | list[Problem]:
-    """The plan, or everything that keeps the run from fitting on these nodes."""
+    """Return the plan, or everything that keeps the run from fitting on these nodes."""
     folder = Path(config.model.path).expanduser()
     try:
         shape = read_shape(folder if folder.is_absolute() else Path(config.config_dir) / folder)
@@ -124,7 +124,7 @@ def plan_on(config: RLConfig, inventory: Inventory) -> HardwarePlan | list[Probl
     return HardwarePlan(
         heading=HEADING,
         run=config.run.name,
-        model=Model(
+        model=PlannedModel(
             path=config.model.path,
             parameters=shape.parameters,
             active_parameters=shape.active_parameters,
@@ -154,7 +154,7 @@ def _context(config: RLConfig, shape: ModelShape) -> list[Problem]:
 
 
 def _replicas(config: RLConfig) -> list[Problem]:
-    """An update with fewer samples than the trainer has replicas."""
+    """Report an update with fewer samples than the trainer has replicas."""
     table, algorithm = config.roles.get("trainer"), config.algorithm
     fewest = max(1, algorithm.prompts_per_step // algorithm.updates_per_step) * algorithm.group_size
     if not isinstance(table, ShardedSettings) or (replicas := gang_sizes(table).data) <= fewest:
@@ -164,14 +164,14 @@ def _replicas(config: RLConfig) -> list[Problem]:
     return [Problem(("algorithm", "prompts_per_step"), message, "raise it, or lower roles.trainer.count")]
 
 
-def _gangs(config: RLConfig, shape: ModelShape, placed: Sequence[Placed]) -> list[Gang]:
+def _gangs(config: RLConfig, shape: ModelShape, placed: Sequence[PlacedSlot]) -> list[GangPlan]:
     found = []
     for kind, table in config.roles.items():
         if not isinstance(table, ShardedSettings) or not table.count or is_pool(table):
             continue
         sizes = gang_sizes(table)
         ranks = [
-            Rank(
+            PlannedRank(
                 slot.index,
                 slot.slot,
                 coordinates(slot.index, sizes.dense),
@@ -181,7 +181,7 @@ def _gangs(config: RLConfig, shape: ModelShape, placed: Sequence[Placed]) -> lis
             if slot.kind == kind
         ]
         found.append(
-            Gang(
+            GangPlan(
                 kind=kind,
                 backend=table.backend,
                 sizes=sizes,
@@ -196,7 +196,7 @@ def _gangs(config: RLConfig, shape: ModelShape, placed: Sequence[Placed]) -> lis
 
 
 def render(plan: HardwarePlan) -> str:
-    """The plan for people."""
+    """Render the plan as plain text, the same on every terminal, so that it can be kept and compared."""
     blocks = [
         [f"{plan.run}: {plan.heading}"],
         _model_lines(plan),
@@ -215,7 +215,7 @@ def render(plan: HardwarePlan) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Rows with aligned columns; those numbered in `right` to the right."""
+    """Align the columns of rows; those numbered in `right` to the right."""
     if not rows:
         return []
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
@@ -254,7 +254,7 @@ def _placement_lines(plan: HardwarePlan) -> list[str]:
     rows = []
     for node in plan.inventory:
         here = [slot for slot in plan.slots if slot.node == node["name"]]
-        by_gpu: dict[int, list[Placed]] = {}
+        by_gpu: dict[int, list[PlacedSlot]] = {}
         for slot in here:
             for gpu in slot.gpus:
                 by_gpu.setdefault(gpu, []).append(slot)
@@ -266,15 +266,15 @@ def _placement_lines(plan: HardwarePlan) -> list[str]:
             rows.append((str(node["name"]), "cores", ", ".join(_shared(slot) for slot in without)))
         unused = [gpu for gpu in range(int(str(node["gpus"]))) if gpu not in by_gpu]
         if unused:
-            rows.append((str(node["name"]), "unused", f"GPU {spans(unused)}"))
+            rows.append((str(node["name"]), "unused", f"GPU {ranges(unused)}"))
     return ["placement", *_aligned(rows)]
 
 
-def _shared(slot: Placed) -> str:
+def _shared(slot: PlacedSlot) -> str:
     return f"{slot.slot} ({slot.share:g} of it)" if 0 < slot.share < 1 else slot.slot
 
 
-def _rank(plan: HardwarePlan, slot: Placed) -> str:
+def _rank(plan: HardwarePlan, slot: PlacedSlot) -> str:
     """The rank's place along each kind of parallelism that has more than one."""
     gang = next((gang for gang in plan.gangs if gang.kind == slot.kind), None)
     if gang is None:
@@ -286,14 +286,14 @@ def _rank(plan: HardwarePlan, slot: Placed) -> str:
     return f": {', '.join(parts)}" if parts else ""
 
 
-def _gang_lines(gang: Gang, plan: HardwarePlan) -> list[str]:
+def _gang_lines(gang: GangPlan, plan: HardwarePlan) -> list[str]:
     sizes = gang.sizes
     shown = f"tensor {sizes.tensor}, context {sizes.context}, pipeline {sizes.pipeline}, data {gang.data}"
     if plan.model.shape.experts and gang.backend == "megatron":
         shown += f"; experts: expert {sizes.expert}, tensor {sizes.expert_tensor}, data {gang.expert_data}"
     order = "-".join(gang.order)
     rows = [
-        (kind, "; ".join(spans(group.ranks) for group in members))
+        (kind, "; ".join(ranges(group.ranks) for group in members))
         for kind, members in _runs(gang.groups, lambda group: group.kind)
     ]
     head = f"groups of {gang.kind} ({gang.backend}, {sizes.world} rank{'s' if sizes.world > 1 else ''}: {shown})"
@@ -324,7 +324,7 @@ def _weight_lines(plan: HardwarePlan) -> list[str]:
 def _whole_slots(members: Iterable[str]) -> Iterator[str]:
     """``rollout/0@node-1:0-3`` for all GPUs of a slot together."""
     for prefix, found in _runs(list(members), lambda member: member.rpartition(":")[0]):
-        yield f"{prefix}:{spans(int(member.rpartition(':')[2]) for member in found)}"
+        yield f"{prefix}:{ranges(int(member.rpartition(':')[2]) for member in found)}"
 
 
 def _port_lines(plan: HardwarePlan) -> list[str]:
@@ -332,7 +332,7 @@ def _port_lines(plan: HardwarePlan) -> list[str]:
 
 
 def _gpu_lines(plan: HardwarePlan) -> list[str]:
-    """Every GPU; those with the same contents once."""
+    """List every GPU; those with the same contents once."""
     lines = ["memory of each GPU, estimated, GiB"]
     alike: dict[object, list[GpuAccount]] = {}
     for account in plan.gpus:
@@ -341,14 +341,14 @@ def _gpu_lines(plan: HardwarePlan) -> list[str]:
     for accounts in alike.values():
         first = accounts[0]
         slots = ", ".join(dict.fromkeys(share.slot for account in accounts for share in account.shares))
-        where = "; ".join(f"{node} GPU {spans(a.gpu for a in on)}" for node, on in _runs(accounts, lambda a: a.node))
+        where = "; ".join(f"{node} GPU {ranges(a.gpu for a in on)}" for node, on in _runs(accounts, lambda a: a.node))
         used = first.total / first.capacity
         lines.append(f"  {slots} on {where}: {_gib(first.total)} of {_gib(first.capacity)}, {used:.0%}")
         lines += [f"  {line}" for share in first.shares for line in _components(share.components)]
     return lines if plan.gpus else []
 
 
-def _components(components: Sequence[Component]) -> list[str]:
+def _components(components: Sequence[MemoryPart]) -> list[str]:
     return _aligned([(part.name, _gib(part.bytes), part.how) for part in components], right=(1,))
 
 

@@ -17,7 +17,7 @@ PLOTS = "plots"
 
 
 def finish(run_dir: Path, config: RLConfig) -> dict[str, Any]:
-    """Write summary.json and the plots of a run that has ended; answers with the summary."""
+    """Write summary.json and the plots of a run that has ended; return the summary."""
     return report(
         run_dir,
         name=config.run.name,

@@ -19,12 +19,12 @@ NAN = float("nan")
 MAIN = "held_out"
 
 
-class ColdStart(msgspec.Struct):
-    """What the trainer said of a cold start.
+class ColdStartLosses(msgspec.Struct):
+    """The trainer's records of a cold start.
 
     Attributes:
         phase: sft or dpo. of: steps that it was to make.
-        losses, validation: by step; what a restart did again stands in place of what it threw away.
+        losses, validation: by step; steps that a restart did again replace the earlier ones.
     """
 
     phase: str = ""
@@ -33,7 +33,7 @@ class ColdStart(msgspec.Struct):
     validation: dict[int, float] = {}
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """Take in a record of kind `cold_start`."""
+        """Add a record of kind `cold_start`."""
         step, of = record.get("step"), record.get("of")
         if not isinstance(step, int) or not isinstance(of, int):
             return
@@ -62,7 +62,7 @@ class SetScore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def set_of(record: Mapping[str, Any]) -> str:
-    """The set that a record tells of; empty where the summary's other lines say all of it."""
+    """Return the set of a record; empty where the summary's other lines cover it."""
     if record.get("kind") == "evaluation_set":
         return str(record.get("set", ""))
     samples = record.get("samples")
@@ -71,7 +71,7 @@ def set_of(record: Mapping[str, Any]) -> str:
 
 
 def read_score(record: Mapping[str, Any]) -> SetScore:
-    """A record of an evaluation; what is not as it must be is left out."""
+    """Read an evaluation's record; malformed values are skipped."""
     ends = [_inner_table(record, f"pass_at{end}") for end in ("", "_low", "_high")]
     greedy = _inner_table(record, "greedy")
     return SetScore(
@@ -101,7 +101,7 @@ def _finite(record: Mapping[str, Any], key: str) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step.
 
     Times in seconds, `t` wall-clock at its end; `staleness` counts samples by staleness; `skipped` says why the step
@@ -148,7 +148,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Mean over episodes, where held-out tasks are played."""
 
 
-class Life(msgspec.Struct, kw_only=True):
+class SlotLife(msgspec.Struct, kw_only=True):
     """One process in a slot. `ready` is None until it did its work; `failure` is the kind of a death, or empty; `cut`:
     it ended with the agent, which recorded no end."""
 
@@ -187,14 +187,14 @@ class History(msgspec.Struct):
         sessions: start and end of each `up` (wall-clock s); a resumed run has several.
     """
 
-    steps: list[Step] = []
-    redone: list[Step] = []
+    steps: list[StepRecord] = []
+    redone: list[StepRecord] = []
     evaluations: list[Evaluation] = []
     sets: dict[str, list[SetScore]] = {}
-    cold: ColdStart = msgspec.field(default_factory=ColdStart)
+    cold: ColdStartLosses = msgspec.field(default_factory=ColdStartLosses)
     generated_tokens: int = 0
     generated_s: float = 0.0
-    lives: list[Life] = []
+    lives: list[SlotLife] = []
     restarts: dict[str, Restarts] = {}
     account: dict[str, int] | None = None
     losses: list[ReportedLoss] = []
@@ -270,11 +270,11 @@ class _Path:
     """Finds the steps that count: a trainer that comes back throws away what it does again, and all after it."""
 
     def __init__(self, history: History) -> None:
-        self._kept: dict[int, Step] = {}
+        self._kept: dict[int, StepRecord] = {}
         self._redone = history.redone
         self._epoch = -1
 
-    def take(self, step: Step) -> None:
+    def take(self, step: StepRecord) -> None:
         if step.epoch < self._epoch:
             self._redone.append(step)
             return
@@ -284,7 +284,7 @@ class _Path:
                 self._redone.append(self._kept.pop(n))
         self._kept[step.step] = step
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[StepRecord]:
         return [self._kept[n] for n in sorted(self._kept)]
 
 
@@ -313,7 +313,7 @@ class _Supervision:
 
     def __init__(self, history: History) -> None:
         self._history = history
-        self._open: dict[str, Life] = {}
+        self._open: dict[str, SlotLife] = {}
         self._exits: dict[str, tuple[float, str]] = {}
         self._down: dict[str, float] = {}
 
@@ -327,7 +327,7 @@ class _Supervision:
                     counts = {k: v for k, v in event.items() if k not in ("t", "m") and isinstance(v, int)}
                     self._history.account = counts
                 case "slot_spawned":
-                    life = Life(slot=slot, start=t)
+                    life = SlotLife(slot=slot, start=t)
                     self._open[slot] = life
                     self._history.lives.append(life)
                 case "slot_ready":
@@ -376,10 +376,10 @@ class _Supervision:
         return self._history.restarts.setdefault(slot.partition("/")[0], Restarts())
 
 
-def _step(record: dict[str, Any]) -> Step:
+def _step(record: dict[str, Any]) -> StepRecord:
     staleness = record.get("staleness")
     keys = record.get("keys")
-    return Step(
+    return StepRecord(
         step=int(_number(record, "step", 0.0)),
         epoch=int(_number(record, "epoch", 0.0)),
         t=_t(record),

@@ -13,7 +13,7 @@ import msgspec
 
 from relax_rt.observe.losses import ReportedLoss
 from relax_rt.observe.text import NOTHING, clip, count, duration, number
-from relax_rt.roles.report.history import ColdStart, Evaluation, History, SetScore, Step
+from relax_rt.roles.report.history import ColdStartLosses, Evaluation, History, SetScore, StepRecord
 from relax_rt.transport.queue.ledger.accounting import is_state
 from relax_rt.transport.queue.ledger.messages import Loss, describe_loss
 
@@ -92,7 +92,7 @@ def _time(history: History) -> dict[str, Any]:
     }
 
 
-def _step_times(history: History) -> list[tuple[Step, float]]:
+def _step_times(history: History) -> list[tuple[StepRecord, float]]:
     """Steps with their seconds, from the end of the one before by the same trainer: checkpoints are in it."""
     pairs = zip(history.steps, history.steps[1:], strict=False)
     between = [(b, b.t - a.t) for a, b in pairs if a.epoch == b.epoch and b.step == a.step + 1]
@@ -140,7 +140,7 @@ def _plain(evaluation: Evaluation | None) -> dict[str, Any] | None:
     return {name: _known(value) if isinstance(value, float) else value for name, value in values.items()}
 
 
-def _twice(steps: list[Step]) -> int:
+def _twice(steps: list[StepRecord]) -> int:
     """Samples that stand in more than one step of the path, by the trainer's own record."""
     seen = Counter(key for step in steps if not step.skipped for key in step.keys)
     return sum(times - 1 for times in seen.values())
@@ -332,8 +332,8 @@ def _file_lines(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def summarise_cold(cold: ColdStart) -> dict[str, Any] | None:
-    """Numbers of the phase; None: there was none."""
+def summarise_cold(cold: ColdStartLosses) -> dict[str, Any] | None:
+    """Return the numbers of the cold start; None: there was none."""
     if not cold.phase:
         return None
     return {
@@ -351,7 +351,7 @@ def _ends(values: dict[int, float]) -> list[float] | None:
 
 
 def cold_lines(cold: dict[str, Any] | None) -> list[str]:
-    """The lines of the summary."""
+    """Render the cold start's lines of the summary."""
     if cold is None:
         return []
     losses = [
@@ -364,7 +364,7 @@ def cold_lines(cold: dict[str, Any] | None) -> list[str]:
 
 
 def summarise_sets(sets: Mapping[str, Sequence[SetScore]]) -> dict[str, Any]:
-    """Of each set the evaluations `before`, `after` and `newest`; None for those that were not made."""
+    """Return for each set the evaluations `before`, `after` and `newest`; None for those that were not made."""
     return {
         name: {
             "before": _plain_score(next((s for s in scores if s.when == "before"), None)),
@@ -376,7 +376,7 @@ def summarise_sets(sets: Mapping[str, Sequence[SetScore]]) -> dict[str, Any]:
 
 
 def set_lines(sets: Mapping[str, Any]) -> list[str]:
-    """A line for each set."""
+    """Render a line for each set."""
     return [f"{name}: {_set_line(one)}" for name, one in sets.items()]
 
 

@@ -16,12 +16,12 @@ PACKAGES = ("tensorboard", "wandb")
 
 
 class WriterSettings(RoleSettings):
-    """Writes the run's metrics for TensorBoard and Weights & Biases. There is one where it has a table; nothing that
-    becomes of it touches the training."""
+    """Writes the run's metrics for TensorBoard and Weights & Biases. Optional: it runs where it has a table, and its
+    failure does not affect training."""
 
     count: Annotated[int, Field(ge=0, le=1)] = 1
     nice: Annotated[int, Field(ge=0, le=19)] = 10
-    """Niceness of the process: it gives way to those that train."""
+    """Niceness of the process, below the roles that train."""
     tensorboard: bool = False
     """Write event files into the run's folder `tensorboard`."""
     wandb: bool = False
@@ -31,7 +31,7 @@ class WriterSettings(RoleSettings):
 
 
 def not_writable(config: RunConfig) -> Iterator[Problem]:
-    """A writer that has nothing to write with. Another interpreter's packages are its own affair."""
+    """Report a writer without a sink, or whose packages are not installed. Another interpreter's are not checked."""
     table = config.roles.get("writer")
     if not isinstance(table, WriterSettings) or not table.count:
         return

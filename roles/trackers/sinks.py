@@ -1,4 +1,4 @@
-"""Where points go: an event file of TensorBoard, an offline run of W&B. Their packages are imported on demand."""
+"""Sinks: a TensorBoard event file, an offline W&B run. Their packages are imported on demand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relax_rt.transport.rpc.errors import RelaxError
 
 class TensorBoardSink:
     """One event file, written with tensorboard's own records, without its background thread: a full disk is an error
-    here and now.
+    at once.
 
     Raises:
         RelaxError: tensorboard is not installed. OSError: the file cannot be made.
@@ -39,7 +39,7 @@ class TensorBoardSink:
         self._file.flush()
 
     def write(self, points: Sequence[Point]) -> None:
-        """See Sink.write."""
+        """Write these points to the file or the run, and flush."""
         for point in points:
             if point.redone:
                 # Readers then forget this step and later ones (purge of orphaned data).
@@ -53,7 +53,7 @@ class TensorBoardSink:
         self._records.write(event.SerializeToString())
 
     def close(self) -> None:
-        """See Sink.close."""
+        """Flush and close."""
         self._file.close()
 
 
@@ -96,10 +96,10 @@ class WandbSink:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, points: Sequence[Point]) -> None:
-        """See Sink.write."""
+        """Write these points to the file or the run, and flush."""
         for point in points:
             self._run.log({**point.values, "step": point.step})
 
     def close(self) -> None:
-        """See Sink.close."""
+        """Flush and close."""
         self._run.finish()

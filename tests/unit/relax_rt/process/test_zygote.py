@@ -107,8 +107,8 @@ async def test_killed_zygotes_are_restarted_and_their_children_live_on(tmp_path:
         for kept in (world.pair.light, world.pair.heavy):
             assert kept.living is not None
             os.kill(kept.living.pid, signal.SIGKILL)
-        await world.until(lambda: len(world.told("zygote_ready", "heavy")) == 2)
-        assert [e["reason"] for e in world.told("zygote_died", "light")] == ["ended by SIGKILL"]
+        await world.until(lambda: len(world.zygote_events("zygote_ready", "heavy")) == 2)
+        assert [e["reason"] for e in world.zygote_events("zygote_died", "light")] == ["ended by SIGKILL"]
         assert procfs.start_time(probe.found["pid"])
         again = await world.fork()
         assert [again.let_go(), probe.let_go()] == [0, 0]
@@ -124,7 +124,7 @@ async def test_stopped_zygote_is_replaced(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(ForkFailed, match="did not answer"):
             await world.fork()
         monkeypatch.setattr("relax_rt.process.zygote_pool.FORK_TIMEOUT_S", WAIT_S)
-        await world.until(lambda: len(world.told("zygote_ready", "heavy")) == 2)
+        await world.until(lambda: len(world.zygote_events("zygote_ready", "heavy")) == 2)
         (await world.fork()).let_go()
 
 
@@ -193,7 +193,7 @@ async def test_module_that_starts_a_thread_is_named_and_left_out(tmp_path: Path)
         probe = await world.fork(needs=["zygote_probe", "zygote_thread"])
         assert "zygote_thread" not in probe.found["modules"]
         assert probe.let_go() == 0
-        (died,) = world.told("zygote_died", "heavy")
+        (died,) = world.zygote_events("zygote_died", "heavy")
         assert died["reason"].startswith("no fork is safe any more after zygote_thread: 2 threads")
 
 
@@ -204,10 +204,10 @@ async def test_light_zygote_that_is_never_safe_to_fork_is_given_up_and_roles_are
     monkeypatch.setattr("relax_rt.process.zygote_pool.BACKOFF_FIRST_S", 0.2)
     began = time.monotonic()
     async with World(tmp_path) as world:
-        (given_up,) = await world.until(lambda: world.told("zygote_given_up", "light"))
+        (given_up,) = await world.until(lambda: world.zygote_events("zygote_given_up", "light"))
         assert time.monotonic() - began >= 0.2 + 0.4, "with back-off between them"
         assert given_up["reason"].startswith("no fork is safe any more after zygote_thread: 2 threads")
-        assert len(world.told("zygote_died", "light")) == 2
+        assert len(world.zygote_events("zygote_died", "light")) == 2
         # Nobody waits for what does not come.
         monkeypatch.setattr("relax_rt.process.zygote_pool.FORK_TIMEOUT_S", 600.0)
         async with asyncio.timeout(WAIT_S):
@@ -217,10 +217,10 @@ async def test_light_zygote_that_is_never_safe_to_fork_is_given_up_and_roles_are
 
 async def test_heavy_zygote_that_all_imports_together_make_unsafe_is_given_up(tmp_path: Path) -> None:
     async with World(tmp_path, ["zygote_loop", "zygote_probe"]) as world:
-        (given_up,) = await world.until(lambda: world.told("zygote_given_up", "heavy"))
+        (given_up,) = await world.until(lambda: world.zygote_events("zygote_given_up", "heavy"))
         assert given_up["reason"].startswith("no fork is safe any more after its imports: an open event loop")
         await world.until(lambda: world.pair.heavy._task and world.pair.heavy._task.done())
-        assert not world.told("zygote_died", "heavy"), "it did not import everything again"
+        assert not world.zygote_events("zygote_died", "heavy"), "it did not import everything again"
         light = world.pair.light.living
         request = ForkRequest(KEY, "", [], {}, 0, {}, needs=("zygote_probe",))
         assert await world.pair.choose(request) is light

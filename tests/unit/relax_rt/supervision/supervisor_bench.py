@@ -81,7 +81,7 @@ class Bench:
                 found += [start.slot for start in action.ranks]
         return found
 
-    def told(self, kind: str) -> list[dict[str, Any]]:
+    def events(self, kind: str) -> list[dict[str, Any]]:
         """Fields of the events of that kind that the last call wrote."""
         return [a.fields for a in self.actions if isinstance(a, Emit) and a.kind == kind]
 

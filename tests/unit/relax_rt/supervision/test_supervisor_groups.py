@@ -58,7 +58,7 @@ def test_gang_starts_as_one() -> None:
 def test_gang_that_lost_a_rank_starts_again_once_all_others_are_gone() -> None:
     b = gang(3, spec("r/0"))
     b.dies("t/1", after=1)
-    assert b.told("gang_failed") == [{"role": "t", "slot": "t/1", "generation": 1, "cause": "exception of t/1"}]
+    assert b.events("gang_failed") == [{"role": "t", "slot": "t/1", "generation": 1, "cause": "exception of t/1"}]
     assert sorted(b.of(Kill)) == ["t/0", "t/2"], "they would wait for ever in a collective"
     b.dies("t/0", "killed")
     b(Tick(), after=10)
@@ -74,7 +74,7 @@ def test_failures_of_several_ranks_count_once_and_the_earliest_is_the_cause() ->
     b = gang(2, max_restarts=1)
     b.dies("t/0", at=0.5)
     b.dies("t/1", at=0.4)
-    assert {e["cause"] for e in b.told("slot_restarting")} == {"t/1: exception of t/1"}
+    assert {e["cause"] for e in b.events("slot_restarting")} == {"t/1: exception of t/1"}
     b(Tick(), after=1), b.up("t/0"), b.up("t/1")
     b.dies("t/0"), b.dies("t/1", "killed")
     assert b.done.exit_code == 1, "the second failure of the gang was one too many"
@@ -182,7 +182,7 @@ def test_slot_without_restarts_left_is_given_up_while_enough_others_remain() -> 
     b(RunStarted()), [b.up(f"r/{n}") for n in range(3)]
     exhausted(b, "r/1")
     assert b.state("r/1") == "ended" and b.view("r/1").given_up and not b.core.draining
-    assert b.told("slot_given_up")[0]["left"] == 2
+    assert b.events("slot_given_up")[0]["left"] == 2
     exhausted(b, "r/0")
     assert b.core.draining, "one would be too few"
 
@@ -191,7 +191,7 @@ def test_role_is_restarted_once_as_a_whole_before_the_run_ends() -> None:
     b = Bench(spec("r/0", max_restarts=1), spec("r/1"), spec("w/0"), roles=[RoleSpec(kind="r", role_restarts=1)])
     b(RunStarted()), [b.up(s) for s in ("r/0", "r/1", "w/0")]
     exhausted(b, "r/0")
-    assert b.of(Stop) == ["r/1"] and b.told("role_restarting")[0]["slot"] == "r/0"
+    assert b.of(Stop) == ["r/1"] and b.events("role_restarting")[0]["slot"] == "r/0"
     b.dies("r/1", "clean")
     b(Tick(), after=10)
     assert b.starts == ["r/0", "r/1"]
@@ -398,7 +398,7 @@ def test_drained_node_takes_slots_again_once_it_is_restarted() -> None:
         with pytest.raises(Refused, match="no room for it: node 'n2': it is drained"):
             b(RestartRequested(name))
     b(RestartRequested("n2"))
-    assert b.starts == ["p/0"] and b.told("node_reopened") == [{"node": "n2"}]
+    assert b.starts == ["p/0"] and b.events("node_reopened") == [{"node": "n2"}]
 
 
 def test_restart_of_a_role_without_slots_is_refused_with_that_reason() -> None:

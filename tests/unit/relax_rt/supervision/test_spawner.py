@@ -201,9 +201,9 @@ def spare_launch(world: World, code: str) -> Launch:
     return Launch(slot="toy/spare", epoch=0, argv=[sys.executable, "-c", code], env=dict(os.environ), log=world.log)
 
 
-async def until_told(world: World, kind: str, number: int = 1) -> list[dict[str, Any]]:
+async def until_event(world: World, kind: str, number: int = 1) -> list[dict[str, Any]]:
     end = time.monotonic() + WAIT_S
-    while len(found := [fields for told, fields in world.events if told == kind]) < number:
+    while len(found := [fields for name, fields in world.events if name == kind]) < number:
         assert time.monotonic() < end, world.events
         await asyncio.sleep(0.01)
     return found
@@ -214,26 +214,26 @@ async def test_spare_that_hangs_in_prepare_is_killed_and_replaced_with_back_off(
     spares.configure("toy", SpareSpec(1, spare_launch(world, IDLE), 0.2))
     began = time.monotonic()
     spares.keep("toy")
-    died = await until_told(world, "spare_died", 2)
+    died = await until_event(world, "spare_died", 2)
     assert {d["reason"] for d in died} == {"not prepared within start_timeout_s = 0.2 s"}
     assert time.monotonic() - began > 0.2 + BACKOFF_FIRST_S + 0.2
     assert died[0]["pid"] != died[1]["pid"] and not procfs.start_time(died[0]["pid"])
 
 
 async def test_spare_that_cannot_be_started_is_retried() -> None:
-    told: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
 
     async def start_process(launch: Launch) -> StartedProcess:
         raise RuntimeError("no luck")
 
-    spares = Spares(start_process, lambda kind, **fields: told.append(fields))
+    spares = Spares(start_process, lambda kind, **fields: events.append(fields))
     spares.configure("toy", SpareSpec(1, Launch(slot="toy/spare", epoch=0, argv=[], env={}, log=Path("/dev/null"))))
     spares.keep("toy")
     end = time.monotonic() + WAIT_S
-    while len(told) < 2:
+    while len(events) < 2:
         assert time.monotonic() < end
         await asyncio.sleep(0.01)
-    assert "no luck" in told[1]["reason"]
+    assert "no luck" in events[1]["reason"]
     await spares.close()
 
 
@@ -241,7 +241,7 @@ async def test_dropped_spares_are_not_assigned_and_can_be_kept_again(world: Worl
     spares, launch = world.spawner.spares, spare_launch(world, PREPARED)
     spares.configure("toy", SpareSpec(1, launch))
     spares.keep("toy")
-    (first,) = await until_told(world, "spare_ready")
+    (first,) = await until_event(world, "spare_ready")
     assert spares.has(launch) and spares.kept == ["toy"]
     spares.drop("toy")
     assert not spares.has(launch) and spares.kept == [] and spares.pids == {first["pid"]}
@@ -250,7 +250,7 @@ async def test_dropped_spares_are_not_assigned_and_can_be_kept_again(world: Worl
         assert time.monotonic() < end
         await asyncio.sleep(0.01)
     spares.keep("toy")
-    await until_told(world, "spare_ready", 2)
+    await until_event(world, "spare_ready", 2)
     assert not [kind for kind, _ in world.events if kind == "spare_died"]
 
 
