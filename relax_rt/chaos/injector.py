@@ -1,25 +1,25 @@
-"""Carries faults out on a living run, says so in its event log, and undoes what has to be undone, whatever happens."""
+"""Injects faults into a living run and undoes them: signals, full disks, orders to the role itself."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 from msgspec.structs import replace
 
 from relax_rt.chaos import guard
-from relax_rt.chaos.disk import MOST_BYTES, Filling
-from relax_rt.chaos.faults import FAULTS, Fault
-from relax_rt.chaos.intensity import Intensity
-from relax_rt.chaos.schedule import Strike
+from relax_rt.chaos.faults import FAULTS, Fault, Strike
 from relax_rt.chaos.timeline import REGISTRY
 from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.observe.events import EventFollower, EventLog
@@ -28,9 +28,107 @@ from relax_rt.supervision import control
 from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, read_json
 from relax_rt.transport.queue.api import QueueApi
-from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError, Unreachable
+from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Client, make_hello
+
+MIB = 1 << 20
+RESERVE_BYTES = 1 * MIB
+MOST_BYTES = 4096 * MIB
+STEP_BYTES = 64 * MIB
+
+
+class Filling:
+    """Holds the file system of a folder full, down to a small reserve, until it is closed.
+
+    Raises:
+        Refused: more than `most_bytes` would be needed: others live on that file system too.
+        OSError: no file can be made there.
+    """
+
+    def __init__(self, folder: Path, *, most_bytes: int = MOST_BYTES, reserve_bytes: int = RESERVE_BYTES) -> None:
+        free = shutil.disk_usage(folder).free
+        if free - reserve_bytes > most_bytes:
+            raise Refused(
+                f"filling the file system of {folder}",
+                why=f"{free // MIB} MiB are free, and at most {most_bytes // MIB} MiB are taken",
+                hint="put the run directory on a small file system of its own",
+            )
+        self.nbytes = 0
+        # Without a name from the start: nothing has to remember to remove it.
+        self._file: BinaryIO = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 held open: it is the fault
+        try:
+            self._fill(folder, reserve_bytes)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _fill(self, folder: Path, reserve_bytes: int) -> None:
+        step = STEP_BYTES
+        while step >= 4096:
+            room = shutil.disk_usage(folder).free - reserve_bytes
+            if room < 4096:
+                return
+            step = min(step, room)
+            try:
+                os.posix_fallocate(self._file.fileno(), self.nbytes, step)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+                step //= 2
+                continue
+            self.nbytes += step
+
+    def close(self) -> None:
+        """Give the space back."""
+        self._file.close()
+
+
+class _Slot:
+    def __init__(self) -> None:
+        self.good_s = 0.0
+        self.ready_at: float | None = None
+        self.failures: list[float] = []
+
+
+class Intensity:
+    """Failures of each slot within its restart period.
+
+    Args:
+        max_restarts, period_s: of ``[supervision.restart]``.
+    """
+
+    def __init__(self, max_restarts: int, period_s: float) -> None:
+        self._max, self._period_s = max_restarts, period_s
+        self._slots: dict[str, _Slot] = {}
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Take one event of the log."""
+        kind, name, at = event.get("kind"), event.get("slot"), event.get("m")
+        if kind == "run_started":
+            self._slots.clear()
+        if not isinstance(name, str) or not isinstance(at, int | float):
+            return
+        slot = self._slots.setdefault(name, _Slot())
+        if kind == "slot_ready":
+            slot.ready_at = float(at)
+        elif kind == "slot_exited":
+            if slot.ready_at is not None:
+                slot.good_s += max(0.0, float(at) - slot.ready_at)
+                slot.ready_at = None
+            diagnosis = event.get("diagnosis")
+            if isinstance(diagnosis, dict) and diagnosis.get("kind") != "clean" and not event.get("finished"):
+                slot.failures = [f for f in slot.failures if slot.good_s - f < self._period_s]
+                slot.failures.append(slot.good_s)
+
+    def left(self, name: str, now: float) -> int:
+        """Restarts that the slot still has, if it fails at `now` (monotonic seconds)."""
+        slot = self._slots.get(name)
+        if slot is None:
+            return self._max
+        good_s = slot.good_s + (max(0.0, now - slot.ready_at) if slot.ready_at is not None else 0.0)
+        return self._max - sum(good_s - failure < self._period_s for failure in slot.failures)
+
 
 CHAOS_SLOT = "chaos/0"
 QUEUE = "queue/0"
@@ -272,7 +370,7 @@ async def _overtake(status: RunStatus, slot: SlotStatus) -> int:
             clients.append(Client(addresses[QUEUE], make_hello(status.run_id, me)))
             queue = clients[-1].bind(QueueApi, timeout_s=CALL_TIMEOUT_S)
             await queue.process_exited(1, Incarnation(slot.slot, slot.epoch), "overtaken on purpose")
-            await epochs.gone(me, "done")
+            await epochs.process_exited(me, "done")
         return epoch
     finally:
         for client in clients:

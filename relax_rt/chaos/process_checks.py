@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
+from relax_rt.chaos.evidence import Breach, Evidence
 from relax_rt.chaos.faults import FAULTS
-from relax_rt.chaos.findings import Breach, Evidence
 from relax_rt.chaos.timeline import REGISTRY, Event, Life, begun, carried_out, line, lives
+from relax_rt.transport.queue.ledger.events import ProcessExited
 
 Found = Iterator[int | Breach | str]
 BACK_WITHIN_S = 60.0
@@ -19,6 +20,7 @@ BACK_WITHIN_S = 60.0
 EXIT_SEEN_WITHIN_S = 10.0
 BEGUN_WITHIN_S = 10.0
 QUEUE = "queue/0"
+PROCESS_EXITED = str(ProcessExited.__struct_config__.tag)
 
 
 def by_slot(found: list[Life]) -> dict[str, list[Life]]:
@@ -262,13 +264,13 @@ def _late_in_queue(evidence: Evidence) -> Found:
             yield 1
             why = f"epoch {newest[slot]} was heard before" if int(epoch) < newest.get(slot, 0) else ""
             if write.who in ended:
-                why = f"it was gone at {ended[write.who]}"
+                why = f"its end was journaled at {ended[write.who]}"
             if why:
                 shown = [f"journal {write.n}: {write.what} of {write.who}"]
                 yield Breach("late_writes", f"the queue accepted '{write.what}' of {write.who}: {why}", shown)
             newest[slot] = max(newest.get(slot, 0), int(epoch))
-        # Last: a process may say itself that it goes.
-        if write.what == "gone" and write.about:
+        # After the check above: a process may report its own end.
+        if write.what == PROCESS_EXITED and write.about:
             ended.setdefault(write.about, write.n)
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from relax_rt.chaos.faults import Strike
 from relax_rt.chaos.injector import Injector, Outcome
-from relax_rt.chaos.schedule import Strike
-from relax_rt.observe.metrics import METRICS
-from relax_rt.observe.tail import Tail
+from relax_rt.observe.metrics import METRICS, Tail
 from relax_rt.supervision import control
 from relax_rt.transport.rpc.errors import RelaxError
 

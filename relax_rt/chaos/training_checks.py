@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from relax_rt.chaos.ettr import path_of
-from relax_rt.chaos.findings import Breach, Evidence
-from relax_rt.chaos.timeline import Event
+from relax_rt.chaos.evidence import Breach, Evidence
+from relax_rt.chaos.timeline import Event, path_of
 
 Found = Iterator[int | Breach]
 ROOT = 0

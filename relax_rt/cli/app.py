@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from cyclopts import App, Group, Parameter, Token
 
 from relax_rt import __version__
+from relax_rt.chaos.faults import seconds
 
 DEFAULT_CONFIG = Path("roles.toml")
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -45,13 +47,9 @@ Json = Annotated[bool, Parameter(name="--json", help="Print JSON.")]
 
 def duration_of(_: Any, tokens: Sequence[Token]) -> float:
     """A parameter's duration: seconds, or as 500ms, 5s, 30m, 1h."""
-    from relax_rt.chaos.faults import seconds
-
     return seconds(tokens[0].value)
 
 
 def as_dict(value: Any) -> dict[str, Any]:
     """A struct as plain data."""
-    import msgspec
-
     return dict(msgspec.to_builtins(value))

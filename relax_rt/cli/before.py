@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from relax_rt.cli.app import BAD_INPUT, BEFORE, DEFAULT_CONFIG, FAILED, OK, Config, Json, Overrides, app
+from relax_rt.cli.display import say, show_findings, show_json, show_plan, show_samples
+from relax_rt.cli.doctor.fit import check_fit
+from relax_rt.cli.doctor.machine import check_limits, check_machine
+from relax_rt.cli.doctor.software import check_gpus, check_sandboxes, check_software
+from relax_rt.cli.runs import find_run_dir, resolved_config
+from relax_rt.cli.schema import as_json_schema, as_toml
+from relax_rt.cli.starter import write_starter
+from relax_rt.config.inventory import load_inventory
+from relax_rt.config.job import GoldReport, Planner, load_job
+from relax_rt.config.loader import config_digest, load_config
+from relax_rt.config.problems import BadInput, ConfigErrors, Problem
+from relax_rt.config.schema import RunConfig, RunTable
+from relax_rt.config.source import read_source
 from relax_rt.transport.rpc.errors import RelaxError
-
-if TYPE_CHECKING:
-    from relax_rt.config.job import GoldReport
-    from relax_rt.config.problems import Problem
-    from relax_rt.config.schema import RunConfig
 
 EXAMPLES = 20
 """Most right answers of a report of `validate --all` that are printed; `--json` has all that are kept."""
@@ -23,9 +31,6 @@ EXAMPLES = 20
 @app.command(group=BEFORE)
 def init(folder: Annotated[Path, Parameter(help="Where to write; made if it is not there.")]) -> int:
     """Write a commented roles.toml and a reward function to start from. Nothing is overwritten."""
-    from relax_rt.cli.display import say
-    from relax_rt.cli.starter import write_starter
-
     written = write_starter(folder)
     say("\n".join([*(f"wrote {path}" for path in written), f"next: relax-rt validate {folder / 'roles.toml'}"]))
     return OK
@@ -51,9 +56,6 @@ def validate(
     First what shows without reading anything; only if that is right, the model, the data and the reward. Exit code: 0
     nothing is wrong, 2 something is.
     """
-    from relax_rt.config.loader import config_digest, load_config
-    from relax_rt.config.problems import ConfigErrors
-
     if schema:
         return _show_schema(config, as_json=json)
     try:
@@ -62,11 +64,9 @@ def validate(
     except ConfigErrors as error:
         if not json:
             raise
-        from relax_rt.cli.display import show_json
 
         show_json({"ok": False, "problems": error.problems})
         return BAD_INPUT
-    from relax_rt.cli.display import say, show_json
 
     golds = _golds(loaded) if every else []
     wrong = sum(report.wrong for report in golds)
@@ -90,9 +90,6 @@ def validate(
 
 def _golds(config: RunConfig) -> list[GoldReport]:
     """Score every right answer of the data against itself."""
-    from relax_rt.config.job import load_job
-    from relax_rt.config.problems import BadInput
-
     try:
         reports = load_job(config.run.job).check_golds(config)
     except BadInput:
@@ -106,8 +103,6 @@ def _golds(config: RunConfig) -> list[GoldReport]:
 
 def _problems(golds: Sequence[GoldReport], config: Path, overrides: Sequence[str]) -> list[Problem]:
     """The problems of rewards that cannot read most answers, at their place in the config, as without `--all`."""
-    from relax_rt.config.source import read_source
-
     found = [problem for report in golds if (problem := report.problem(EXAMPLES))]
     if not found:
         return []
@@ -117,12 +112,6 @@ def _problems(golds: Sequence[GoldReport], config: Path, overrides: Sequence[str
 
 def _show_schema(config: Path, *, as_json: bool) -> int:
     """Of the job that the config names, if there is one."""
-    from relax_rt.cli.display import say, show_json
-    from relax_rt.cli.schema import as_json_schema, as_toml
-    from relax_rt.config.job import load_job
-    from relax_rt.config.schema import RunTable
-    from relax_rt.config.source import read_source
-
     run = read_source(config, ())[0].data.get("run") if config.is_file() else None
     name = run.get("job") if isinstance(run, dict) else None
     job = load_job(name if isinstance(name, str) else RunTable.model_fields["job"].default)
@@ -145,10 +134,6 @@ def sample(
     json: Json = False,
 ) -> int:
     """Rendered prompt, tokens, loss mask, completion and reward of a few samples, without training."""
-    from relax_rt.cli.display import show_json, show_samples
-    from relax_rt.config.job import load_job
-    from relax_rt.config.problems import BadInput
-
     if items < 1:
         raise BadInput(f"-n {items}", why="at least one prompt must be sampled")
     if prompts and held_out:
@@ -167,10 +152,6 @@ def sample(
 
 def _sampled_from(config: Path | None, run: Path | None, overrides: Sequence[str]) -> tuple[RunConfig, Path | None]:
     """The config to sample with, and the run whose checkpoint is taken, if one is."""
-    from relax_rt.cli.runs import find_run_dir, resolved_config
-    from relax_rt.config.loader import load_config
-    from relax_rt.config.problems import BadInput
-
     if run is not None and config is not None:
         raise BadInput(f"both {config} and --run {run}", why="a run has its own config", hint="give one of them")
     if config is None and run is None and DEFAULT_CONFIG.is_file():
@@ -195,11 +176,6 @@ def plan(
     json: Json = False,
 ) -> int:
     """What a run will need and do, before it starts: on this machine, or on the machines of an inventory."""
-    from relax_rt.cli.display import show_json, show_plan
-    from relax_rt.config.job import load_job
-    from relax_rt.config.loader import load_config
-    from relax_rt.config.problems import ConfigErrors
-
     try:
         if inventory is not None:
             return _on_inventory(config, overrides or (), inventory, as_json=json)
@@ -216,12 +192,6 @@ def plan(
 
 def _on_inventory(config: Path, overrides: Sequence[str], path: Path, *, as_json: bool) -> int:
     """Print the plan for an inventory's machines; loading tells every reason why the run does not fit on them."""
-    from relax_rt.cli.display import say, show_json
-    from relax_rt.config.inventory import load_inventory
-    from relax_rt.config.job import Planner, load_job
-    from relax_rt.config.loader import load_config
-    from relax_rt.config.problems import BadInput
-
     nodes = load_inventory(path)
     loaded = load_config(config, overrides, inventory=nodes)
     job = load_job(loaded.run.job)
@@ -243,12 +213,6 @@ def doctor(
     json: Json = False,
 ) -> int:
     """Check this machine, and that a run fits on it: each line ok, warn or fail, with what to do. 1 if any failed."""
-    from relax_rt.cli.display import show_findings, show_json
-    from relax_rt.cli.doctor.fit import check_fit
-    from relax_rt.cli.doctor.machine import check_limits, check_machine
-    from relax_rt.cli.doctor.software import check_gpus, check_sandboxes, check_software
-    from relax_rt.config.loader import load_config
-
     if config is None and DEFAULT_CONFIG.is_file():
         config = DEFAULT_CONFIG
     loaded = load_config(config, overrides or (), inputs=True) if config is not None else None

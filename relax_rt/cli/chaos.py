@@ -1,19 +1,29 @@
-"""`relax-rt chaos`: harm a living run on purpose, then judge it by its records. Heavy imports happen inside."""
+"""`relax-rt chaos`: inject faults into a living run, then judge it by its records."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
+from msgspec.structs import replace
 
+from relax_rt.chaos.evidence import gather, job
+from relax_rt.chaos.faults import FAULTS, Strike, by_steps, faults_named, once_named, poisson, roles_named, seconds
+from relax_rt.chaos.faults import at_once as strikes_at_once
+from relax_rt.chaos.injector import Injector, Intensity, Outcome
+from relax_rt.chaos.session import StepWatch, play, settled
+from relax_rt.chaos.verdict import judge, render
 from relax_rt.cli.app import FAILED, OK, STEER, Json, Run, app
-
-if TYPE_CHECKING:
-    from relax_rt.chaos.injector import Outcome
-    from relax_rt.chaos.schedule import Strike
-    from relax_rt.config.schema import SupervisionTable
+from relax_rt.cli.display import say, show_json
+from relax_rt.cli.runs import find_run_dir
+from relax_rt.config.problems import BadInput
+from relax_rt.config.schema import SupervisionTable
+from relax_rt.observe.metrics import read_metrics
+from relax_rt.supervision import control
+from relax_rt.supervision.rundir import RESOLVED_CONFIG, read_json
+from relax_rt.transport.rpc.errors import Refused
 
 SETTLE_S = 10.0
 """A living run that is judged has so long to have all its slots back."""
@@ -44,12 +54,6 @@ def chaos(
     json: Json = False,
 ) -> int:
     """Harm a living run by a schedule, and judge whether it kept its promises."""
-    from relax_rt.chaos.faults import seconds
-    from relax_rt.chaos.injector import Injector
-    from relax_rt.chaos.session import play
-    from relax_rt.cli.runs import find_run_dir
-    from relax_rt.supervision import control
-
     run_dir = find_run_dir(run)
     if baseline is not None:
         baseline = find_run_dir(baseline)
@@ -78,9 +82,6 @@ def _may_be_harmed(run_dir: Path) -> list[str]:
         NoRun: it does not live.
         Refused: it was started with chaos = false.
     """
-    from relax_rt.supervision import control
-    from relax_rt.transport.rpc.errors import Refused
-
     found = control.find_run(run_dir)
     if not found.alive:
         over = control.status(run_dir)
@@ -94,9 +95,6 @@ def _may_be_harmed(run_dir: Path) -> list[str]:
 
 def _supervision(run_dir: Path) -> SupervisionTable:
     """As the run was started; its job's package need not be importable here."""
-    from relax_rt.config.schema import SupervisionTable
-    from relax_rt.supervision.rundir import RESOLVED_CONFIG, read_json
-
     return SupervisionTable.model_validate((read_json(run_dir / RESOLVED_CONFIG) or {}).get("supervision", {}))
 
 
@@ -107,37 +105,27 @@ def _schedule(
     times: tuple[str, str, float],
     what: tuple[str, str, list[str]],
 ) -> list[Strike]:
-    from relax_rt.chaos import schedule
-    from relax_rt.chaos.faults import faults_named, once_named, roles_named, seconds
-    from relax_rt.chaos.session import StepWatch
-
     mean, for_, share = times
     faults, roles, once = what
     if once:
-        return schedule.at_once(seed, [once_named(text, slots) for text in once])
+        return strikes_at_once(seed, [once_named(text, slots) for text in once])
     of_roles = roles_named(roles, slots)
     if not share:
-        return schedule.poisson(seed, seconds(mean), seconds(for_), faults_named(faults), of_roles)
+        return poisson(seed, seconds(mean), seconds(for_), faults_named(faults), of_roles)
     watch = StepWatch(run_dir)
     first = watch.look() + 1
     watch.close()
-    return schedule.by_steps(seed, share, first, _target(run_dir), faults_named(faults), of_roles)
+    return by_steps(seed, share, first, _target(run_dir), faults_named(faults), of_roles)
 
 
 def _target(run_dir: Path) -> int:
-    from relax_rt.chaos.evidence import job
-    from relax_rt.config.problems import BadInput
-    from relax_rt.supervision.rundir import RESOLVED_CONFIG, read_json
-
     target = job(read_json(run_dir / RESOLVED_CONFIG) or {}).get("target")
     if not target:
         raise BadInput("--in-steps", why="this run's job has no number of steps", hint="give --mean and --for")
     return int(target)
 
 
-def _intensity(run_dir: Path) -> Any:
-    from relax_rt.chaos.intensity import Intensity
-
+def _intensity(run_dir: Path) -> Intensity:
     table = _supervision(run_dir).restart
     return Intensity(table.max_restarts, table.period_s)
 
@@ -151,9 +139,6 @@ def _tell(outcome: Outcome) -> None:
 
 
 def _show_schedule(schedule: list[Strike], seed: int, *, as_json: bool) -> None:
-    from relax_rt.chaos.faults import FAULTS
-    from relax_rt.cli.display import say, show_json
-
     if as_json:
         show_json({"seed": seed, "strikes": schedule})
         return
@@ -168,14 +153,6 @@ def _show_schedule(schedule: list[Strike], seed: int, *, as_json: bool) -> None:
 
 
 def _judge(run_dir: Path, baseline: Path | None, left: int = 0, *, as_json: bool) -> int:
-    from msgspec.structs import replace
-
-    from relax_rt.chaos.evidence import gather
-    from relax_rt.chaos.session import settled
-    from relax_rt.chaos.verdict import judge, render
-    from relax_rt.cli.display import say, show_json
-    from relax_rt.observe.metrics import read_metrics
-
     undisturbed = list(read_metrics(baseline, "step")) if baseline is not None else None
     recovered = settled(run_dir, SETTLE_S)
     verdict = judge(replace(gather(run_dir), recovered=recovered), undisturbed, left=left)

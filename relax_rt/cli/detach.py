@@ -13,8 +13,8 @@ from relax_rt.cli.app import FAILED, OK
 from relax_rt.cli.time_left import estimate_of
 from relax_rt.cluster import launch
 from relax_rt.observe.events import CURRENT
+from relax_rt.observe.metrics import Tail
 from relax_rt.observe.story import Starts
-from relax_rt.observe.tail import Tail
 from relax_rt.observe.text import clip, duration, waits
 from relax_rt.supervision import control
 from relax_rt.supervision.api import RunStatus, SlotStatus
@@ -38,7 +38,7 @@ SCREEN = "relax_rt.cli.screen:plain"
 Say = Callable[[str], None]
 
 
-def detach(config: Path, overrides: Sequence[str], run_dir: Path, say: Say) -> tuple[int, RunStatus]:
+def start_detached(config: Path, overrides: Sequence[str], run_dir: Path, say: Say) -> tuple[int, RunStatus]:
     """Start a run and stay until it is ready; answers with 0, or with its exit code if it ended before.
 
     Raises:

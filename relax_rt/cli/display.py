@@ -18,7 +18,7 @@ from relax_rt.cli.doctor.finding import Finding
 from relax_rt.cli.ended import Ended
 from relax_rt.cli.figures import Figures
 from relax_rt.cli.incidents import Incident, above
-from relax_rt.cli.losses import show_losses, show_recent
+from relax_rt.cli.lost_samples import show_losses, show_recent
 from relax_rt.cli.why import Account
 from relax_rt.config.job import PlanLine, TriedSample
 from relax_rt.observe.estimate import Estimate

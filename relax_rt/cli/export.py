@@ -17,9 +17,11 @@ import msgspec
 from relax_rt.cli.figures import Figures
 from relax_rt.cli.why import Account
 from relax_rt.observe.estimate import Estimate
-from relax_rt.observe.events import CURRENT, segments
+from relax_rt.observe.events import CURRENT, read_events, segments
 from relax_rt.observe.metrics import METRICS, read_metrics
+from relax_rt.observe.trace import Trace
 from relax_rt.supervision.api import RunStatus
+from relax_rt.supervision.rundir import read_run
 from relax_rt.transport.rpc.errors import RelaxError
 
 WHOLE = ("run.json", "config.json", "roles.toml", "summary.json")
@@ -30,7 +32,7 @@ CSV_BUFFER = 8 << 20
 COPY_BYTES = 1 << 20
 
 
-def export(run_dir: Path, out: Path, account: Account, *, most_mib: int) -> list[str]:
+def write_archive(run_dir: Path, out: Path, account: Account, *, most_mib: int) -> list[str]:
     """Write ``out`` (.tar.gz): events, metrics (as they are, and a CSV a kind), failures.csv, config, ends of logs.
 
     Args:
@@ -163,7 +165,7 @@ def _csv(header: list[str], records: Iterable[Mapping[str, Any]]) -> Iterator[st
     yield buffer.getvalue()
 
 
-def prometheus(status: RunStatus, figures: Mapping[str, Figures], estimate: Estimate | None = None) -> str:
+def prometheus_text(status: RunStatus, figures: Mapping[str, Figures], estimate: Estimate | None = None) -> str:
     """The run at this moment in Prometheus' text format, as for a node exporter's textfile collector."""
     run = {"run": status.name}
     samples: list[tuple[str, str, str, dict[str, str], float]] = [
@@ -205,3 +207,32 @@ def prometheus(status: RunStatus, figures: Mapping[str, Figures], estimate: Esti
 def _labels(labels: Mapping[str, str]) -> str:
     # JSON escapes what the format wants escaped: quotes, backslashes and newlines.
     return ",".join(f"{name}={msgspec.json.encode(value).decode()}" for name, value in labels.items())
+
+
+def write_trace(run_dir: Path, path: Path) -> int:
+    """Write the trace; answers with the number of its records. The file is whole or absent.
+
+    Raises:
+        RelaxError: there are no events, or the file cannot be written.
+    """
+    first = next((t for event in read_events(run_dir) if isinstance(t := event.get("t"), int | float)), None)
+    if first is None:
+        raise RelaxError(f"no event in {run_dir / 'events'}", hint="a run that has not begun leaves no trace")
+    record = read_run(run_dir) or {}
+    about = {"run": record.get("name", ""), "run_id": record.get("run_id", ""), "began": first}
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    encode = msgspec.json.Encoder(enc_hook=str).encode
+    count = 0
+    try:
+        with fresh.open("wb") as file:
+            file.write(b'{"displayTimeUnit":"ms","otherData":' + encode(about) + b',"traceEvents":[')
+            for made in Trace(float(first)).records(read_events(run_dir), read_metrics(run_dir)):
+                file.write((b",\n" if count else b"\n") + encode(made))
+                count += 1
+            file.write(b"\n]}\n")
+        fresh.replace(path)
+    except OSError as error:
+        raise RelaxError(f"{path} cannot be written", why=error.strerror or str(error)) from error
+    finally:
+        fresh.unlink(missing_ok=True)
+    return count

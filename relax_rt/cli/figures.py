@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from relax_rt.interfaces.registry import Changes, RegistryApi
-from relax_rt.observe.metrics import METRICS
-from relax_rt.observe.tail import Tail
+from relax_rt.observe.metrics import METRICS, Tail
 from relax_rt.supervision.api import RunStatus
 from relax_rt.transport.base.versions import VersionRecord, VersionTree
 from relax_rt.transport.rpc.errors import RelaxError

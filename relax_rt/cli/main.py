@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 from cyclopts import CycloptsError
 
-from relax_rt.cli import before, chaos, look, record, run, steer
+from relax_rt.cli import before, chaos, look, run, steer
 from relax_rt.cli.app import BAD_INPUT, FAILED, INTERRUPTED, OK, app
+from relax_rt.config.problems import BadInput, ConfigErrors
+from relax_rt.supervision.control import NoRun
 from relax_rt.transport.rpc.errors import RelaxError
 
 __all__ = ["app", "main"]
-COMMANDS = (before, run, look, record, steer, chaos)
+COMMANDS = (before, run, look, steer, chaos)
 """Modules that register their commands on import."""
 
 
@@ -38,9 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _explain(error: RelaxError) -> int:
-    from relax_rt.config.problems import BadInput, ConfigErrors
-    from relax_rt.supervision.control import NoRun
-
     if isinstance(error, ConfigErrors):
         print(error.render(), file=sys.stderr)
         return BAD_INPUT

@@ -1,23 +1,58 @@
-"""Bringing a run up and ending it."""
+"""Commands that start and end a run: up (also as a further node), attach, down."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from relax_rt.cli.app import DEFAULT_CONFIG, OK, RUN, Config, Json, Overrides, Run, app, as_dict, duration_of
-from relax_rt.cli.join import ALONE, Joining, join
+from relax_rt.cli.detach import start_detached, wait_until_ended, who_ends
+from relax_rt.cli.display import say, show_json
+from relax_rt.cli.runs import find_run_dir, resolved_config
+from relax_rt.cli.screen import attach_screen
+from relax_rt.cli.time_left import expected
+from relax_rt.cluster import launch
+from relax_rt.cluster.join import join, join_request
+from relax_rt.config.job import load_job
+from relax_rt.config.loader import load_config, preflight_config
+from relax_rt.config.problems import BadInput
+from relax_rt.config.schema import MIB, Chosen, RunConfig
+from relax_rt.supervision import control
+from relax_rt.supervision.rundir import SHM_ROOT, read_run
 from relax_rt.transport.rpc.errors import RelaxError
-
-if TYPE_CHECKING:
-    from relax_rt.config.schema import RunConfig
 
 END_S = 60.0
 """For a run to be gone, beside the time that its roles may take to finish their work."""
+
+JOINING = Group("As a further node of a run", sort_key=2)
+
+
+@Parameter(name="*", group=JOINING)
+@dataclass(frozen=True)
+class Joining:
+    """What is given with --join."""
+
+    join: Annotated[str | None, Parameter(help="HOST:PORT where the run's head listens: take part in its run.")] = None
+    key: Annotated[
+        Path | None, Parameter(help="join.key of the head's run directory; or its text in RELAX_JOIN_KEY.")
+    ] = None
+    name: Annotated[str, Parameter(help="What this node is called; the host's name if left out.")] = ""
+    dir: Annotated[Path | None, Parameter(help="For its logs and events; RUN/nodes/NAME if left out.")] = None
+    host: Annotated[str, Parameter(help="Address of this machine for the others; the way to the head tells.")] = ""
+    wait: Annotated[
+        float, Parameter(converter=duration_of, help="How long to try, as 5m, each time that the head is not there.")
+    ] = 120.0
+
+
+ALONE = Joining()
+"""Nothing was given."""
 
 
 @app.command(group=RUN)
@@ -37,12 +72,8 @@ def up(
     Exit code: 0 it has finished, or was ended by `down`; 1 it failed; 2 the config or the run directory is wrong and
     nothing was started, or a role refused its settings; 130 Ctrl-C.
     """
-    from relax_rt.cluster import launch
-    from relax_rt.config.loader import load_config, preflight_config
-    from relax_rt.config.problems import BadInput
-
     if joining.join is not None:
-        return join(joining)
+        return _join(joining)
     if joining != ALONE:
         raise BadInput("--key, --name, --dir, --host or --wait without --join", hint="name the head: --join HOST:PORT")
     if json and not detach:
@@ -61,10 +92,6 @@ def up(
 def _start(
     loaded: RunConfig, config: Path, overrides: Sequence[str], *, plain: bool, detach: bool, as_json: bool
 ) -> int:
-    from relax_rt.cli.brief import brief
-    from relax_rt.cli.display import say
-    from relax_rt.cluster import launch
-
     if not as_json:
         say("\n".join(brief(loaded)))
     if detach:
@@ -74,12 +101,8 @@ def _start(
 
 
 def _detached(config: Path, overrides: Sequence[str], run_dir: Path, *, as_json: bool) -> int:
-    from relax_rt.cli.detach import detach
-    from relax_rt.cli.display import say, show_json
-    from relax_rt.supervision.rundir import read_run
-
     finished = (read_run(run_dir) or {}).get("status") == "finished"
-    code, status = detach(config, overrides, run_dir, (lambda _: None) if as_json else say)
+    code, status = start_detached(config, overrides, run_dir, (lambda _: None) if as_json else say)
     if as_json:
         show_json({"ready": status.status == "running", "exit_code": status.exit_code, **as_dict(status)})
     elif status.status == "running":
@@ -96,10 +119,7 @@ def attach(
     plain: Annotated[bool, Parameter(help="Print lines instead of the live screen.")] = False,
 ) -> int:
     """The live screen of a run that goes on elsewhere. Ctrl-C leaves it running."""
-    from relax_rt.cli.attach import attach
-    from relax_rt.cli.runs import find_run_dir
-
-    return attach(find_run_dir(run), plain=plain)
+    return attach_screen(find_run_dir(run), plain=plain)
 
 
 @app.command(group=RUN)
@@ -129,11 +149,6 @@ def down(
     Prints which slots it waits for and for how long at most. After Ctrl-C the run keeps ending. Exit code: 0 the run
     has ended, 1 it has not within --wait, 2 there is no such run.
     """
-    from relax_rt.cli.detach import wait_until_ended, who_ends
-    from relax_rt.cli.display import say, show_json
-    from relax_rt.cli.runs import find_run_dir, resolved_config
-    from relax_rt.supervision import control
-
     run_dir = find_run_dir(run)
     found = control.find_run(run_dir)
     if not found.alive:
@@ -153,3 +168,54 @@ def down(
     did = "ended" if wait_s > 0 else "ending"
     show_json({"run_dir": str(run_dir.absolute()), "did": did}) if json else say(f"{run_dir}: {did}")
     return OK
+
+
+def _join(given: Joining) -> int:
+    """Take part until the run ends; returns the exit code.
+
+    Raises:
+        BadInput: the address or the key is none.
+        RelaxError: the head was not reached, or refuses this node.
+    """
+    try:
+        request = join_request(
+            given.join or "", key=given.key, name=given.name, run_dir=given.dir, host=given.host, wait_s=given.wait
+        )
+    except RelaxError as error:
+        raise BadInput(error.what, why=error.why, hint=error.hint) from error
+    return join(request, say=say)
+
+
+def brief(config: RunConfig) -> list[str]:
+    """The short plan of a run; `relax-rt plan` has the long one."""
+    run_dir = Path(config.run.dir)
+    before = read_run(run_dir)
+    resumed = f"resumes the run there, last {before.get('status', 'unknown')}" if before else "new"
+    if before and (at := load_job(config.run.job).resumes_at(run_dir)) is not None:
+        resumed += f", from the checkpoint of step {at}" if at else ", from the beginning: it has no checkpoint"
+    roles = {kind: settings for kind, settings in config.roles.items() if settings.count}
+    processes = sum(settings.count for settings in roles.values())
+    threads = sum(settings.count * settings.threads for settings in roles.values())
+    cores = len(os.sched_getaffinity(0))
+    job_bytes = load_job(config.run.job).shm_bytes(config)
+    need = config.queue.capacity_mib + job_bytes // MIB
+    free = shutil.disk_usage(SHM_ROOT).free // MIB
+    gpus = sum(settings.count * settings.gpus for settings in roles.values())
+    return [
+        f"{config.run.name}  {run_dir} ({resumed})",
+        "  roles   " + ", ".join(f"{kind} x{s.count}" if s.count != 1 else kind for kind, s in roles.items()),
+        f"  takes   {processes} processes, {threads} compute threads on {cores} cores"
+        + (f", {gpus:g} GPUs" if gpus else "")
+        + f", {need:,} MiB of shared memory ({free:,} MiB are free)",
+        *choices(config.chosen),
+        *([f"  time    {time_left}"] if (time_left := expected(config)) else []),
+    ]
+
+
+def choices(chosen: Mapping[str, Chosen]) -> list[str]:
+    """Settings that were chosen for the user, a line for each value and reason: ``dtype float32 (rollout): why``."""
+    roles: dict[tuple[str, str, str], list[str]] = {}
+    for key, one in chosen.items():
+        role, _, setting = key.removeprefix("roles.").rpartition(".")
+        roles.setdefault((setting, one.value, one.why), []).append(role)
+    return [f"  {setting:<7} {value} ({', '.join(who)}): {why}" for (setting, value, why), who in roles.items()]

@@ -1,20 +1,29 @@
-"""What is shown of a run on a terminal: by the agent to `relax-rt up`, and from outside to `attach`."""
+"""A run on a terminal: shown by its agent to `relax-rt up`, and from outside to `relax-rt attach`."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from relax_rt.cli.app import FAILED, INTERRUPTED
+from relax_rt.cli.runs import resolved_config
 from relax_rt.config.job import load_job, pacing_of
 from relax_rt.config.schema import RunConfig
 from relax_rt.observe.screen import Screen
+from relax_rt.supervision import control
 from relax_rt.supervision.api import RunStatus
+from relax_rt.transport.rpc.errors import RelaxError
+
+POLL_S = 0.25
+SILENT_S = 30.0
+"""Attaching fails when the agent has not answered for this long."""
 
 
-class Shown:
-    """The screen as the agent wants it: called with each status, closed at the end."""
+class AgentScreen:
+    """The screen in the form that the agent uses: called with each status, closed at the end."""
 
     def __init__(self, config: RunConfig, run_dir: Path, console: Console) -> None:
         job = load_job(config.run.job)
@@ -34,11 +43,57 @@ class Shown:
         self._screen.close(lines)
 
 
-def live(config: RunConfig, run_dir: Path) -> Shown:
+def live(config: RunConfig, run_dir: Path) -> AgentScreen:
     """A live screen on a terminal, lines elsewhere."""
-    return Shown(config, run_dir, Console())
+    return AgentScreen(config, run_dir, Console())
 
 
-def plain(config: RunConfig, run_dir: Path) -> Shown:
+def plain(config: RunConfig, run_dir: Path) -> AgentScreen:
     """Lines, also on a terminal."""
-    return Shown(config, run_dir, Console(force_terminal=False))
+    return AgentScreen(config, run_dir, Console(force_terminal=False))
+
+
+def attach_screen(run_dir: Path, *, plain: bool) -> int:
+    """Show a living run until it ends or Ctrl-C; returns the run's exit code, or INTERRUPTED.
+
+    Raises:
+        NoRun: no run lives there.
+        RelaxError: its agent does not answer.
+    """
+    status = control.status(run_dir)
+    if status.ended:
+        why = f"it is over: {status.status}" + (f", {status.reason}" if status.reason else "")
+        raise control.NoRun(f"no run lives in {run_dir}", why=why, hint="`relax-rt why` tells of its end")
+    config = resolved_config(run_dir)
+    job = load_job(config.run.job)
+    steps = job.steps(config)
+    console = Console(force_terminal=False) if plain else Console()
+    # A picture shows what happened last; lines would repeat all of it.
+    began = 0.0 if console.is_terminal and not plain else None
+    screen = Screen(run_dir, job.headline, steps, console, began=began, pacing=pacing_of(config), starts=False)
+    try:
+        status = _follow(run_dir, screen)
+    except KeyboardInterrupt:
+        screen.close([f"left; the run goes on: {run_dir}"])
+        return INTERRUPTED
+    except BaseException:
+        screen.close()
+        raise
+    screen.close([f"{status.name} is {status.status}: {status.reason}", f"everything is in {run_dir}"])
+    return FAILED if status.exit_code is None else status.exit_code
+
+
+def _follow(run_dir: Path, screen: Screen) -> RunStatus:
+    heard = time.monotonic()
+    while True:
+        try:
+            status = control.status(run_dir)
+            heard = time.monotonic()
+        except RelaxError:
+            if time.monotonic() - heard > SILENT_S:
+                raise
+        else:
+            screen.update(status)
+            if status.ended:
+                return status
+        time.sleep(POLL_S)

@@ -13,8 +13,7 @@ from relax_rt.config.job import Pacing, load_job, pacing_of
 from relax_rt.config.schema import RunConfig
 from relax_rt.observe.estimate import Estimate, Estimator
 from relax_rt.observe.events import parse_line
-from relax_rt.observe.metrics import METRICS
-from relax_rt.observe.tail import Tail
+from relax_rt.observe.metrics import METRICS, Tail
 from relax_rt.observe.text import duration
 from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RUN_JSON, machine, read_run

@@ -23,7 +23,7 @@ from relax_rt.actors.directory import CALL_TIMEOUT_S, Directory
 from relax_rt.cluster.nodes.join_key import FILE, curve_keys, read_key
 from relax_rt.cluster.nodes.links import AddressResolver
 from relax_rt.cluster.nodes.membership import RECORD, read_keys, read_record
-from relax_rt.interfaces.members import Discovery, Members
+from relax_rt.interfaces.members import Members, watch_members
 from relax_rt.interfaces.registry import REGISTRY_SLOT, Member, RegistryApi
 from relax_rt.supervision.control import NoRun, find_run
 from relax_rt.supervision.rundir import RunPaths, slot_file
@@ -64,7 +64,7 @@ class RunDiscovery:
 
     def watch(self, role: str = "") -> AbstractAsyncContextManager[Members]:
         """Follow the members of a role, of all for the empty name, until the block ends."""
-        return Discovery(self.registry).watch(role)
+        return watch_members(self.registry, role)
 
     def known(self) -> Members:
         """All members, followed for as long as the connection lasts."""

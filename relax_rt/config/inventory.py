@@ -42,7 +42,7 @@ class InterfaceTable(Table):
     """Whether NCCL moves data over it without the host's memory (InfiniBand, RoCE)."""
 
 
-class NodeTable(Table):
+class InventoryNode(Table):
     """One machine."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -86,11 +86,11 @@ class Inventory(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    nodes: Annotated[list[NodeTable], Field(min_length=1, max_length=4096)]
+    nodes: Annotated[list[InventoryNode], Field(min_length=1, max_length=4096)]
     gpu: dict[str, GpuTable] = Field(default_factory=dict)
     ports: PortsTable = PortsTable()
 
-    def kind_of(self, node: NodeTable) -> GpuTable:
+    def kind_of(self, node: InventoryNode) -> GpuTable:
         """The kind of a node's GPUs; the node must have some."""
         assert node.gpu is not None
         return self.gpu[node.gpu]
@@ -135,7 +135,7 @@ def _same(key: str, inventory: Inventory) -> Iterator[Problem]:
             yield Problem(("nodes", index, key), f'nodes[{first}] has the same {key}, "{value}"')
 
 
-def _check_node(inventory: Inventory, node: NodeTable, path: KeyPath) -> Iterator[Problem]:
+def _check_node(inventory: Inventory, node: InventoryNode, path: KeyPath) -> Iterator[Problem]:
     if node.gpus and node.gpu is None:
         message = f"{node.name} has {node.gpus} GPUs, of what kind is not said"
         yield Problem((*path, "gpus"), message, 'gpu = "h100", with a table [gpu.h100] and its memory_gib')
@@ -156,7 +156,7 @@ def _check_node(inventory: Inventory, node: NodeTable, path: KeyPath) -> Iterato
             yield Problem((*path, "interfaces", at, "name"), f'{node.name} has another interface "{name}"')
 
 
-def _check_nvlink(node: NodeTable, path: KeyPath) -> Iterator[Problem]:
+def _check_nvlink(node: InventoryNode, path: KeyPath) -> Iterator[Problem]:
     seen: set[int] = set()
     for at, group in enumerate(node.nvlink):
         for within, gpu in enumerate(group):

@@ -18,7 +18,7 @@ from relax_rt.config.inventory import Inventory
 from relax_rt.config.job import Job, Planner, job_names, load_job
 from relax_rt.config.problems import ConfigErrors, KeyPath, Problem, did_you_mean
 from relax_rt.config.schema import RoleSettings, RunConfig, SupervisionTable
-from relax_rt.config.source import Source, read_source
+from relax_rt.config.source import ConfigSource, read_source
 from relax_rt.config.target import TargetError, absolute_target, load_target
 from relax_rt.config.validation import certain, in_doubt, repair, validate
 from relax_rt.transport.rpc.errors import RelaxError
@@ -92,7 +92,7 @@ def preflight_config(config: RunConfig, path: Path, overrides: Sequence[str] = (
     _slow(path, read_source(path, overrides)[0], config)
 
 
-def _slow(path: Path, source: Source, config: RunConfig, *, golds: bool = True) -> None:
+def _slow(path: Path, source: ConfigSource, config: RunConfig, *, golds: bool = True) -> None:
     job = load_job(config.run.job)
     if problems := job.preflight(config, Path(config.config_dir), golds=golds):
         raise ConfigErrors(str(path), _placed(source, problems))
@@ -100,7 +100,7 @@ def _slow(path: Path, source: Source, config: RunConfig, *, golds: bool = True) 
 
 def _quick(
     path: Path,
-    source: Source,
+    source: ConfigSource,
     problems: list[Problem],
     inventory: Inventory | None,
     *,
@@ -260,7 +260,7 @@ def _find_job(data: dict[str, Any], problems: list[Problem]) -> Job | None:
         return None
 
 
-def _tables(model: type[RunConfig], source: Source, problems: list[Problem]) -> RunConfig | None:
+def _tables(model: type[RunConfig], source: ConfigSource, problems: list[Problem]) -> RunConfig | None:
     """The config, as far as it is sound when there are problems; None when too little of it is."""
     found = validate(model, source.data)
     if not isinstance(found, list):
@@ -367,7 +367,7 @@ def _settings_type(kind: str, job: Job | None) -> type[RoleSettings]:
     return settings
 
 
-def _placed(source: Source, problems: list[Problem]) -> list[Problem]:
+def _placed(source: ConfigSource, problems: list[Problem]) -> list[Problem]:
     """The problems with their places; the same finding is reported once."""
     located = [source.locate(problem) for problem in problems]
     return [problem for index, problem in enumerate(located) if problem not in located[:index]]

@@ -16,7 +16,7 @@ KeyPath = tuple[str | int, ...]
 """A place in roles.toml: keys and array indices, ("roles", "rollout", "count")."""
 
 
-class Place(msgspec.Struct, frozen=True):
+class SourcePlace(msgspec.Struct, frozen=True):
     """Where a problem lies in a text.
 
     Attributes:
@@ -54,7 +54,7 @@ class Problem(msgspec.Struct, frozen=True):
     message: str
     hint: str = ""
     at: Literal["key", "value"] = "value"
-    place: Place | None = None
+    place: SourcePlace | None = None
 
     def render(self) -> str:
         """The problem as lines of text: place, message, source line, caret, hint."""

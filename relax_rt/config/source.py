@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.config.problems import OVERRIDE, BadInput, ConfigErrors, KeyPath, Place, Problem, dotted
+from relax_rt.config.problems import OVERRIDE, BadInput, ConfigErrors, KeyPath, Problem, SourcePlace, dotted
 
 MAX_BYTES = 1 << 20
 _ERROR_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
@@ -30,19 +30,19 @@ _MULTI_LITERAL = re.compile(r"'''(?:[^']|'{1,2}(?!'))*'{3,5}", re.DOTALL)
 _STRINGS = (_MULTI_BASIC, _MULTI_LITERAL, _BASIC, _LITERAL)
 
 
-class Text(msgspec.Struct, frozen=True):
+class SourceText(msgspec.Struct, frozen=True):
     """A file's or an override's text, named as in messages."""
 
     name: str
     text: str
 
-    def place(self, span: tuple[int, int]) -> Place:
+    def place(self, span: tuple[int, int]) -> SourcePlace:
         """Where characters [start, end) stand; a span over several lines is cut at the end of its first."""
         start, end = span
         head = self.text.rfind("\n", 0, start) + 1
         tail = self.text.find("\n", start)
         line = self.text[head : tail if tail >= 0 else len(self.text)]
-        return Place(
+        return SourcePlace(
             file=self.name,
             line=self.text.count("\n", 0, start) + 1,
             column=start - head + 1,
@@ -50,27 +50,29 @@ class Text(msgspec.Struct, frozen=True):
             width=max(1, min(end, head + len(line)) - start),
         )
 
-    def end(self) -> Place:
+    def end(self) -> SourcePlace:
         """Just after the last line that is not blank."""
         at = len(self.text.rstrip())
         return self.place((at, at + 1))
 
 
-class Source:
+class ConfigSource:
     """A config's data, and where each of its keys stands.
 
     Raises:
         ConfigErrors: the text is not TOML.
     """
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: SourceText) -> None:
         self.text = text
         self.data = parse(text)
-        self._spans: dict[KeyPath, tuple[Text, Span]] = {path: (text, span) for path, span in scan(text.text).items()}
+        self._spans: dict[KeyPath, tuple[SourceText, KeySpan]] = {
+            path: (text, span) for path, span in scan(text.text).items()
+        }
 
     def override(self, assignment: str) -> Problem | None:
         """Apply one ``a.b=value``: the value is read as TOML, else taken as a string."""
-        text = Text(OVERRIDE, assignment)
+        text = SourceText(OVERRIDE, assignment)
         keys, key_span, value, value_spans = _assignment(text)
         if keys is None:
             return Problem(
@@ -86,7 +88,7 @@ class Source:
         table[keys[-1]] = value
         self._spans = {path: at for path, at in self._spans.items() if path[: len(keys)] != keys}
         for depth in range(1, len(keys)):
-            self._spans.setdefault(keys[:depth], (text, Span(key_span, key_span)))
+            self._spans.setdefault(keys[:depth], (text, KeySpan(key_span, key_span)))
         for path, span in value_spans.items():
             self._spans[(*keys, *path)] = (text, span)
         return None
@@ -110,7 +112,7 @@ class Source:
         return path in self._spans
 
 
-def read_source(path: Path, overrides: Sequence[str]) -> tuple[Source, list[Problem]]:
+def read_source(path: Path, overrides: Sequence[str]) -> tuple[ConfigSource, list[Problem]]:
     """Read a config file and apply the overrides; answers also with the overrides' problems.
 
     Raises:
@@ -132,11 +134,11 @@ def read_source(path: Path, overrides: Sequence[str]) -> tuple[Source, list[Prob
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
-        shown = Text(str(path), raw.decode(errors="replace"))
+        shown = SourceText(str(path), raw.decode(errors="replace"))
         at = len(raw[: error.start].decode(errors="replace"))
         problem = Problem((), "not UTF-8", hint="save the file as UTF-8", place=shown.place((at, at + 1)))
         raise ConfigErrors(str(path), [problem]) from error
-    source = Source(Text(str(path), text.replace("\r\n", "\n")))
+    source = ConfigSource(SourceText(str(path), text.replace("\r\n", "\n")))
     overridden = [found for assignment in overrides if (found := source.override(assignment)) is not None]
     return source, overridden
 
@@ -153,7 +155,7 @@ def _in_folder(folder: Path) -> str:
     return f"it holds no .toml; a config is called roles.toml, and `relax-rt init {folder}` writes a starter"
 
 
-def _assignment(text: Text) -> tuple[tuple[str, ...] | None, tuple[int, int], Any, dict[KeyPath, Span]]:
+def _assignment(text: SourceText) -> tuple[tuple[str, ...] | None, tuple[int, int], Any, dict[KeyPath, KeySpan]]:
     """Keys, their span, the value, and the spans of the value and its parts (paths below the value)."""
     whole = text.text
     for cut in (i for i, c in enumerate(whole) if c == "="):
@@ -169,20 +171,20 @@ def _assignment(text: Text) -> tuple[tuple[str, ...] | None, tuple[int, int], An
         except (tomllib.TOMLDecodeError, RecursionError):
             parsed = {}
         if parsed.keys() != {"v"}:
-            return keys, span, raw.strip(), {(): Span(span, value_span)}
+            return keys, span, raw.strip(), {(): KeySpan(span, value_span)}
         shift = cut + 1 - len("v=")
         spans = {path[1:]: _shifted(at, shift) for path, at in scan(f"v={raw}").items()}
-        spans[()] = Span(span, spans[()].value)
+        spans[()] = KeySpan(span, spans[()].value)
         return keys, span, parsed["v"], spans
     return None, (0, 0), None, {}
 
 
-def _shifted(span: Span, by: int) -> Span:
+def _shifted(span: KeySpan, by: int) -> KeySpan:
     key = (span.key[0] + by, span.key[1] + by) if span.key != (0, 0) else span.key
-    return Span(key, (span.value[0] + by, span.value[1] + by))
+    return KeySpan(key, (span.value[0] + by, span.value[1] + by))
 
 
-def parse(text: Text) -> dict[str, Any]:
+def parse(text: SourceText) -> dict[str, Any]:
     """Parse a text as TOML.
 
     Raises:
@@ -209,7 +211,7 @@ def parse(text: Text) -> dict[str, Any]:
     raise ConfigErrors(text.name, [problem])
 
 
-def _syntax_hint(message: str, place: Place) -> str:
+def _syntax_hint(message: str, place: SourcePlace) -> str:
     if message.startswith(_TWICE):
         return "the same name is given twice"
     rest = place.text[place.column - 1 :].split("#")[0].strip()
@@ -236,14 +238,14 @@ def keys_of(text: str) -> tuple[str, ...] | None:
     return tuple(keys)
 
 
-class Span(msgspec.Struct, frozen=True):
+class KeySpan(msgspec.Struct, frozen=True):
     """Character offsets of a key and of its value, [start, end) each; (0, 0) for the key of an array's element."""
 
     key: tuple[int, int]
     value: tuple[int, int]
 
 
-def scan(text: str) -> dict[KeyPath, Span]:
+def scan(text: str) -> dict[KeyPath, KeySpan]:
     """Positions of every key path of a TOML document that tomllib accepts (line ends as \\n)."""
     scanner = _Scanner(text)
     scanner.document()
@@ -254,7 +256,7 @@ class _Scanner:
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
-        self.spans: dict[KeyPath, Span] = {}
+        self.spans: dict[KeyPath, KeySpan] = {}
         self.tables_in: dict[KeyPath, int] = {}
         """Arrays of tables and how many tables each has so far."""
 
@@ -289,18 +291,18 @@ class _Scanner:
         if brackets == 2:
             index = self.tables_in.get(path, 0)
             self.tables_in[path] = index + 1
-            self.spans.setdefault(path, Span(key, whole))
+            self.spans.setdefault(path, KeySpan(key, whole))
             path = (*path, index)
         elif path in self.tables_in:
             path = (*path, self.tables_in[path] - 1)
-        self.spans[path] = Span(key, whole)
+        self.spans[path] = KeySpan(key, whole)
         return path
 
     def _enter(self, table: KeyPath, keys: list[tuple[str, tuple[int, int]]], whole: tuple[int, int]) -> KeyPath:
         """Follow keys from a table, into the newest element of arrays of tables; parents seen first are recorded."""
         for name, key in keys:
             table = (*table, name)
-            self.spans.setdefault(table, Span(key, whole))
+            self.spans.setdefault(table, KeySpan(key, whole))
             if table in self.tables_in:
                 table = (*table, self.tables_in[table] - 1)
         return table
@@ -333,7 +335,7 @@ class _Scanner:
         start = self.at
         first = self.text[start : start + 1]
         # Recorded before its parts, so that a parent comes before its children.
-        self.spans[path] = Span(key, (start, start))
+        self.spans[path] = KeySpan(key, (start, start))
         if first == "[":
             self._array(path)
         elif first == "{":
@@ -343,7 +345,7 @@ class _Scanner:
         else:
             self._skip(_SCALAR)
             self.at = start + len(self.text[start : self.at].rstrip())
-        self.spans[path] = Span(key, (start, self.at))
+        self.spans[path] = KeySpan(key, (start, self.at))
 
     def _array(self, path: KeyPath) -> None:
         self.at += 1

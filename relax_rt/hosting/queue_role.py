@@ -53,7 +53,7 @@ class QueueRole(Role):
                 high_water=table.high_water,
                 max_sample_bytes=table.max_sample_mib << 20,
                 keep_steps=table.keep_steps,
-                marks_bytes=table.marks_mib << 20,
+                partials_bytes=table.marks_mib << 20,
                 durable=table.durability == "disk",
             ),
             spill_dir=ctx.spill_dir,

@@ -1,4 +1,4 @@
-"""Following the members of a run: who is where, as the registry tells it."""
+"""Follows the members of a run by watching the registry. Used by actors, discovery and the router."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Members:
             raise DeadlineExceeded(f"waiting for {what}", why=why) from error
 
     async def follow(self) -> None:
-        """Watch for ever; run by Discovery.watch. Whatever goes wrong is told in `away`, and the watch begun again."""
+        """Watch for ever, as a task of `watch_members`. A failure is shown in `away`, and the watch starts again."""
         failures = 0
         while True:
             try:
@@ -131,19 +131,13 @@ class Members:
                 self._changed.notify_all()
 
 
-class Discovery:
-    """``async with Discovery(registry).watch("rollout") as members: ...``"""
-
-    def __init__(self, registry: RegistryApi) -> None:
-        self._registry = registry
-
-    @asynccontextmanager
-    async def watch(self, role: str = "") -> AsyncIterator[Members]:
-        """Follow the members of a role until the block ends."""
-        members = Members(self._registry, role)
-        task = asyncio.create_task(members.follow())
-        try:
-            yield members
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+@asynccontextmanager
+async def watch_members(registry: RegistryApi, role: str = "") -> AsyncIterator[Members]:
+    """Follow the members of a role, of all for the empty name, until the block ends."""
+    members = Members(registry, role)
+    task = asyncio.create_task(members.follow())
+    try:
+        yield members
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Interface of the registry, the discovery service of a run."""
+"""The interface of the registry, which every role, the agent and programs outside the run talk to."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Member(msgspec.Struct, frozen=True):
         pid: operating-system process id (0 until announced).
         address: where it serves, ``unix:///…`` or ``tcp://host:port``; empty if it serves nothing.
         state: one of SLOT_STATES.
-        policy_version: newest version whole on it (engines), 0 otherwise.
+        policy_version: newest version that an engine holds in full, 0 otherwise.
         progress: its progress counter (tokens, samples, steps).
-        detail: what it does or waits for, in words.
+        detail: what it does or waits for, as text.
         revision: the registry revision of the last change.
         before: how the slot's last incarnation before this one ended, once that is known.
         node: where it runs; empty in a run of one node.
@@ -83,28 +83,28 @@ class RegistryApi(Protocol):
 
     @idempotent
     async def issue_epoch(self, slot: str, token: str = "") -> int:
-        """A new epoch for a new incarnation of the slot; all earlier ones are fenced from here on.
+        """Issue an epoch for a new incarnation of the slot; all earlier ones are fenced from now on.
 
-        Asked again with the token of the slot's last asking it answers the same, so that an asking whose answer was
-        lost, and that arrives late, fences nobody. A registry that was restarted meanwhile issues another: no process
-        was started under the first then.
+        A call with the token of the slot's last call returns the same epoch, so that a repeated call, or one that
+        arrives late, fences nobody. A registry that was restarted in between issues another one: then no process was
+        started under the first.
         """
 
     @idempotent
     async def announce(self, pid: int, address: str, ttl_s: float, node: str = "", remote: str = "") -> Renewed:
-        """Enter the caller (its slot and epoch come with the connection) with a lease of ttl_s; see Member."""
+        """Register the caller (its slot and epoch come with the connection) with a lease of ttl_s; see Member."""
 
     @idempotent
     async def renew(self, state: str, progress: int, detail: str, policy_version: int) -> Renewed:
-        """Renew the caller's lease and report how it does."""
+        """Renew the caller's lease and report its state."""
 
     @idempotent
     async def leave(self, reason: str) -> None:
         """End the caller's membership in good order."""
 
     @idempotent
-    async def gone(self, who: Incarnation, reason: str) -> None:
-        """Told by the agent: the incarnation's process has ended."""
+    async def process_exited(self, who: Incarnation, reason: str) -> None:
+        """Report by the agent: the incarnation's process has ended."""
 
     @idempotent
     async def watch(self, since: int, wait_s: float) -> Changes:

@@ -1,29 +1,359 @@
-"""The status screen of `relax-rt up`: a live picture on a terminal, plain lines elsewhere."""
+"""The status screen of a run: a live picture on a terminal, lines elsewhere. Shown by `relax-rt up` and `attach`."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
+from typing import Any, Protocol
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
 
 from relax_rt.config.job import Pacing
-from relax_rt.observe.board import Board, StatusLike
 from relax_rt.observe.events import CURRENT
-from relax_rt.observe.headline import Column, Headline
-from relax_rt.observe.metrics import METRICS
-from relax_rt.observe.tail import Tail
-from relax_rt.observe.view import render
+from relax_rt.observe.headline import SPARK, Column, Headline, Value
+from relax_rt.observe.metrics import METRICS, Tail
+from relax_rt.observe.story import Note, Starts, Story
+from relax_rt.observe.text import NOTHING, clip, count, duration, lacks, sparkline, waits
 
+NOTES = 5
+MAX_LINES = 500
+MAX_VALUES = 4
 LOOK_BACK_BYTES = 1 << 20
 DRAW_EVERY_S = 0.5
 HEARTBEAT_S = 30.0
 DRAIN_HEARTBEAT_S = 10.0
 CLOSE_TIMEOUT_S = 3.0
 DRAIN_POLLS = 64
+GAP = 3
+WIDE = 100
+MIN_SPARK = 24
+
+STATE_STYLE = {
+    "ready": "green",
+    "starting": "yellow",
+    "requested": "yellow",
+    "backoff": "red",
+    "hung": "bold red",
+    "killing": "red",
+    "stopping": "cyan",
+}
+STATUS_STYLE = {"running": "bold green", "starting": "bold yellow", "draining": "bold cyan", "finished": "bold green"}
+TONE_STYLE = {"good": "green", "warning": "yellow", "error": "red"}
+
+
+class SlotLike(Protocol):
+    """How one slot does, as the agent tells it (`SlotStatus`)."""
+
+    @property
+    def slot(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def restarts(self) -> int: ...
+    @property
+    def uptime_s(self) -> float: ...
+    @property
+    def state_s(self) -> float: ...
+    @property
+    def detail(self) -> str: ...
+    @property
+    def waiting(self) -> str: ...
+    @property
+    def kill_latest_s(self) -> float | None: ...
+    @property
+    def last(self) -> Any: ...
+
+
+class StatusLike(Protocol):
+    """How the run does, as the agent tells it (`RunStatus`)."""
+
+    @property
+    def run_id(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def run_dir(self) -> str: ...
+    @property
+    def status(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def uptime_s(self) -> float: ...
+    @property
+    def slots(self) -> Sequence[SlotLike]: ...
+
+
+class Board:
+    """Newest state of a run, and the lines that tell of it one after the other.
+
+    Records and events older than `began` fill the board but give no lines: they belong to an earlier part of a
+    resumed run.
+
+    Args:
+        began: wall-clock time (s); now if none is given.
+    """
+
+    def __init__(self, headline: Headline, clock: Callable[[], float] = time.time, began: float | None = None) -> None:
+        self.headline = headline
+        self.clock = clock
+        self.began = clock() if began is None else began
+        self.status: StatusLike | None = None
+        self.notes: deque[Note] = deque(maxlen=NOTES)
+        self._story, self._starts = Story(), Starts()
+        self._started: deque[str] = deque(maxlen=MAX_LINES)
+        self._lines: deque[str] = deque(maxlen=MAX_LINES)
+        self._told = ""
+
+    def take_status(self, status: StatusLike) -> None:
+        """The agent's word on the run."""
+        self.status = status
+        if status.status != self._told:
+            self._told = status.status
+            ready = sum(slot.state == "ready" for slot in status.slots)
+            text = f"{status.name} is {status.status}, {ready} of {len(status.slots)} slots ready"
+            self._say(self.clock(), text + (f": {status.reason}" if status.reason else ""))
+            if status.status == "draining" and any(slot.state == "stopping" for slot in status.slots):
+                self._lines.append(self.heartbeat())
+
+    def take_records(self, records: Sequence[dict[str, Any]]) -> None:
+        """New lines of metrics.jsonl."""
+        for record in records:
+            step = self.headline.take(record)
+            t = record.get("t")
+            if isinstance(t, int | float) and t >= self.began:
+                for line in self.headline.lines(record):
+                    self._say(t, line)
+                if step:
+                    self._say(t, self.headline.step_line(t))
+
+    def take_events(self, events: Sequence[dict[str, Any]]) -> None:
+        """New lines of the event log."""
+        for event in events:
+            t = event.get("t")
+            if isinstance(t, int | float) and t >= self.began and (line := self._starts.take(event)):
+                self._started.append(line)
+                self._say(t, line)
+            note = self._story.note(event)
+            if note is not None and note.t >= self.began:
+                self.notes.append(note)
+                mark = {"error": "ERROR ", "warning": "WARNING "}.get(note.tone, "")
+                self._say(note.t, mark + note.text)
+
+    def take_lines(self) -> list[str]:
+        """The lines told since the last call."""
+        lines = list(self._lines)
+        self._lines.clear()
+        return lines
+
+    def take_started(self) -> list[str]:
+        """The slots that have become ready for the first time since the last call."""
+        lines = list(self._started)
+        self._started.clear()
+        return lines
+
+    def heartbeat(self) -> str:
+        """A line for a time in which nothing else was told: who is not ready, else who waits for what."""
+        if self.status is None:
+            return f"{clock_time(self.clock())} waiting for the node agent"
+        slots = self.status.slots
+        gone = ("ended",) if self.status.status == "draining" else ()
+        away = [_away(s) for s in slots if s.state != "ready" and s.state not in gone]
+        idle = [f"{s.slot} {waits(s.waiting)}" for s in slots if s.state == "ready" and s.waiting]
+        busy = [f"{s.slot}: {s.detail}" for s in slots if s.state == "ready" and s.detail and not s.waiting]
+        told = (away + busy + idle)[:MAX_VALUES]
+        return f"{clock_time(self.clock())} {self.status.status}  " + ("; ".join(told) or "all slots ready")
+
+    def _say(self, t: float, text: str) -> None:
+        self._lines.append(f"{clock_time(t)} {text}")
+
+
+def _away(slot: SlotLike) -> str:
+    """A slot that does not work now: its state, for how long, what it still does, and when it is killed."""
+    since = f" for {duration(slot.state_s)}" if slot.state_s else ""
+    most = f", killed in {duration(slot.kill_latest_s)} at the latest" if slot.kill_latest_s is not None else ""
+    return f"{slot.slot} {slot.state}{since}" + (f" ({slot.detail})" if slot.detail else "") + most
+
+
+def clock_time(t: float) -> str:
+    """Wall-clock seconds as local time of day."""
+    return time.strftime("%H:%M:%S", time.localtime(t))
+
+
+def render(board: Board, width: int, height: int) -> RenderableType:
+    """The whole screen for a terminal of width x height characters."""
+    inner = width - 2
+    status = board.status
+    now = board.clock()
+    values = _rows(board.headline.values(now), inner)
+    parts: list[RenderableType] = []
+    if status is not None:
+        parts.append(_title(status, inner))
+    ending = status is not None and status.status not in ("starting", "running")
+    uptime_s = 0.0 if status is None else status.uptime_s
+    parts += [_progress(board.headline, now, inner, uptime_s, ending=ending), Text("")]
+    parts += [_values(row) for row in values]
+    if status is not None and status.slots:
+        around = 6 + 2 * len(values) + (2 + len(board.notes) if board.notes else 0)
+        parts += [Text(""), _slots(status.slots, board.headline.versions, inner, max(3, height - around))]
+    if board.notes:
+        parts += [Text(""), Rule(style="bright_black"), _notes(board, inner)]
+    return Padding(Group(*parts), (0, 1))
+
+
+def _title(status: StatusLike, width: int) -> Text:
+    head = Text.assemble(
+        (status.name, "bold"),
+        "  ",
+        (status.status, STATUS_STYLE.get(status.status, "bold red")),
+        "  ",
+        duration(status.uptime_s),
+    )
+    if status.reason:
+        head.append(f"  {clip(status.reason, max(10, width - head.cell_len - 2))}", "cyan")
+    elif width - head.cell_len > len(status.run_dir) + 3:
+        head.append(" " * (width - head.cell_len - len(status.run_dir)) + status.run_dir, "bright_black")
+    return head
+
+
+def _progress(headline: Headline, now: float, width: int, uptime_s: float, *, ending: bool) -> RenderableType:
+    step = headline.step or 0
+    if headline.target is None:
+        return Text(f"step {step}")
+    estimate = headline.estimate(now)
+    done = min(1.0, step / headline.target) if headline.target else 1.0
+    label = f"step {step} / {headline.target}"
+    tail = f"{done:4.0%}" + ("" if ending or estimate is None else f"  {estimate.summary(uptime_s)}")
+    table = Table.grid(padding=(0, 2, 0, 0))
+    if not ending and estimate is not None and estimate.left_s is not None and len(label) + len(tail) + 14 > width:
+        tail = f"{done:4.0%}  {duration(estimate.left_s)} left"
+    bar_width = max(10, width - len(label) - len(tail) - 4)
+    bar = ProgressBar(total=max(1, headline.target), completed=step, width=bar_width, finished_style="green")
+    table.add_row(Text(label, "bold"), bar, Text(tail))
+    return table
+
+
+def _rows(values: Sequence[Value], width: int) -> list[list[tuple[Value, str]]]:
+    """Columns on as few lines as they need; sparklines get the room that is left on theirs."""
+    rows: list[list[Value]] = [[]]
+    used = 0
+    for value in values:
+        need = _width(value) + (MIN_SPARK + 1 if value.spark else 0) + GAP
+        if rows[-1] and used + need - GAP > width:
+            rows.append([])
+            used = 0
+        rows[-1].append(value)
+        used += need
+    return [_with_sparks(row, width) for row in rows if row]
+
+
+def _with_sparks(row: Sequence[Value], width: int) -> list[tuple[Value, str]]:
+    sparks = sum(bool(value.spark) for value in row)
+    free = width - sum(_width(value) + GAP for value in row) + GAP - sparks
+    each = min(SPARK, free // sparks) if sparks else 0
+    return [(value, sparkline(value.spark, each)) for value in row]
+
+
+def _width(value: Value) -> int:
+    return max(len(value.title), len(value.text))
+
+
+def _values(row: Sequence[tuple[Value, str]]) -> RenderableType:
+    table = Table.grid(padding=(0, GAP, 0, 0))
+    for _ in row:
+        table.add_column(no_wrap=True)
+    table.add_row(*(Text(value.title, "bright_black") for value, _ in row))
+    table.add_row(
+        *(Text.assemble((value.text, "bold"), (f" {spark}" if spark else "", "blue")) for value, spark in row)
+    )
+    return table
+
+
+def _slots(slots: Sequence[SlotLike], versions: dict[str, int], width: int, room: int) -> RenderableType:
+    wide = width >= WIDE
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bright_black", width=width)
+    table.add_column("slot", no_wrap=True)
+    table.add_column("state", no_wrap=True, min_width=8)
+    if wide:
+        table.add_column("pid", justify="right", no_wrap=True)
+    table.add_column("restarts" if wide else "rst", justify="right", no_wrap=True)
+    table.add_column("up", justify="right", no_wrap=True)
+    table.add_column("version" if wide else "ver", justify="right", no_wrap=True)
+    table.add_column("now", no_wrap=True, overflow="ellipsis", ratio=1)
+    rows = _fold(slots, room)
+    for members in rows:
+        table.add_row(*_row(members, versions, wide))
+    hidden = len(slots) - sum(len(members) for members in rows)
+    if hidden:
+        table.add_row(Text(f"{hidden} more", "bright_black"))
+    return table
+
+
+def _fold(slots: Sequence[SlotLike], room: int) -> list[list[SlotLike]]:
+    """One row a slot; if they do not fit, the ready slots of a kind share a row, so that trouble stays in sight."""
+    if len(slots) <= room:
+        return [[slot] for slot in slots]
+    rows: list[list[SlotLike]] = []
+    for (_, ready), alike in groupby(slots, key=lambda s: (s.kind, s.state == "ready")):
+        members = list(alike)
+        rows += [members] if ready else [[slot] for slot in members]
+    trouble = [row for row in rows if row[0].state != "ready"]
+    healthy = [row for row in rows if row[0].state == "ready"]
+    if len(rows) <= room:
+        return rows
+    keep = {id(row) for row in [*trouble, *healthy][: room - 1]}
+    return [row for row in rows if id(row) in keep]
+
+
+def _row(members: Sequence[SlotLike], versions: dict[str, int], wide: bool) -> list[Text]:
+    first = members[0]
+    name = first.slot if len(members) == 1 else f"{first.kind} ×{len(members)}"
+    known = sorted({versions[slot.slot] for slot in members if slot.slot in versions})
+    version = NOTHING if not known else str(known[0]) if len(known) == 1 else f"{known[0]}-{known[-1]}"
+    restarts = sum(slot.restarts for slot in members)
+    alive = [slot.uptime_s for slot in members if slot.pid]
+    cells = [Text(name), Text(first.state, STATE_STYLE.get(first.state, "bright_black"))]
+    if wide:
+        cells.append(Text(str(first.pid) if len(members) == 1 and first.pid else NOTHING, "bright_black"))
+    return [
+        *cells,
+        Text(count(restarts), "yellow" if restarts else "bright_black"),
+        Text(duration(min(alive)) if alive else NOTHING),
+        Text(version),
+        _doing(members),
+    ]
+
+
+def _doing(members: Sequence[SlotLike]) -> Text:
+    for slot in members:
+        if slot.state not in ("ready", "starting", "requested") and slot.last is not None and slot.last.failed:
+            return Text(clip(f"{slot.last.kind}: {slot.last.cause}", 200), "red")
+    for slot in members:
+        if slot.detail and not slot.waiting:
+            return Text(clip(slot.detail, 200))
+    waiting = next((reason for slot in members if (reason := slot.waiting or lacks(slot.state))), "")
+    return Text(clip(waits(waiting), 200), "bright_black") if waiting else Text("")
+
+
+def _notes(board: Board, width: int) -> RenderableType:
+    lines = []
+    for note in board.notes:
+        text = clip(note.text, width - 10)
+        lines.append(Text.assemble((clock_time(note.t), "bright_black"), "  ", (text, TONE_STYLE.get(note.tone, ""))))
+    return Group(*lines)
 
 
 class Screen:

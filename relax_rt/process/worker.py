@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import socket
 import struct
 import threading
@@ -13,9 +11,10 @@ from typing import Any
 
 import msgspec
 
+from relax_rt.process import procfs
+
 LENGTH = struct.Struct("<I")
 MAX_REQUEST_BYTES = 256 << 20
-PR_SET_PDEATHSIG = 1
 
 
 def encode_frame(message: Any, max_bytes: int | None = None, enc_hook: Callable[[Any], Any] | None = None) -> bytes:
@@ -80,7 +79,7 @@ class WorkerLink:
 def end_with_parent() -> None:
     """Kill this process when its parent ends: by PDEATHSIG, and by polling, as the parent may have ended before."""
     parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    procfs.die_with_parent(parent)
 
     def watch() -> None:
         pause = threading.Event()

@@ -61,7 +61,6 @@ from relax_rt.supervision.protocol import (
 from relax_rt.supervision.rundir import RunPaths, owner_of, slot_file, update_run
 from relax_rt.supervision.supervisor import InvalidTransition, Supervisor
 from relax_rt.supervision.system_roles import AGENT_SLOT, SystemRoles
-from relax_rt.supervision.tree import SlotView
 from relax_rt.transport.rpc.errors import Refused, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Server, make_hello
@@ -173,7 +172,7 @@ class Agent:
             "run_started",
             run_id=self.paths.run_id,
             pid=os.getpid(),
-            slots=[view.slot for view in self._supervisor.view()],
+            slots=[slot.slot for slot in self._supervisor.view()],
             chosen={key: one.model_dump() for key, one in self.config.chosen.items()},
         )
         background = [
@@ -229,11 +228,9 @@ class Agent:
                 who = Incarnation(event.slot, event.diagnosis.epoch)
                 self._system.report_exit(who, f"{event.diagnosis.kind}: {event.diagnosis.cause}")
         self.post(event)
-        if isinstance(event, SlotReady) and self._status == "starting" and self._all_up():
+        starting = isinstance(event, SlotReady) and self._status == "starting"
+        if starting and all(slot.state in ("ready", "ended") for slot in self._supervisor.view()):
             self._write_status("running")
-
-    def _all_up(self) -> bool:
-        return all(view.state in ("ready", "ended") for view in self._supervisor.view())
 
     def on_address(self, slot: str, address: str, remote: str) -> None:
         """Take the addresses at which a role serves; empty when it is gone."""
@@ -312,6 +309,8 @@ class Agent:
                 executor, order = orders[slot]
                 executor.start(order)
             return
+        # on_event may decide the next start of this slot, or call off another slot of this attempt, before it returns.
+        # `settle` looks up each slot at its turn, so both are seen.
         for slot, called_off in self._starts.settle(attempt):
             self.on_event(SlotExited(slot, called_off or unspawned(slot, 0, kind, cause)))
 
@@ -430,7 +429,7 @@ class Agent:
             reason=self._supervisor.draining,
             agent_pid=os.getpid(),
             uptime_s=now - self._began,
-            slots=[self._slot_status(view, now) for view in self._supervisor.view()],
+            slots=[self._with_process(slot, now) for slot in self._supervisor.view(now)],
             exit_code=done.exit_code if done else None,
             diagnosis=done.diagnosis if done else None,
             first=done.first if done else None,
@@ -439,7 +438,7 @@ class Agent:
         )
 
     def _node_statuses(self) -> list[NodeStatus]:
-        found = self._fleet.status([view.slot for view in self._supervisor.view() if view.pid])
+        found = self._fleet.status([slot.slot for slot in self._supervisor.view() if slot.pid])
         return [
             msgspec.structs.replace(node, state="draining" if node.slots else "drained")
             if node.state == "alive" and self._placer.closed(node.node)
@@ -447,31 +446,15 @@ class Agent:
             for node in found
         ]
 
-    def _slot_status(self, view: SlotView, now: float) -> SlotStatus:
-        process = self._processes.get(view.slot) or LiveProcess(now)
-        return SlotStatus(
-            slot=view.slot,
-            kind=view.kind,
-            tier=view.tier,
-            state=view.state,
-            pid=view.pid,
-            epoch=view.epoch,
-            restarts=view.restarts,
+    def _with_process(self, slot: SlotStatus, now: float) -> SlotStatus:
+        process = self._processes.get(slot.slot) or LiveProcess(now)
+        return msgspec.structs.replace(
+            slot,
             uptime_s=now - process.began,
-            state_s=now - view.since if view.since else 0.0,
-            progress=view.progress,
-            detail=view.detail,
-            waiting=view.waiting,
-            address=process.address,
-            log=self._fleet.log(view.node, view.slot) or str(self.paths.log(view.slot)),
-            last=view.last,
-            node=view.node,
             ready_s=process.ready_s,
-            policy_version=self._system.policy_versions.get(view.slot, -1),
-            given_up=view.given_up,
-            generation=view.generation,
-            kill_s=None if view.kill_at is None else max(0.0, view.kill_at - now),
-            kill_latest_s=None if view.kill_latest is None else max(0.0, view.kill_latest - now),
+            address=process.address,
+            log=self._fleet.log(slot.node, slot.slot) or str(self.paths.log(slot.slot)),
+            policy_version=self._system.policy_versions.get(slot.slot, -1),
         )
 
     def _write_status(self, status: str = "", **fields: Any) -> None:

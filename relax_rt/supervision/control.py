@@ -1,4 +1,8 @@
-"""Client of a run's agent, by run directory; synchronous, for the command line and for tests."""
+"""Client of a run's agent, by run directory; synchronous, for the command line and for tests.
+
+Functions raise NoRun where no run lives in the directory, Unreachable where its agent does not answer, and Refused
+where the agent refuses the request (see AgentApi for its reasons).
+"""
 
 from __future__ import annotations
 
@@ -77,8 +81,7 @@ def status(run_dir: Path) -> RunStatus:
     """Return the state of a run; of an ended one, how it ended.
 
     Raises:
-        NoRun: the directory holds no run.
-        Unreachable: the agent lives but does not answer.
+        NoRun: the directory holds no run, alive or ended.
     """
     run = find_run(run_dir)
     if run.alive and not run.joined:
@@ -96,7 +99,6 @@ def stop(run_dir: Path, reason: str = "relax-rt down", wait_s: float = 0.0) -> N
     """Drain a run; with wait_s, wait until it has ended.
 
     Raises:
-        NoRun: no run lives there.
         RelaxError: it did not end within wait_s.
     """
     _end(run_dir, lambda agent: agent.stop(reason), wait_s)
@@ -108,51 +110,27 @@ def kill(run_dir: Path, reason: str = "relax-rt down --now", wait_s: float = 0.0
 
 
 def restart(run_dir: Path, slot: str) -> None:
-    """Stop and start one slot (of a gang: the whole gang), or all slots of a role; or open a drained node again.
-
-    Raises:
-        NoRun: no run lives there.
-        Refused: there is no such slot, or the run is ending.
-    """
+    """Restart a slot (of a gang: the whole gang) or all slots of a role, or open a drained node again."""
     _ask(_living(run_dir), lambda agent: agent.restart(slot))
 
 
 def scale(run_dir: Path, kind: str, count: int) -> None:
-    """Change the number of a role's slots.
-
-    Raises:
-        NoRun: no run lives there.
-        Refused: the role is unknown or cannot be scaled, or the run is ending.
-    """
+    """Change the number of a role's slots."""
     _ask(_living(run_dir), lambda agent: agent.scale(kind, count))
 
 
 def drain(run_dir: Path, what: str) -> None:
-    """Stop a slot or a role in order and leave it down, or empty a node.
-
-    Raises:
-        NoRun: no run lives there.
-        Refused: there is no such slot, role or node, or the run is ending.
-    """
+    """Stop a slot or a role in order and leave it down, or empty a node."""
     _ask(_living(run_dir), lambda agent: agent.drain(what))
 
 
 def inject(run_dir: Path, slot: str, fault: str, seconds: float = 0.0, amount: float = 0.0) -> None:
-    """Inject a fault into a role.
-
-    Raises:
-        NoRun: no run lives there.
-        Refused: the run does not allow it, or there is no such fault or process.
-    """
+    """Inject a fault into a role."""
     _ask(_living(run_dir), lambda agent: agent.inject(slot, fault, seconds, amount))
 
 
 def nodes(run_dir: Path) -> list[NodeStatus]:
-    """Return the nodes of a run.
-
-    Raises:
-        NoRun: no run lives there.
-    """
+    """Return the nodes of a run."""
     return _ask(_living(run_dir), lambda agent: agent.nodes())
 
 

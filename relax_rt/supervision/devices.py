@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from relax_rt.process import procfs
@@ -96,11 +96,6 @@ def _run(command: list[str]) -> list[DeviceProcess]:
     return parse_apps(done.stdout)
 
 
-def held_by_dead(apps: Iterable[DeviceProcess], lives: Callable[[int], object]) -> list[DeviceProcess]:
-    """Return the processes that are dead. Pure."""
-    return [app for app in apps if not lives(app.pid)]
-
-
 def in_initial_pid_namespace() -> bool:
     """Return whether our pids are those of the host, which the driver reports."""
     return procfs.pid_namespace() == INITIAL_PID_NAMESPACE
@@ -150,7 +145,7 @@ class DeviceGate:
     async def _wait_until_free(self, slot: str, names: Sequence[str]) -> None:
         end = time.monotonic() + self._free_timeout_s
         reported = False
-        while held := [(name, app) for name in names for app in held_by_dead(await self._ask(name), self._lives)]:
+        while held := [(name, app) for name in names for app in await self._ask(name) if not self._lives(app.pid)]:
             if not self._knows_pids():
                 raise DeviceQueryFailed("the driver's pids are those of another pid namespace")
             name, app = held[0]

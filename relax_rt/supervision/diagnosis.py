@@ -191,6 +191,9 @@ _SIGNALS = {int(s) for s in signal.Signals}
 
 
 def _classify(facts: ExitFacts, lines: list[str]) -> tuple[Kind, str]:
+    # The surest evidence first. Our own kill explains a SIGKILL; a process that died of another signal while we were
+    # about to kill it has a cause of its own. The role's report beats its log, in which anything may be written; a
+    # native crash leaves no report, and the log is all there is.
     if facts.kill is not None and facts.signal == signal.SIGKILL:
         return facts.kill
     if facts.signal:

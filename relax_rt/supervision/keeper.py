@@ -47,12 +47,15 @@ def keep(paths: RunPaths, command: list[str]) -> int:
     # Blocked and waited for: a Python handler runs only after the system call that waits, which may never return.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
+    # A session of its own: Ctrl-C in the terminal reaches the keeper alone, which forwards it once. Descriptors stay
+    # open, because the lock on the run directory is one of them.
     agent = subprocess.Popen(
         [*command, "--keeper-pid", str(os.getpid())], start_new_session=True, close_fds=False, preexec_fn=_unblock
     )
 
     status = _wait(agent.pid)
     agent.returncode = os.waitstatus_to_exitcode(status)
+    # The clean-up must not be interrupted.
     for number in FORWARDED:
         signal.signal(number, signal.SIG_IGN)
     _unblock()

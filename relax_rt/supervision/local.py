@@ -168,6 +168,8 @@ class LocalExecutor:
             task.cancel()
         for slot in list(self._listeners):
             self._close_listener(slot)
+        # Zygotes first: one that lives could fork while its children are killed. By now all roles have exited, unless
+        # the run ends by a fault; what they left behind anywhere below us goes with the descendants.
         await self._spawner.aclose()
         mine = {*self._helpers, os.getpid()}
         left = await asyncio.to_thread(
@@ -209,6 +211,7 @@ class LocalExecutor:
                     process.log_truncated()
 
     def _end_idle_spares(self) -> None:
+        # Not at once: a slot that is in its back-off has no process, and will want the spare.
         here = {slot.partition("/")[0] for slot in (*self._processes, *self._starts)}
         now = time.monotonic()
         for kind in self._spawner.spares.kept:
@@ -298,6 +301,9 @@ class LocalExecutor:
 
     def _reap_orphans(self) -> None:
         """Reap dead orphans that we adopted as subreaper; our own processes are reaped through their pidfds."""
+        # A process exists from its fork on, and is known only when its start has returned here. Were it reaped in
+        # between, its exit status would be lost, so nothing is reaped while a start is in flight. WNOWAIT peeks: the
+        # kernel returns the oldest dead child, and one of ours stays for its pidfd's reader.
         known = {process.pid for process in self._processes.values()} | self._helpers | self._spawner.helpers
         while not self._spawner.in_flight:
             try:

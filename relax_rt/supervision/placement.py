@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from relax_rt.supervision.tree import SlotSpec
 from relax_rt.transport.rpc.errors import Refused
 
 PARTS = 1000
@@ -23,25 +24,6 @@ class Node(msgspec.Struct, frozen=True):
     name: str
     cores: int = 1
     gpus: int = 0
-    memory_mib: int = 0
-
-
-class Need(msgspec.Struct, frozen=True):
-    """The resources that a slot needs.
-
-    Attributes:
-        slot, kind: which one, and its role.
-        threads: cores it keeps busy.
-        gpus: whole devices (a fraction above 1 is rounded up), or a share of one below 1.
-        node: the only node it may run on; empty: any.
-        memory_mib: the memory it may take; 0: there is no limit, and it is not counted.
-    """
-
-    slot: str
-    kind: str
-    threads: int = 1
-    gpus: float = 0.0
-    node: str = ""
     memory_mib: int = 0
 
 
@@ -60,7 +42,7 @@ class NoRoom(msgspec.Struct, frozen=True):
 
 
 class _Allocation(msgspec.Struct):
-    need: Need
+    need: SlotSpec
     placement: Placement
     parts: int
     """Of each of its devices."""
@@ -91,17 +73,17 @@ class _NodeState:
             found.append(chosen)
         return found
 
-    def crowded(self, need: Need) -> bool:
+    def crowded(self, need: SlotSpec) -> bool:
         """Return whether with this slot its slots could use more memory than there is."""
         return 0 < self.node.memory_mib < self.memory_mib + need.memory_mib and need.memory_mib > 0
 
-    def in_memory(self, need: Need, ranks: int) -> int:
+    def in_memory(self, need: SlotSpec, ranks: int) -> int:
         """Return how many of these ranks fit into its memory."""
         if not self.node.memory_mib or not need.memory_mib:
             return ranks
         return min(ranks, max(0, self.node.memory_mib - self.memory_mib) // need.memory_mib)
 
-    def on_cores(self, need: Need, ranks: int) -> int:
+    def on_cores(self, need: SlotSpec, ranks: int) -> int:
         """Return how many of these ranks get cores of their own."""
         return min(ranks, max(0, self.node.cores - self.threads) // max(1, need.threads))
 
@@ -166,10 +148,10 @@ class Placer:
         """Return why nothing more is placed on a node; empty when it is open, or unknown."""
         return self._rooms[name].closed if name in self._rooms else ""
 
-    def barred(self, slot: str, node: str) -> str:
+    def barred(self, need: SlotSpec) -> str:
         """Return why no release by others can make room: the node that the slot needs is gone or closed, or all are."""
-        pin = node or self._kept.get(slot, "")
-        return "" if self._open(pin) else self._why(Need(slot, "", node=node), pin, 1)
+        pin = self._pin(need)
+        return "" if self._open(pin) else self._why(need, pin, 1)
 
     def remove(self, name: str, *, keep: bool = False) -> list[str]:
         """Remove a node that is gone; return the slots that were on it.
@@ -197,7 +179,7 @@ class Placer:
         for device in taken.placement.devices:
             room.free[device] += taken.parts
 
-    def place(self, need: Need) -> Placement | NoRoom:
+    def place(self, need: SlotSpec) -> Placement | NoRoom:
         """Place one slot.
 
         Raises:
@@ -210,6 +192,10 @@ class Placer:
             return NoRoom(self._why(need, pin, 1))
         order = list(self._rooms)
 
+        # Compared from left to right. Memory before cores: a node that swaps or kills costs a run more than one that
+        # is slow. The number of the same role before the load: slots of one role do the same work at the same time,
+        # and a lost node should cost a role as few of its slots as possible. The node before among equals, for its
+        # warm caches.
         def cost(room: _NodeState) -> tuple[bool, bool, int, float, bool, int]:
             load = (room.threads + need.threads) / max(1, room.node.cores)
             elsewhere = self._before.get(need.slot) != room.node.name
@@ -219,7 +205,7 @@ class Placer:
         room = min(rooms, key=cost)
         return self._take(need, room, room.devices(need.gpus)[0])
 
-    def place_gang(self, needs: Sequence[Need]) -> list[Placement] | NoRoom:
+    def place_gang(self, needs: Sequence[SlotSpec]) -> list[Placement] | NoRoom:
         """Place all ranks of a gang, in their order, or none.
 
         Raises:
@@ -246,17 +232,17 @@ class Placer:
                 places.append(self._take(next(ranks), room, devices))
         return places
 
-    def _fresh(self, need: Need) -> None:
+    def _fresh(self, need: SlotSpec) -> None:
         if need.slot in self._taken:
             raise Refused(f"placing {need.slot}", why=f"it has a place on {self._taken[need.slot].placement.node!r}")
 
-    def _pin(self, need: Need) -> str:
+    def _pin(self, need: SlotSpec) -> str:
         return need.node or self._kept.get(need.slot, "")
 
     def _open(self, pin: str) -> list[_NodeState]:
         return [room for name, room in self._rooms.items() if pin in ("", name) and not room.closed]
 
-    def _take(self, need: Need, room: _NodeState, devices: tuple[int, ...]) -> Placement:
+    def _take(self, need: SlotSpec, room: _NodeState, devices: tuple[int, ...]) -> Placement:
         place = Placement(need.slot, room.node.name, devices)
         parts = _parts(need.gpus) if devices else 0
         self._taken[need.slot] = _Allocation(need, place, parts)
@@ -268,7 +254,7 @@ class Placer:
             room.free[device] -= parts
         return place
 
-    def _why(self, need: Need, pin: str, ranks: int) -> str:
+    def _why(self, need: SlotSpec, pin: str, ranks: int) -> str:
         """Return why there is no room: what is needed, and what each eligible node has."""
         if pin and pin not in self._rooms:
             known = ", ".join(self._rooms) or "none"
@@ -281,7 +267,7 @@ class Placer:
         having = [self._having(room, need, ranks) for name, room in self._rooms.items() if pin in ("", name)]
         return f"no room for {what}: {', '.join(having) or 'there is no node'}"
 
-    def _having(self, room: _NodeState, need: Need, ranks: int) -> str:
+    def _having(self, room: _NodeState, need: SlotSpec, ranks: int) -> str:
         name = room.node.name or "this node"
         if room.closed:
             return f"{name} ({room.closed})"
@@ -292,7 +278,7 @@ class Placer:
 
 
 def _pack(
-    rooms: Sequence[_NodeState], fits: dict[str, list[tuple[int, ...]]], need: Need, ranks: int
+    rooms: Sequence[_NodeState], fits: dict[str, list[tuple[int, ...]]], need: SlotSpec, ranks: int
 ) -> list[tuple[_NodeState, int]] | None:
     """Return how many ranks go to which node, or None when they do not fit: as few nodes as possible, in their order.
 

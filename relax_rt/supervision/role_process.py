@@ -239,6 +239,8 @@ class RoleProcess:
 
     def _examine(self, facts: ExitFacts) -> ExitFacts:
         """Kill what the process left behind, and collect what only a look at the machine shows. Blocking."""
+        # Before the exit is reported: the slot's next incarnation must not meet the last one's children on its
+        # devices, ports and files. And before the log is read, which they would write on.
         kill_orphans(self.launch.slot, self.launch.epoch, self.pid)
         killed = facts.signal == signal.SIGKILL and facts.kill is None
         return msgspec.structs.replace(

@@ -42,7 +42,6 @@ MEMORY_EVERY_S = 0.5
 ALWAYS_IMPORTED = (
     HOST_MODULE,
     "relax_rt.cluster.registry.role",
-    "relax_rt.cluster.registry.service",
     "relax_rt.hosting.queue_role",
 )
 """What every role, the registry and the queue need, by name."""
@@ -184,6 +183,8 @@ class RoleSpawner:
 
     async def _watch_memory(self) -> None:
         """Kill processes above their memory limit."""
+        # By polling: no cgroup is sure to be there, and RLIMIT_AS counts address space (see process/limits.py). What
+        # a process takes between two looks is the machine's risk; one walk over /proc serves all of them.
         while True:
             self._limited = {pid: process for pid, process in self._limited.items() if process.living}
             if not self._limited:

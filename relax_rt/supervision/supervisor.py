@@ -15,8 +15,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from relax_rt.supervision.api import SlotStatus
 from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.supervision.placement import Need, Node, NoRoom, Placement, Placer
+from relax_rt.supervision.placement import Node, NoRoom, Placement, Placer
 from relax_rt.supervision.protocol import (
     Action,
     DrainRequested,
@@ -42,7 +43,7 @@ from relax_rt.supervision.protocol import (
     StopRequested,
     Tick,
 )
-from relax_rt.supervision.tree import Cohort, RoleNode, RoleRestart, RoleSpec, Slot, SlotSpec, SlotTree, SlotView, State
+from relax_rt.supervision.tree import Cohort, RoleNode, RoleRestart, RoleSpec, Slot, SlotSpec, SlotTree, State
 from relax_rt.transport.rpc.errors import Refused
 
 PAUSE_S = 60.0
@@ -124,9 +125,9 @@ class Supervisor:
         role = self._tree.roles.get(kind)
         return role is not None and not role.rules.gang and not role.template.system and self._ending is None
 
-    def view(self) -> list[SlotView]:
-        """Return all slots, in start order."""
-        return [slot.view() for slot in self._tree.ordered()]
+    def view(self, now: float | None = None) -> list[SlotStatus]:
+        """Return all slots, in start order, as of a time; None: that of the last event."""
+        return [slot.status(self._now if now is None else now) for slot in self._tree.ordered()]
 
     def next_deadline(self) -> float | None:
         """Return when the next Tick is due."""
@@ -170,7 +171,9 @@ class Supervisor:
                 pass
             case _:
                 self._on_slot_event(event)
-        # Before the deadlines, among which are starts: nothing starts once the work is over.
+        # The clock never runs backwards here: an event that was posted late counts at the time of the latest one.
+        # `_conclude` comes before the deadlines, among which are starts: nothing starts once the work is over. It comes
+        # again after them, because an expired deadline may have ended the last slot.
         self._conclude()
         for s in self._tree:
             if s.deadline is not None and s.deadline <= self._now:
@@ -287,6 +290,7 @@ class Supervisor:
             s.deadline = min(s.deadline, s.since + s.spec.longest_stop_s)
 
     def _hang_timeout_s(self, s: Slot) -> float:
+        # A busy role is judged by its counter, an idle one by its reports, which cease when its event loop is stuck.
         return max(s.spec.hang_after_s, IDLE_REPORT_TIMEOUT_S) if s.waiting else s.spec.hang_after_s
 
     def _on_exited(self, s: Slot, diagnosis: Diagnosis, *, counted: bool = True) -> None:
@@ -294,6 +298,13 @@ class Supervisor:
 
         counted: it may be a failure; an exit that came with the loss of its node is none.
         """
+        # The order of the cases is the policy. An ending run restarts nothing. A slot that an operator took down stays
+        # down, whatever it died of. A failure that no restart can fix ends the run. A member of a cohort only waits for
+        # the others: its death was wanted. Of what is left, an exit that nobody asked for is a failure, unless the role
+        # had finished.
+        #
+        # `exited` marks the slot as no longer live while this is decided, for the loops below that look at all slots;
+        # entering the next state clears it.
         s.exited = True
         s.window.settle(self._now if diagnosis.kind != "hang" else s.progressed_at)
         s.last = diagnosis
@@ -385,6 +396,8 @@ class Supervisor:
     def _escalate(self, s: Slot, diagnosis: Diagnosis) -> None:
         """The slot has used up its restarts: continue without it, else restart its role once as one, else end the
         run."""
+        # A restart of the whole role clears the windows of its slots: state that they share (a poisoned rendezvous, a
+        # peer that answers wrongly) is gone with it. It is itself limited, so that a run that cannot work ends.
         role = s.role
         what = f"failed {len(s.window.remembered)} times in {s.spec.period_s:g} s of its own good time"
         if role.can_spare(s):
@@ -513,10 +526,9 @@ class Supervisor:
     def _find_room(self, slots: Sequence[Slot]) -> list[Placement] | NoRoom:
         if self._placer is None:
             return [Placement(s.name, "") for s in slots]
-        needs = [Need(s.name, s.spec.kind, s.spec.threads, s.spec.gpus, s.spec.node, s.spec.memory_mib) for s in slots]
-        if len(needs) > 1:
-            return self._placer.place_gang(needs)
-        found = self._placer.place(needs[0])
+        if len(slots) > 1:
+            return self._placer.place_gang([s.spec for s in slots])
+        found = self._placer.place(slots[0].spec)
         return found if isinstance(found, NoRoom) else [found]
 
     def _await_room(self, slots: Iterable[Slot], reason: str) -> None:
@@ -567,6 +579,9 @@ class Supervisor:
         hard: kill them, because what they do together cannot be finished.
         failed: one of them has failed, and that was counted.
         """
+        # A member may be part of an older cohort, as when a second rank fails while its gang is being brought down: it
+        # moves to the new one. What remains of the old cohort may now be complete, so it is released as well; a cohort
+        # whose members have all moved releases nothing.
         members = list(members)
         cohort = Cohort(members, wait_s, cause, failed=failed)
         before = {id(s.cohort): s.cohort for s in members if s.cohort is not None}
@@ -639,7 +654,7 @@ class Supervisor:
         """Return why a restart of it would only wait; empty when it need not."""
         if s.state == "pending" and s.without_room:
             return s.waiting
-        return self._placer.barred(s.name, s.spec.node) if self._placer is not None else ""
+        return self._placer.barred(s.spec) if self._placer is not None else ""
 
     def _restart_gang(self, role: RoleNode, reason: str) -> None:
         for s in role.slots:

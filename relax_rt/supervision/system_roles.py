@@ -62,6 +62,8 @@ class SystemRoles:
         if not self._has_registry:
             self._last_epoch += 1
             return self._last_epoch
+        # One token for all attempts: the registry answers a repeated call with the epoch that it issued for the first,
+        # so that a lost reply costs no epoch.
         token = secrets.token_hex(8)
         while True:
             try:
@@ -91,7 +93,9 @@ class SystemRoles:
         exits = self._exits[REGISTRY_SLOT]
         while True:
             who, reason = await exits.get()
-            await self._deliver(who, functools.partial(self._bound_registry().gone, who, reason), REGISTRY_SLOT)
+            await self._deliver(
+                who, functools.partial(self._bound_registry().process_exited, who, reason), REGISTRY_SLOT
+            )
 
     async def _report_to_queue(self) -> None:
         # The queue recognises repeated calls by (incarnation, number): each agent needs an epoch of its own.

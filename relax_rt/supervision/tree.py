@@ -1,7 +1,7 @@
 """The data of the supervisor: rules of slots and roles, and the state of each slot of a run.
 
 A run is a tree of roles with their slots. This module knows who waits for whom at the start, who is restarted with
-whom, and how often. `Supervisor` (supervisor.py) alone changes it; executors and people see `SlotView`.
+whom, and how often. `Supervisor` (supervisor.py) alone changes it; people see `SlotStatus`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from relax_rt.supervision.api import SlotStatus
 from relax_rt.supervision.diagnosis import Diagnosis
 
 RestartClass = Literal["permanent", "transient", "temporary"]
@@ -102,43 +103,14 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     slot: SlotSpec | None = None
 
 
-class SlotView(msgspec.Struct, frozen=True, kw_only=True):
-    """A slot as people see it.
-
-    Attributes:
-        since: the supervisor's clock at the last change of state.
-        waiting: why it is idle, or why it is not started.
-        node: where it runs or last ran.
-        given_up: it used up its restarts, and the role continues without it.
-        generation: of its gang, else 0.
-        kill_at, kill_latest: while it stops, when it is killed by the supervisor's clock: unless it makes progress, and
-            whatever it does; else None.
-    """
-
-    slot: str
-    kind: str
-    tier: int
-    state: State
-    epoch: int
-    pid: int
-    restarts: int
-    since: float
-    progress: int
-    detail: str
-    waiting: str
-    last: Diagnosis | None
-    node: str = ""
-    given_up: bool = False
-    generation: int = 0
-    kill_at: float | None = None
-    kill_latest: float | None = None
-
-
 class RestartWindow:
     """Limits restarts after failures: `max_restarts` within `period_s` of good time.
 
     Good time is what passes between `begin` and `settle`: waits, starts and hangs do not age a restart.
     """
+
+    # In wall-clock time a role whose start takes longer than period_s / max_restarts would never reach the limit, and
+    # a run that cannot work would restart it for ever.
 
     def __init__(self, max_restarts: int, period_s: float) -> None:
         self.good_s = 0.0
@@ -241,9 +213,10 @@ class Slot:
         self.drained = self.given_up = self.gated = self.without_room = False
         self.cohort = None
 
-    def view(self) -> SlotView:
-        """For people."""
-        return SlotView(
+    def status(self, now: float) -> SlotStatus:
+        """Return what the supervisor knows of it; its agent adds what it knows of the process."""
+        stopping = self.state == "stopping" and self.deadline is not None
+        return SlotStatus(
             slot=self.name,
             kind=self.spec.kind,
             tier=self.spec.tier,
@@ -251,7 +224,7 @@ class Slot:
             epoch=self.epoch,
             pid=self.pid,
             restarts=self.restarts,
-            since=self.since,
+            state_s=now - self.since if self.since else 0.0,
             progress=self.progress,
             detail=self.detail,
             waiting=self.waiting or self.role.blocked_by(self),
@@ -259,8 +232,8 @@ class Slot:
             node=self.node,
             given_up=self.given_up,
             generation=self.role.generation,
-            kill_at=self.deadline if self.state == "stopping" else None,
-            kill_latest=self.since + self.spec.longest_stop_s if self.state == "stopping" else None,
+            kill_s=max(0.0, (self.deadline or 0.0) - now) if stopping else None,
+            kill_latest_s=max(0.0, self.since + self.spec.longest_stop_s - now) if stopping else None,
         )
 
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from relax_rt.config.loader import role_settings
 from relax_rt.config.problems import KeyPath, Problem
+from relax_rt.config.schema import RunConfig
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.agentic.tokens.chat_format import ChatFormat, load_chat_template
 from relax_rt.roles.agentic.tokens.parsers import AUTO, check_parsers
 from relax_rt.roles.gateway.settings import GatewaySettings
+from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.transport.rpc.errors import Refused
-
-if TYPE_CHECKING:
-    from relax_rt.config.schema import RunConfig
-    from relax_rt.roles.models.tokenizer import ChatTokenizer
 
 
 def chat_format_of(config: RunConfig) -> ChatFormat:

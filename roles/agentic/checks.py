@@ -290,7 +290,9 @@ def _begin_one(config: RunConfig, table: EnvSettings, factory: Factory, tokenize
 async def _first_prompt(chat: ChatTemplate, seen: Observation, table: EnvSettings) -> tuple[int, ...]:
     """The tokens that an episode begins with, however many these are."""
     ledger = TokenLedger(chat, max_tokens=ANY_NUMBER, max_media_bytes=table.media_kib << 10)
-    return ledger.prompt(await ingest_pictures(conversation(seen.messages), ledger), seen.tools).tokens
+    return ledger.prompt(
+        await ingest_pictures(conversation(seen.messages), ledger.sight, ledger.show), seen.tools
+    ).tokens
 
 
 async def _observe(config: RunConfig, table: EnvSettings, factory: Factory, tokenizer: ChatTokenizer) -> Observation:

@@ -1,4 +1,4 @@
-"""What an env slot has played since it last reported."""
+"""Counters of an env slot's metrics."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from relax_rt.roles.agentic.episode import Played
+    from relax_rt.roles.agentic.episode import PlayedEpisode
 
 
 @dataclass
-class Tally:
-    """What was played since the last report."""
+class EpisodeCounters:
+    """What an env slot has played since its last metrics record."""
 
     since: float = field(default_factory=time.monotonic)
     episodes: int = 0
@@ -33,7 +33,7 @@ class Tally:
     info: dict[str, float] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
 
-    def add(self, played: Played) -> None:
+    def add(self, played: PlayedEpisode) -> None:
         """Count an episode."""
         self.episodes += 1
         self.turns += played.turns
@@ -52,7 +52,7 @@ class Tally:
                 totals[name] = totals.get(name, 0.0) + float(value)
 
     def record(self) -> dict[str, object]:
-        """Counts; turns, tokens, reward and info as means over episodes."""
+        """Return counts, and means over episodes of turns, tokens, reward and info."""
         n = max(1, self.episodes)
         return {
             **{k: getattr(self, k) for k in ("episodes", "failed", "stuck", "over_limit", "lost")},

@@ -1,4 +1,7 @@
-"""One episode: the environment and the policy take turns, and what was sampled goes into a token ledger."""
+"""Play one episode: the environment and the policy take turns, and each sampled token goes into a token ledger.
+
+`play_game` plays a game for all of its seats, an episode for each; player.py calls it for training and evaluation.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ from relax_rt.roles.agentic.interface import (
     media,
     only_over,
 )
-from relax_rt.roles.agentic.tokens import Episode, PromptPlan, Sampled, TokenLedger
-from relax_rt.roles.agentic.tokens.ledger import budget_exhausted
+from relax_rt.roles.agentic.tokens.ledger import TokenLedger, budget_exhausted
 from relax_rt.roles.agentic.tokens.pictures import ingest_pictures
+from relax_rt.roles.agentic.tokens.types import Episode, PromptPlan, Sampled
 from relax_rt.roles.agentic.user_tasks import AbandonedTasks, EpisodeTask
 from relax_rt.roles.agentic.workers import WorkerEnvironment
 from relax_rt.roles.base.user_code import user_line
@@ -38,24 +41,24 @@ from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.roles.agentic.loading import Factory
-    from relax_rt.roles.agentic.replay_cache import Replies
+    from relax_rt.roles.agentic.replay_cache import ReplayCache
 
 T = TypeVar("T")
 
 Generate = Callable[[GenerationRequest], Awaitable[Outcome]]
 CLOSE_S = 5.0
-ROOM_S = 0.1
-"""After that a router that had no room is asked again."""
-OVER_S = 0.05
-"""Who asks on although the episode is over waits so long each time: a loop without an end must not block everybody."""
-OTHERS_TURN = "waits for its turn"
-TOO_SLOW = "raise roles.env.episode_timeout_s, or have it take fewer or shorter turns"
+FULL_RETRY_S = 0.1
+"""Pause before a router that was full is asked again."""
+OVER_PAUSE_S = 0.05
+"""Pause for each call after the episode is over: a function that loops forever must not block the event loop."""
+WAITING_FOR_TURN = "waits for its turn"
+SLOW_HINT = "raise roles.env.episode_timeout_s, or have it take fewer or shorter turns"
 ENVIRONMENT, GAME = "environment", "game"
-"""Who cut an episode that had turns and tokens left: its environment; another seat of its game, which had none."""
+"""What truncated an episode that had turns and tokens left: its environment, or another seat of its game."""
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of an episode; see roles.env. max_new_tokens is that of one reply."""
+class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of an episode, as in [roles.env]; max_new_tokens is for one reply."""
 
     max_turns: int
     max_new_tokens: int
@@ -63,8 +66,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     episode_timeout_s: float
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How replies are sampled. `session` keeps an episode with one engine; routing: with routing rows."""
+class ReplySampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How replies are sampled.
+
+    Attributes:
+        session: keeps an episode on one engine. routing: record routing rows.
+    """
 
     seed: int
     temperature: float
@@ -73,19 +80,19 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     routing: bool = False
 
 
-class Played(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode that has come to its end.
+class PlayedEpisode(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished episode.
 
     Attributes:
         episode: what was sampled.
-        rewards: of each reply, by its id, in the order of `episode.replies`.
-        states: what the policy saw before each, if the environment says.
-        truncated: why it was cut, or empty: it used up its turns or tokens; its environment cut it (environment);
-            another seat of the game used up its own (game).
-        turns: replies. cut: how many of them had their length cut.
-        info: what the environment reports.
-        parts: of the reward, by name, where there is more than the environment's; `episode` is all of it.
-        output: what the program printed, where one played. left: answers that it left before their end, dropped.
+        rewards: of each reply, by id, in the order of `episode.replies`.
+        states: the state before each reply, if the environment names it.
+        truncated: why it was truncated, or empty: turns or tokens were used up; by its environment (environment); or
+            because another seat of the game used up its own (game).
+        turns: number of replies. cut: how many of them reached the length limit.
+        info: numbers that the environment reports.
+        parts: parts of the reward by name, if there are more than the environment's; `episode` is the total.
+        output: what the program printed, if one played. left: replies that it abandoned, which were dropped.
     """
 
     episode: Episode
@@ -101,49 +108,57 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reward(self) -> float:
-        """Of the whole episode."""
+        """The reward of the whole episode."""
         return math.fsum(self.rewards.values())
 
 
-class Talk:
+class EpisodeChat:
     """The policy's side of one episode; implements Chat.
 
     Args:
-        generate: has a reply sampled, as `Router.generate`.
+        generate: generates a reply, as `Router.generate`.
         lag: publications that an engine may be behind for the next reply, given the oldest version in the episode (0:
             none yet).
+        on_tokens: called with the number of tokens of each reply.
+
+    Attributes:
+        waiting: replies that are being generated, or were when the time was over.
+        activity: what the episode is doing, in words.
+        last: id of the last reply.
+        failure: why the episode cannot be finished, whatever its environment does.
+        replay: replies of an earlier attempt at the episode.
     """
 
     def __init__(
         self,
         ledger: TokenLedger,
         generate: Generate,
-        limits: Limits,
-        sampling: Sampling,
+        limits: EpisodeLimits,
+        sampling: ReplySampling,
         *,
         lag: Callable[[int], int] = lambda oldest: 0,
-        told: Callable[[int], None] = lambda tokens: None,
+        on_tokens: Callable[[int], None] = lambda tokens: None,
     ) -> None:
         self.ledger, self._generate, self._limits, self._sampling = ledger, generate, limits, sampling
-        self._lag, self._told = lag, told
+        self._lag, self._on_tokens = lag, on_tokens
         self.ends_at = time.monotonic() + limits.episode_timeout_s
         self.turns = self.cut = 0
-        self.over = ""
+        self.truncated_by = ""
         self.waiting = 0
-        """Replies that it waits for, or waited for when its time was over."""
-        self.doing = "begins"
-        """What the episode is at, in words."""
+
+        self.activity = "begins"
+
         self.rewards: dict[str, float] = {}
         self.states: dict[str, str] = {}
         self._oldest = 0
         self.last = ""
-        """Id of the last reply."""
-        self.trouble: RelaxError | None = None
-        """Why the episode cannot be played to its end, whatever its environment makes of that."""
-        self.kept: Replies | None = None
-        """What was said when the episode was played before."""
-        self._open: set[asyncio.Task[Any]] = set()
-        self._ended = self._told_over = False
+
+        self.failure: RelaxError | None = None
+
+        self.replay: ReplayCache | None = None
+
+        self._open_calls: set[asyncio.Task[Any]] = set()
+        self._ended = self._over_reported = False
 
     async def say(
         self,
@@ -153,55 +168,55 @@ class Talk:
         state: str | None = None,
         previous: Reply | str = "",
     ) -> Reply:
-        """See Chat.say.
+        """Have the policy reply to a conversation; see Chat.say.
 
         Args:
-            state: what the policy sees, as the environment names it.
+            state: the environment's name for what the policy sees.
 
         Raises:
             EpisodeOver: max_turns or max_tokens is used up.
-            Refused: the chat template takes no such conversation, or a picture in it is none, or beyond a bound.
-            Lost: the engines did not answer within the episode's time. NotMade: they never would.
-            RouterEnded: there is no way to the engines any more.
+            Refused: the chat template does not render the conversation, or a picture is invalid or exceeds a limit.
+            EpisodeLost: the engines did not answer within the episode's time. GenerationFailed: they never will.
+            RouterEnded: the engines cannot be reached any more.
         """
-        if self._told_over:
-            await asyncio.sleep(OVER_S)
-        messages = await ingest_pictures(messages, self.ledger)
+        if self._over_reported:
+            await asyncio.sleep(OVER_PAUSE_S)
+        messages = await ingest_pictures(messages, self.ledger.sight, self.ledger.show)
         if self._ended:
-            self._told_over = True
+            self._over_reported = True
             raise EpisodeOver("the episode has ended")
         if self.turns >= self._limits.max_turns:
-            raise self._cut("turns")
+            raise self._truncate("turns")
         self.turns += 1
         turn = self.turns
         plan = self._plan(messages, tools or (), _id(previous))
-        self.doing = f"waits for tokens of reply {turn}"
+        self.activity = f"waits for tokens of reply {turn}"
         self.waiting += 1
         try:
             rows = plan.rows if self._sampling.routing else None
-            outcome = self.kept.take(turn, plan.tokens, rows, plan.media) if self.kept is not None else None
+            outcome = self.replay.take(turn, plan.tokens, rows, plan.media) if self.replay is not None else None
             if outcome is None:
-                outcome = await self._sampled(plan, turn)
-                if self.kept is not None:
-                    self.kept.add(turn, plan.tokens, outcome, plan.media)
+                outcome = await self._generate_reply(plan, turn)
+                if self.replay is not None:
+                    self.replay.add(turn, plan.tokens, outcome, plan.media)
         except BaseException as error:
             self.ledger.abandon(plan)
             if isinstance(error, RelaxError):
-                self.trouble = self.trouble or error
+                self.failure = self.failure or error
             if time.monotonic() < self.ends_at:
-                # Given up by a function that has other things to do.
-                self._waits_no_more(f"goes on without reply {turn}")
+                # Cancelled by a function that goes on without this reply.
+                self._stop_waiting(f"goes on without reply {turn}")
             raise
-        self._waits_no_more(f"goes on after reply {turn}")
-        return self._took(plan, outcome, state)
+        self._stop_waiting(f"goes on after reply {turn}")
+        return self._record_reply(plan, outcome, state)
 
-    def _waits_no_more(self, doing: str) -> None:
+    def _stop_waiting(self, doing: str) -> None:
         self.waiting -= 1
         if not self.waiting:
-            self.doing = doing
+            self.activity = doing
 
-    def _took(self, plan: PromptPlan, outcome: Outcome, state: str | None) -> Reply:
-        """A reply is there."""
+    def _record_reply(self, plan: PromptPlan, outcome: Outcome, state: str | None) -> Reply:
+        """Record a generated reply in the ledger."""
         self._oldest = min([self._oldest or math.inf, *(span.kv_version for span in outcome.versions)])  # type: ignore[assignment]
         made = self.ledger.sampled(
             plan,
@@ -219,13 +234,13 @@ class Talk:
         if state is not None:
             self.states[made.id] = state
         self.cut += made.finish_reason == "length"
-        self._told(len(outcome.tokens))
+        self._on_tokens(len(outcome.tokens))
         text = made.message.get("content")
         words = text if isinstance(text, str) else ""
         return Reply(text=words, message=dict(made.message), finish_reason=made.finish_reason, id=made.id)
 
     def reward(self, value: float, reply: Reply | str = "") -> None:
-        """See Chat.reward."""
+        """Add to the reward of a reply; see Chat.reward."""
         name = _id(reply) or self.last
         if not name:
             raise ValueError("a reward before the first reply")
@@ -234,19 +249,15 @@ class Talk:
         self.rewards[name] += checked(value)
 
     async def end(self) -> set[asyncio.Task[Any]]:
-        """Give up the calls that are still open: whoever made them waits for them no more.
-
-        Returns:
-            Tasks of user code that made them, and do not end for that.
-        """
-        if not (tasks := self.give_up()):
+        """Cancel the calls that are still open; return tasks of user code that made them and do not end."""
+        if not (tasks := self.cancel_open_calls()):
             return set()
         return (await asyncio.wait(tasks, timeout=CLOSE_S))[1]
 
-    def give_up(self) -> set[asyncio.Task[Any]]:
-        """The same without waiting: nothing is said any more. Returns the tasks with open calls."""
+    def cancel_open_calls(self) -> set[asyncio.Task[Any]]:
+        """Refuse further calls and cancel open ones; return their tasks."""
         self._ended = True
-        tasks = self._open - {asyncio.current_task()}
+        tasks = self._open_calls - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         return tasks
@@ -258,26 +269,26 @@ class Talk:
         except Refused as error:
             if self.last and budget_exhausted(error):
                 self.turns -= 1
-                raise self._cut("tokens") from None
+                raise self._truncate("tokens") from None
             raise
 
-    def _cut(self, why: str) -> EpisodeOver:
-        self.over, self._told_over = self.over or why, True
+    def _truncate(self, why: str) -> EpisodeOver:
+        self.truncated_by, self._over_reported = self.truncated_by or why, True
         return EpisodeOver(why)
 
-    async def _sampled(self, plan: PromptPlan, turn: int) -> Outcome:
-        """Raises: Lost, NotMade, RouterEnded."""
+    async def _generate_reply(self, plan: PromptPlan, turn: int) -> Outcome:
+        """Raises: EpisodeLost, GenerationFailed, RouterEnded."""
         task = asyncio.current_task()
         assert task is not None
-        self._open.add(task)
+        self._open_calls.add(task)
         try:
             while True:
                 try:
-                    return await self._generate(self._wanted(plan, turn))
+                    return await self._generate(self._request(plan, turn))
                 except RouterFull as error:
-                    if time.monotonic() + ROOM_S >= self.ends_at:
+                    if time.monotonic() + FULL_RETRY_S >= self.ends_at:
                         raise EpisodeLost(f"reply {turn}", why=str(error)) from error
-                    await asyncio.sleep(ROOM_S)
+                    await asyncio.sleep(FULL_RETRY_S)
         except (EpisodeLost, RouterEnded):
             raise
         except NotGenerated as error:
@@ -288,9 +299,9 @@ class Talk:
         except RelaxError as error:
             raise EpisodeLost(f"reply {turn}", why=str(error)) from error
         finally:
-            self._open.discard(task)
+            self._open_calls.discard(task)
 
-    def _wanted(self, plan: PromptPlan, turn: int) -> GenerationRequest:
+    def _request(self, plan: PromptPlan, turn: int) -> GenerationRequest:
         sampling = self._sampling
         left_s = max(0.001, self.ends_at - time.monotonic())
         return GenerationRequest(
@@ -314,96 +325,104 @@ def _id(reply: Reply | str) -> str:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Seed of a reply, 63 bits: xxh3-64 of the episode's seed and the number of the turn."""
+    """Return the seed of a reply, 63 bits: xxh3-64 of the episode's seed and the number of the turn."""
     return xxhash.xxh3_64_intdigest(f"{seed} {turn}".encode()) >> 1
 
 
-async def play(factory: Factory, environment: Any, task: Task, talk: Talk, limits: Limits) -> Played:
-    """Play an episode to its end; see `play_seats`."""
-    (played,) = await play_seats(factory, environment, task, [talk], limits)
+async def play(
+    factory: Factory, environment: Any, task: Task, chat: EpisodeChat, limits: EpisodeLimits
+) -> PlayedEpisode:
+    """Play one episode; as `play_game` with a single seat."""
+    (played,) = await play_game(factory, environment, task, [chat], limits)
     return played
 
 
-async def play_seats(
+async def play_game(
     factory: Factory,
     environment: Any,
     task: Task,
-    talks: Sequence[Talk],
-    limits: Limits,
+    chats: Sequence[EpisodeChat],
+    limits: EpisodeLimits,
     abandoned: AbandonedTasks | None = None,
     name: str = "an episode",
-) -> list[Played]:
-    """Play one game to its end, the policy in each of its seats: an episode for each.
+) -> list[PlayedEpisode]:
+    """Play one game with the policy in each of its seats, an episode for each.
 
-    The environment's coroutines run in a task of their own, which is given up where it does not end when it is
-    cancelled: this returns within episode_timeout_s and `user_tasks.EPISODE_GRACE_S`, whatever they do.
+    The environment's coroutines run in a task of their own, which is abandoned if it does not end when it is cancelled:
+    this returns within episode_timeout_s plus `user_tasks.EPISODE_GRACE_S`, whatever they do.
 
     Args:
-        environment: an Environment, here or in a worker; or the function, where the factory plays.
-        talks: the policy in each seat; a function has one.
-        strays: take the tasks that were given up. name: of the episode, for them.
+        environment: an Environment, here or in a worker; or the function, if the factory plays.
+        chats: the policy in each seat; a function has one.
+        abandoned: collects tasks that do not end. name: of the episode, for them.
 
     Raises:
-        Stuck: the environment did not return in time. Broken: it raised an error, or returned nonsense.
-        Lost: the episode ended through no fault of its own. NotMade: the engines cannot make what it asks for.
-        RouterEnded: there is no way to the engines any more.
+        EnvironmentStuck: the environment did not return in time. EnvironmentFailed: it raised an error, or returned
+            something invalid. EpisodeLost: the episode ended through no fault of its own. GenerationFailed: the engines
+            cannot generate what it asks for. RouterEnded: the engines cannot be reached any more.
     """
     episode_task = EpisodeTask(AbandonedTasks() if abandoned is None else abandoned, name)
 
     async def work() -> dict[str, float]:
         if factory.plays:
-            return await _play_function(environment, task, talks[0], episode_task)
-        return await _take_turns(environment, task, talks, limits, episode_task)
+            return await _play_function(environment, task, chats[0], episode_task)
+        return await _play_turns(environment, task, chats, limits, episode_task)
 
     async def end() -> None:
-        for talk in talks:
-            for left in await talk.end():
+        for chat in chats:
+            for left in await chat.end():
                 episode_task.abandon(left, "in a task of the function")
         await _close(environment, episode_task)
 
-    def give_up() -> None:
-        for talk in talks:
-            talk.give_up()
+    def cancel_open_calls() -> None:
+        for chat in chats:
+            chat.cancel_open_calls()
 
-    info = await episode_task.run(work, end, limits.episode_timeout_s, lambda: _not_over(talks, limits), give_up)
+    info = await episode_task.run(
+        work, end, limits.episode_timeout_s, lambda: _timeout_error(chats, limits), cancel_open_calls
+    )
     return [
-        _played(talk, f"seat {seat} of the game" if len(talks) > 1 else "", info) for seat, talk in enumerate(talks)
+        _result(chat, f"seat {seat} of the game" if len(chats) > 1 else "", info) for seat, chat in enumerate(chats)
     ]
 
 
-def _not_over(talks: Sequence[Talk], limits: Limits) -> RelaxError:
-    """Each call of the environment was in time, and all of them together were not."""
-    late = next((talk for talk in talks if talk.waiting), None)
-    at_work = late or next((talk for talk in talks if talk.doing != OTHERS_TURN), talks[0])
-    what, why = f"the episode {at_work.doing}", f"not over within {limits.episode_timeout_s:g} s"
-    return (EpisodeLost if late else EnvironmentStuck)(what, why=why, hint=TOO_SLOW)
+def _timeout_error(chats: Sequence[EpisodeChat], limits: EpisodeLimits) -> RelaxError:
+    """Return the error of an episode whose calls were each in time, but not all of them together."""
+    late = next((chat for chat in chats if chat.waiting), None)
+    at_work = late or next((chat for chat in chats if chat.activity != WAITING_FOR_TURN), chats[0])
+    what, why = f"the episode {at_work.activity}", f"not over within {limits.episode_timeout_s:g} s"
+    return (EpisodeLost if late else EnvironmentStuck)(what, why=why, hint=SLOW_HINT)
 
 
-def _played(talk: Talk, seat: str, info: dict[str, float]) -> Played:
-    """What became of a seat; raises Broken if it has never said anything."""
-    episode = talk.ledger.episode()
+def _result(chat: EpisodeChat, seat: str, info: dict[str, float]) -> PlayedEpisode:
+    """Return the episode of a seat.
+
+    Raises:
+        EnvironmentFailed: it has never replied.
+    """
+    episode = chat.ledger.episode()
     if not episode.branches:
-        why = f"it ended before {'that seat' if seat else 'the policy'} had said anything"
+        why = f"it ended before {'that seat' if seat else 'the policy'} had replied"
         raise EnvironmentFailed(seat or "the episode", why=why)
-    return Played(
+    return PlayedEpisode(
         episode=episode,
-        rewards={reply: talk.rewards[reply] for reply in episode.replies},
-        states=talk.states,
-        truncated=talk.over,
-        turns=talk.turns,
-        cut=talk.cut,
+        rewards={reply: chat.rewards[reply] for reply in episode.replies},
+        states=chat.states,
+        truncated=chat.truncated_by,
+        turns=chat.turns,
+        cut=chat.cut,
         info=info,
     )
 
 
 def _check(answer: Observation | Step, where: str, *, sees: bool) -> None:
-    """An environment in this process may fill in anything; from a worker it comes checked.
+    """Check the types of what an environment of this process returned; a worker's are checked by decoding.
 
     Args:
         sees: the model takes pictures.
 
     Raises:
-        Broken: a field is not what it is declared to be.
+        EnvironmentFailed: a field is not what it is declared to be.
     """
     messages, state = answer.messages, answer.state
     if not isinstance(messages, str) and not (
@@ -424,112 +443,112 @@ def _check(answer: Observation | Step, where: str, *, sees: bool) -> None:
         raise EnvironmentFailed(where, why=f"its info has numbers that are not finite: {info!r:.80}")
 
 
-async def _take_turns(
-    environment: Any, task: Task, talks: Sequence[Talk], limits: Limits, episode_task: EpisodeTask
+async def _play_turns(
+    environment: Any, task: Task, chats: Sequence[EpisodeChat], limits: EpisodeLimits, episode_task: EpisodeTask
 ) -> dict[str, float]:
-    """The environment's loop; returns what it reports."""
-    # In a worker a call has its deadline from when it is its turn.
+    """Play an environment turn by turn; return what it reports."""
+    # In a worker, a call's deadline starts when it is its turn.
     timeout_s = None if isinstance(environment, WorkerEnvironment) else limits.turn_timeout_s
-    _at_work(talks, 0, "is in reset")
-    begun = await _within(lambda: environment.reset(task), timeout_s, "in reset", episode_task)
+    _set_active(chats, 0, "is in reset")
+    begun = await _call(lambda: environment.reset(task), timeout_s, "in reset", episode_task)
     seen = Observation(messages=begun) if isinstance(begun, str) else begun
     if not isinstance(seen, Observation):
         raise EnvironmentFailed("in reset", why=f"it returned {begun!r:.80}, which is no Observation and no text")
-    sees = talks[0].ledger.sight is not None
+    sees = chats[0].ledger.sight is not None
     _check(seen, "in reset", sees=sees)
-    histories: list[list[Message]] = [[] for _ in talks]
-    seat = _seat(seen.seat, 0, talks, "in reset")
+    histories: list[list[Message]] = [[] for _ in chats]
+    seat = _next_seat(seen.seat, 0, chats, "in reset")
     histories[seat], tools, state = conversation(seen.messages), seen.tools, seen.state
     info: dict[str, float] = {}
     while True:
-        talk = _at_work(talks, seat, "begins its turn")
+        chat = _set_active(chats, seat, "begins its turn")
         try:
-            reply = await talk.say(histories[seat], tools, state=state, previous=talk.last)
+            reply = await chat.say(histories[seat], tools, state=state, previous=chat.last)
         except EpisodeOver:
-            _cut_all(talks, GAME)
+            _truncate_all(chats, GAME)
             return info
         except RouterEnded:
             raise
         except Refused as error:
-            raise EnvironmentFailed(f"before reply {talk.turns}", why=str(error)) from error
-        where = f"in step {sum(one.turns for one in talks)}"
-        talk.doing = f"is {where}"
-        step = await _within(lambda: environment.step(reply), timeout_s, where, episode_task)  # noqa: B023
+            raise EnvironmentFailed(f"before reply {chat.turns}", why=str(error)) from error
+        where = f"in step {sum(one.turns for one in chats)}"
+        chat.activity = f"is {where}"
+        step = await _call(lambda: environment.step(reply), timeout_s, where, episode_task)  # noqa: B023
         if not isinstance(step, Step):
             raise EnvironmentFailed(where, why=f"it returned {step!r:.80}, which is no Step")
         _check(step, where, sees=sees)
-        _give(step, seat, talks, where)
+        _give_rewards(step, seat, chats, where)
         info |= step.info
         if step.truncated:
-            _cut_all(talks, ENVIRONMENT)
+            _truncate_all(chats, ENVIRONMENT)
         if step.done or step.truncated:
             return info
         histories[seat] = [*histories[seat], reply.message]
-        seat = _seat(step.seat, seat, talks, where)
+        seat = _next_seat(step.seat, seat, chats, where)
         histories[seat], state = [*histories[seat], *conversation(step.messages)], step.state
 
 
-def _at_work(talks: Sequence[Talk], seat: int, doing: str) -> Talk:
-    """It is this seat's turn, and nobody else's."""
-    for talk in talks:
-        talk.doing = OTHERS_TURN
-    talks[seat].doing = doing
-    return talks[seat]
+def _set_active(chats: Sequence[EpisodeChat], seat: int, doing: str) -> EpisodeChat:
+    """Make it this seat's turn."""
+    for chat in chats:
+        chat.activity = WAITING_FOR_TURN
+    chats[seat].activity = doing
+    return chats[seat]
 
 
-def _cut_all(talks: Sequence[Talk], why: str) -> None:
-    """The game did not come to its end, for none of its seats. One that has used up its turns or tokens says that."""
-    for talk in talks:
-        talk.over = talk.over or why
+def _truncate_all(chats: Sequence[EpisodeChat], why: str) -> None:
+    """Mark the game as truncated for all seats; one that has used up its turns or tokens keeps that reason."""
+    for chat in chats:
+        chat.truncated_by = chat.truncated_by or why
 
 
-def _seat(named: int | None, now: int, talks: Sequence[Talk], where: str) -> int:
-    """Whose turn it is. Raises: Broken, if there is no such seat."""
+def _next_seat(named: int | None, now: int, chats: Sequence[EpisodeChat], where: str) -> int:
+    """Return whose turn it is. Raises: EnvironmentFailed, if there is no such seat."""
     seat = now if named is None else named
-    if not isinstance(seat, int) or not 0 <= seat < len(talks):
+    if not isinstance(seat, int) or not 0 <= seat < len(chats):
         raise EnvironmentFailed(
-            where, why=f"it names seat {seat!r:.40}, and the policy has {len(talks)}, numbered from 0"
+            where, why=f"it names seat {seat!r:.40}, and the policy has {len(chats)}, numbered from 0"
         )
     return seat
 
 
-def _give(step: Step, seat: int, talks: Sequence[Talk], where: str) -> None:
-    """Reward the one who replied, and others as the step says; who has not replied yet has nothing to be rewarded."""
+def _give_rewards(step: Step, seat: int, chats: Sequence[EpisodeChat], where: str) -> None:
+    """Reward the seat that replied, and others as the step says; a seat without a reply has nothing to reward."""
     try:
-        talks[seat].reward(0.0 if step.reward is None else step.reward)
+        chats[seat].reward(0.0 if step.reward is None else step.reward)
         for other, value in dict(step.rewards).items():
-            talk = talks[_seat(other, seat, talks, where)]
-            if talk.last:
-                talk.reward(value)
+            chat = chats[_next_seat(other, seat, chats, where)]
+            if chat.last:
+                chat.reward(value)
     except (TypeError, ValueError) as error:
         raise EnvironmentFailed(where, why=str(error)) from error
 
 
-async def _play_function(function: Any, task: Task, talk: Talk, episode_task: EpisodeTask) -> dict[str, float]:
-    talk.doing = "plays"
+async def _play_function(function: Any, task: Task, chat: EpisodeChat, episode_task: EpisodeTask) -> dict[str, float]:
+    chat.activity = "plays"
     try:
         with episode_task.calling("in play"):
-            last = await function(task, talk)
+            last = await function(task, chat)
         if last is not None:
-            talk.reward(last, next(reversed(talk.ledger.replies), ""))
+            chat.reward(last, next(reversed(chat.ledger.replies), ""))
     except (EnvironmentStuck, EnvironmentFailed, EpisodeLost):
-        # It is in a worker.
-        if talk.trouble is None:
+        # Raised by a function in a worker.
+        if chat.failure is None:
             raise
     except Exception as error:
-        if talk.trouble is None and not (talk.over and only_over(error)):
+        if chat.failure is None and not (chat.truncated_by and only_over(error)):
             raise EnvironmentFailed("in play", why=f"{type(error).__name__}: {error} at {user_line(error)}") from error
-    if talk.trouble is not None:
-        # Also where the function went on without the reply: its environment is not to blame, nor to be believed.
-        raise talk.trouble
+    if chat.failure is not None:
+        # Also if the function went on without the reply: it is not to blame, and its reward is not valid.
+        raise chat.failure
     return {}
 
 
-async def _within(call: Callable[[], Any], seconds: float | None, where: str, episode_task: EpisodeTask) -> Any:
-    """A call of an environment, within a deadline. One that swallows its cancellation is detected by `episode_task`.
+async def _call(call: Callable[[], Any], seconds: float | None, where: str, episode_task: EpisodeTask) -> Any:
+    """Call an environment within a deadline. One that swallows its cancellation is detected by `episode_task`.
 
     Raises:
-        Stuck, Broken, and what a worker raises.
+        EnvironmentStuck, EnvironmentFailed, and what a worker raises.
     """
     deadline = asyncio.timeout(seconds)
     try:
@@ -544,13 +563,13 @@ async def _within(call: Callable[[], Any], seconds: float | None, where: str, ep
         if not deadline.expired():
             raise EnvironmentFailed(where, why=f"{type(error).__name__}: {error} at {user_line(error)}") from error
     if deadline.expired():
-        # Also if it has returned since: it may have been cancelled in the middle of what it did.
+        # Also if it has returned since: it may have been cancelled halfway.
         raise EnvironmentStuck(where, why=f"it did not return within {seconds:g} s")
     return found
 
 
 async def _close(environment: Any, episode_task: EpisodeTask) -> None:
-    """Let the environment go; what it says to that changes nothing."""
+    """Close the environment; its errors are ignored."""
     close = getattr(environment, "close", None)
     if close is None:
         return

@@ -1,4 +1,4 @@
-"""Plays episodes of a run's environment: makes what each needs and lets go of it."""
+"""Play episodes of a run's environment, for the env role, evaluation and debugging: create, play, reward, close."""
 
 from __future__ import annotations
 
@@ -6,39 +6,47 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from relax_rt.roles.agentic.episode import Generate, Limits, Played, Sampling, Talk, play_seats, turn_seed
+from relax_rt.roles.agentic.episode import (
+    EpisodeChat,
+    EpisodeLimits,
+    Generate,
+    PlayedEpisode,
+    ReplySampling,
+    play_game,
+    turn_seed,
+)
 from relax_rt.roles.agentic.errors import EnvironmentFailed
 from relax_rt.roles.agentic.interface import Task
 from relax_rt.roles.agentic.loading import Factory
+from relax_rt.roles.agentic.program_episodes import ProgramPlayer
+from relax_rt.roles.agentic.replay_cache import ReplayCache
+from relax_rt.roles.agentic.rewards import labels_of, request_of, rewarded
 from relax_rt.roles.agentic.settings import EnvSettings
-from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
+from relax_rt.roles.agentic.tokens.ledger import TokenLedger
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.user_tasks import AbandonedTasks
 from relax_rt.roles.agentic.workers import EnvironmentPool
 from relax_rt.roles.base.user_code import user_line
 from relax_rt.roles.rewards.scoring import Failed, Request, Score
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 
-if TYPE_CHECKING:
-    from relax_rt.roles.agentic.program_episodes import Programs
-    from relax_rt.roles.agentic.replay_cache import Replies
-
-MOST_NAMED = 3
-"""Things that are named where it is said what episodes are at."""
+MAX_NAMED = 3
+"""Different activities that `Player.activity` names."""
 
 
 @dataclass
 class Player:
-    """See the module.
+    """Plays the episodes of one slot.
 
     Attributes:
-        pool: of worker processes, where the environment's methods block.
-        lag: see Talk. told: is called with the tokens of each reply.
-        routing: replies that are trained come with routing rows.
-        rewards: scores an episode besides what its environment gives.
-        programs: play, where environments are programs.
-        strays: coroutines of environments that go on although they were cancelled.
+        pool: of worker processes, if the environment runs in them.
+        lag, on_tokens: see EpisodeChat.
+        routing: record routing rows with replies that are trained.
+        rewards: scores an episode in addition to its environment's reward.
+        programs: plays the episodes if environments are programs.
+        abandoned: coroutines of environments that keep running although they were cancelled.
     """
 
     factory: Factory
@@ -49,15 +57,15 @@ class Player:
     sampling: SamplingTable
     stop_ids: frozenset[int]
     lag: Callable[[int], int]
-    told: Callable[[int], None]
+    on_tokens: Callable[[int], None]
     routing: bool = False
     rewards: Callable[[Request], Awaitable[Score | Failed]] | None = None
-    programs: Programs | None = None
+    programs: ProgramPlayer | None = None
     abandoned: AbandonedTasks = field(default_factory=AbandonedTasks)
 
     def __post_init__(self) -> None:
-        self._talks: dict[str, Talk] = {}
-        self.limits = Limits(
+        self._chats: dict[str, EpisodeChat] = {}
+        self.limits = EpisodeLimits(
             max_turns=self.settings.max_turns,
             max_new_tokens=self.sampling.max_new_tokens,
             turn_timeout_s=self.settings.turn_timeout_s,
@@ -66,11 +74,11 @@ class Player:
 
     async def play(
         self, name: str, task: Task, seed: int, *, temperature: float | None = None, fresh: bool = False
-    ) -> Played:
-        """Play one episode, or one game and tell of its first seat; see `play_seats`."""
-        return (await self.play_seats(name, task, seed, temperature=temperature, fresh=fresh))[0]
+    ) -> PlayedEpisode:
+        """Play one episode, or one game and return that of its first seat; see `play_game`."""
+        return (await self.play_game(name, task, seed, temperature=temperature, fresh=fresh))[0]
 
-    async def play_seats(
+    async def play_game(
         self,
         name: str,
         task: Task,
@@ -78,45 +86,47 @@ class Player:
         *,
         temperature: float | None = None,
         fresh: bool = False,
-        kept: Sequence[Replies] = (),
-    ) -> list[Played]:
-        """Play one game, and reward it; an episode for each seat. See `episode.play_seats` for what it raises.
+        replays: Sequence[ReplayCache] = (),
+    ) -> list[PlayedEpisode]:
+        """Play and reward one game, an episode for each seat. See `episode.play_game` for what it raises.
 
         Args:
             name: of the episode, for people and for engines.
-            seed: of its replies; those of other seats are drawn from it.
-            kept: what was said in each seat when it was played before.
-            temperature: unless it is the run's.
-            fresh: sample all of it at the newest weights; it is not trained, and needs no routing rows.
+            seed: of its replies; those of other seats are derived from it.
+            replays: for each seat, the replies of an earlier attempt.
+            temperature: if not the run's.
+            fresh: sample all of it at the newest weights; it is not trained, so it needs no routing rows.
         """
         lag = (lambda oldest: 0) if fresh else self.lag
         wanted = self.sampling.temperature if temperature is None else temperature
         routing = self.routing and not fresh
         if self.programs is not None:
             played = await self.programs.play(name, task, seed, temperature=wanted, fresh=fresh, routing=routing)
-            return [played if self.rewards is None else await self._rewarded(task, played)]
+            return [played if self.rewards is None else await self._add_rewards(task, played)]
         names = [name, *(f"{name}/{seat}" for seat in range(1, self.factory.seats))]
-        talks = [
-            self._talk(one, turn_seed(seed, -n) if n else seed, wanted, lag, routing=routing)
+        chats = [
+            self._new_chat(one, turn_seed(seed, -n) if n else seed, wanted, lag, routing=routing)
             for n, one in enumerate(names)
         ]
-        for talk, replies in zip(talks, kept, strict=False):
-            talk.kept = replies
-        self._talks.update(zip(names, talks, strict=True))
+        for chat, replies in zip(chats, replays, strict=False):
+            chat.replay = replies
+        self._chats.update(zip(names, chats, strict=True))
         try:
-            environment = await self._environment(name)
-            found = await play_seats(self.factory, environment, task, talks, self.limits, self.abandoned, name)
+            environment = await self._new_environment(name)
+            found = await play_game(self.factory, environment, task, chats, self.limits, self.abandoned, name)
             if self.rewards is None:
                 return found
-            for talk in talks:
-                talk.doing = "is rewarded"
-            return list(await asyncio.gather(*(self._rewarded(task, one) for one in found)))
+            for chat in chats:
+                chat.activity = "is rewarded"
+            return list(await asyncio.gather(*(self._add_rewards(task, one) for one in found)))
         finally:
             for one in names:
-                self._talks.pop(one, None)
+                self._chats.pop(one, None)
 
-    def _talk(self, session: str, seed: int, temperature: float, lag: Callable[[int], int], *, routing: bool) -> Talk:
-        sampling = Sampling(
+    def _new_chat(
+        self, session: str, seed: int, temperature: float, lag: Callable[[int], int], *, routing: bool
+    ) -> EpisodeChat:
+        sampling = ReplySampling(
             seed=seed, temperature=temperature, stop_ids=self.stop_ids, session=session, routing=routing
         )
         ledger = TokenLedger(
@@ -127,16 +137,15 @@ class Player:
             reasoning=self.settings.reasoning,
             session=session,
         )
-        return Talk(ledger, self.generate, self.limits, sampling, lag=lag, told=self.told)
+        return EpisodeChat(ledger, self.generate, self.limits, sampling, lag=lag, on_tokens=self.on_tokens)
 
-    async def _rewarded(self, task: Task, played: Played) -> Played:
-        from relax_rt.roles.agentic.rewards import labels_of, request_of, rewarded
+    async def _add_rewards(self, task: Task, played: PlayedEpisode) -> PlayedEpisode:
 
         assert self.rewards is not None
         score = await self.rewards(request_of(task, played, self.chat.tokenizer))
         return rewarded(played, score, labels_of(self.settings.rewards))
 
-    async def _environment(self, name: str) -> Any:
+    async def _new_environment(self, name: str) -> Any:
         if self.pool is not None:
             return await self.pool.environment(name)
         try:
@@ -148,11 +157,11 @@ class Player:
 
     @property
     def playing(self) -> int:
-        """Episodes at work."""
-        return len(self._talks) + (len(self.programs.doing) if self.programs is not None else 0)
+        """How many episodes are being played."""
+        return len(self._chats) + (len(self.programs.activity) if self.programs is not None else 0)
 
-    def doing(self) -> str:
-        """What most of the episodes are at, in words."""
-        counts = Counter(talk.doing.rstrip(" 0123456789") for talk in self._talks.values())
-        counts.update(self.programs.doing.values() if self.programs is not None else ())
-        return ", ".join(f"{number} x {what}" for what, number in counts.most_common(MOST_NAMED))
+    def activity(self) -> str:
+        """Describe what most of the episodes are doing."""
+        counts = Counter(chat.activity.rstrip(" 0123456789") for chat in self._chats.values())
+        counts.update(self.programs.activity.values() if self.programs is not None else ())
+        return ", ".join(f"{number} x {what}" for what, number in counts.most_common(MAX_NAMED))

@@ -28,9 +28,9 @@ from relax_rt.transport.rpc.errors import RelaxError
 
 NAME = "program"
 SETTING = "roles.env.environment"
-PLACES = ("question", "prompt", "answer", "item", "seed", "split", "index")
+PLACEHOLDERS = ("question", "prompt", "answer", "item", "seed", "split", "index")
 """Of a command's words, that the task's take."""
-BRACED = re.compile(r"\{(\w+)\}")
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
 PYTHON = ("python", "python3")
 
 
@@ -54,7 +54,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     """A program that plays an episode.
 
     Attributes:
-        argv: its words; PLACES in braces in them are the task's.
+        argv: its words; PLACEHOLDERS in braces are the task's.
         cwd: the folder of the config file.
         stdin: what it may read: the task as a line of JSON, its question, or nothing.
         env: set for it, besides what it needs to find the gateway.
@@ -69,12 +69,12 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     preload: tuple[str, ...] = ()
     limits: ProgramLimits = ProgramLimits()
 
-    def words(self, task: Task) -> list[str]:
+    def argv_for(self, task: Task) -> list[str]:
         """The words for one task. Python is the one that runs this."""
         python = [sys.executable] if self.argv[0] in PYTHON else [self.argv[0]]
-        return [*python, *(BRACED.sub(lambda found: _filled(found, task), word) for word in self.argv[1:])]
+        return [*python, *(PLACEHOLDER.sub(lambda found: _filled(found, task), word) for word in self.argv[1:])]
 
-    def given(self, task: Task) -> bytes:
+    def stdin_for(self, task: Task) -> bytes:
         """Standard input for one task."""
         match self.stdin:
             case "task":
@@ -89,7 +89,7 @@ def _filled(found: re.Match[str], task: Task) -> str:
     """What takes the place of a name in braces; one that is no placeholder stays."""
     if found[1] == "prompt":
         return next((str(said["content"]) for said in reversed(task.messages) if said["role"] == "user"), "")
-    return answer_text(getattr(task, found[1])) if found[1] in PLACES else found[0]
+    return answer_text(getattr(task, found[1])) if found[1] in PLACEHOLDERS else found[0]
 
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -138,7 +138,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     info: dict[str, float] = {}
 
 
-def result_of(stdout: str) -> Result | None:
+def parse_result(stdout: str) -> Result | None:
     """The last line that is a JSON object with `reward` or `rewards`; None: there is no such line.
 
     Raises:
@@ -169,7 +169,7 @@ def _numbers(rewards: Rewards) -> Iterator[float]:
         yield from one if isinstance(one, tuple) else (one,)
 
 
-OVER = {
+LIMIT_MESSAGES = {
     "memory": f"it took more than {{memory_mib}} MiB ({OPTIONS}.memory_mib)",
     "processes": f"it had more than {{processes}} processes ({OPTIONS}.processes)",
     "output": f"it printed more than {{output_mib}} MiB ({OPTIONS}.output_mib)",
@@ -177,7 +177,7 @@ OVER = {
     "files": f"a process of it had more than {{open_files}} files open ({OPTIONS}.open_files)",
 }
 """Limit -> what is said of a program that passed it."""
-SAID = {
+KERNEL_MESSAGES = {
     "File too large": "file",
     "File size limit exceeded": "file",
     "Too many open files": "files",
@@ -187,7 +187,7 @@ SAID = {
 """How a program that fails tells of a limit that the kernel keeps."""
 
 
-def passed_limit(over: str, code: int, last_words: str, limits: ProgramLimits) -> str:
+def exceeded_limit(over: str, code: int, stderr_tail: str, limits: ProgramLimits) -> str:
     """Which limit a program's end was about, in words; empty: none.
 
     Args:
@@ -197,8 +197,8 @@ def passed_limit(over: str, code: int, last_words: str, limits: ProgramLimits) -
     if not over and code == -signal.SIGXFSZ:
         over = "file"
     if not over and code:
-        over = next((limit for words, limit in SAID.items() if words in last_words), "")
-    return OVER[over].format(**msgspec.to_builtins(limits)) if over else ""
+        over = next((limit for words, limit in KERNEL_MESSAGES.items() if words in stderr_tail), "")
+    return LIMIT_MESSAGES[over].format(**msgspec.to_builtins(limits)) if over else ""
 
 
 def load_program(command: str, options: Mapping[str, Any], config_dir: Path) -> Program:
@@ -244,8 +244,8 @@ def load_program(command: str, options: Mapping[str, Any], config_dir: Path) -> 
 
 def _refuse_misspelt(command: str, words: list[str]) -> None:
     """Other braces stay as they are, as in a script of awk: one that is near to a placeholder is taken for a slip."""
-    for name in (name for word in words for name in BRACED.findall(word) if name not in PLACES):
-        if close := difflib.get_close_matches(name, PLACES, n=1, cutoff=0.7):
+    for name in (name for word in words for name in PLACEHOLDER.findall(word) if name not in PLACEHOLDERS):
+        if close := difflib.get_close_matches(name, PLACEHOLDERS, n=1, cutoff=0.7):
             raise _wrong(command, f"{{{name}}} is no placeholder", f"did you mean {{{close[0]}}}?")
 
 

@@ -1,4 +1,4 @@
-"""Plays episodes whose environment is a program: opens a session, runs the program, reads what it says, and closes."""
+"""Play episodes whose environment is a program: open a session of the gateway, run the program, parse its result."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import asyncio
 import contextlib
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from relax_rt.roles.agentic.episode import Limits, Played
+from relax_rt.cluster.nodes.links import Links
+from relax_rt.config.loader import role_settings
+from relax_rt.interfaces.role import RoleContext
+from relax_rt.roles.agentic.episode import EpisodeLimits, PlayedEpisode
 from relax_rt.roles.agentic.errors import (
     EnvironmentFailed,
     EnvironmentStuck,
@@ -20,56 +24,58 @@ from relax_rt.roles.agentic.errors import (
     LimitExceeded,
 )
 from relax_rt.roles.agentic.interface import Task, checked
-from relax_rt.roles.agentic.program import Program, Result, passed_limit, result_of
-from relax_rt.roles.agentic.program_host import Ended, ProgramHost
-from relax_rt.roles.agentic.program_link import NotStarted
+from relax_rt.roles.agentic.program import Program, Result, exceeded_limit, parse_result
+from relax_rt.roles.agentic.program_host import ProgramExit, ProgramHost, ProgramNotStarted
+from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.gateway.api import Access, Closed, OpenSession, Said, SessionClient, SessionLimits
+from relax_rt.roles.gateway.settings import GatewaySettings
+from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 
-LAST_LINES, LAST_CHARS = 5, 600
-"""Of what a program that failed wrote to its standard error: they are told."""
+TAIL_LINES, TAIL_CHARS = 5, 600
+"""How much of a failed program's standard error an error quotes."""
+GATEWAY = "gateway"
 LOCAL = ("127.0.0.1", "localhost")
-START_AGAIN_S = (0.5, 1.0, 2.0, 4.0, *[8.0] * 7)
-"""PauseDetector before an episode is tried again for whose program, or session, there was no room."""
+RETRY_PAUSES_S = (0.5, 1.0, 2.0, 4.0, *[8.0] * 7)
+"""Pauses before an episode is retried because there was no room for its program or its session."""
 
 
-class NotReachable(RelaxError):
-    """The gateway cannot be reached from the node where the programs run, and never will be."""
+class GatewayUnreachable(RelaxError):
+    """The gateway can never be reached from the node where the programs run."""
 
 
 @dataclass
-class Programs:
-    """See the module.
+class ProgramPlayer:
+    """Plays the episodes of a slot.
 
     Attributes:
         max_tokens: of an episode.
-        judged: there are reward functions, so that the program need not say how well it went.
-        told: is called with the tokens of each episode.
+        has_rewards: there are reward functions, so the program need not print a reward.
+        on_tokens: called with the number of trained tokens of each episode.
+        node: where the programs run; empty in a run of one node.
+        activity: what each episode is doing, in words.
     """
 
     program: Program
     host: ProgramHost
     gateway: SessionClient
-    limits: Limits
+    limits: EpisodeLimits
     max_tokens: int
-    judged: bool
-    told: Callable[[int], None]
+    has_rewards: bool
+    on_tokens: Callable[[int], None]
     node: str = ""
-    """Where the programs run; empty in a run of one node."""
-    doing: dict[str, str] = field(default_factory=dict)
-    """What each episode is at, in words."""
+    activity: dict[str, str] = field(default_factory=dict)
 
     async def play(
         self, name: str, task: Task, seed: int, *, temperature: float, fresh: bool = False, routing: bool = False
-    ) -> Played:
-        """Play one episode; see `Player.play`. It waits for a place among the programs, and where the machine has no
-        room for one more process, its time not running.
+    ) -> PlayedEpisode:
+        """Play one episode; see `Player.play`. Its time starts once there is room for its program on this machine.
 
         Args:
-            routing: its replies come with routing rows.
+            routing: record routing rows with its replies.
 
         Raises:
-            Stuck, Broken, Lost, NotMade: see `episode.play_seats`.
+            Stuck, Broken, Lost, NotMade: see `episode.play_game`.
             NotReachable: programs of this node cannot reach the gateway.
         """
         limits = SessionLimits(
@@ -82,52 +88,52 @@ class Programs:
             weights="newest" if fresh else "episode",
             routing=routing,
         )
-        self.doing[name] = f"waits for a place ({self.host.places} programs at a time)"
+        self.activity[name] = f"waits for a free process ({self.host.capacity} programs at a time)"
         try:
-            async with self.host.place():
+            async with self.host.reserve():
                 return await self._started(name, task, limits)
-        except (EnvironmentStuck, EnvironmentFailed, EpisodeLost, GenerationFailed, NotReachable):
+        except (EnvironmentStuck, EnvironmentFailed, EpisodeLost, GenerationFailed, GatewayUnreachable):
             raise
         except RelaxError as error:
-            raise EpisodeLost(f"the episode {self.doing[name]}", why=str(error)) from error
+            raise EpisodeLost(f"the episode {self.activity[name]}", why=str(error)) from error
         finally:
-            del self.doing[name]
+            del self.activity[name]
 
-    async def _started(self, name: str, task: Task, limits: SessionLimits) -> Played:
-        """Play it; again, a number of times, while there is no room for it."""
+    async def _started(self, name: str, task: Task, limits: SessionLimits) -> PlayedEpisode:
+        """Play it, retrying while there is no room for it."""
         why = ""
-        for wait_s in (0.0, *START_AGAIN_S):
+        for wait_s in (0.0, *RETRY_PAUSES_S):
             if wait_s:
-                self.doing[name] = f"waits for room ({why})"
+                self.activity[name] = f"waits for room ({why})"
                 await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
             try:
                 return await self._once(name, task, limits)
-            except NotStarted as error:
+            except ProgramNotStarted as error:
                 why = error.why or error.what
-        raise EpisodeLost("the program", why=f"it could not be started within {sum(START_AGAIN_S):g} s: {why}")
+        raise EpisodeLost("the program", why=f"it could not be started within {sum(RETRY_PAUSES_S):g} s: {why}")
 
-    async def _once(self, name: str, task: Task, limits: SessionLimits) -> Played:
+    async def _once(self, name: str, task: Task, limits: SessionLimits) -> PlayedEpisode:
         async with contextlib.AsyncExitStack() as stack:
-            self.doing[name] = f"waits for {self.gateway.slot}"
+            self.activity[name] = f"waits for {self.gateway.slot}"
             session = self.gateway.session(name.replace(" ", "-"), limits)
             try:
                 lent = await stack.enter_async_context(session)
             except Refused as error:
                 if isinstance(error, StaleEpoch):
                     raise
-                # As many are open as may be, or an earlier one of this name is not forgotten yet.
-                raise NotStarted("a session", why=str(error)) from error
-            base_url = url_from(lent.access, self.node)
-            self.doing[name] = "runs its program"
+                # The gateway is full, or still holds an earlier session of this name.
+                raise ProgramNotStarted("a session", why=str(error)) from error
+            base_url = gateway_url(lent.access, self.node)
+            self.activity[name] = "runs its program"
             ended = await self._run(task, lent, base_url)
             closed = await lent.close()
         return self._played(ended, closed)
 
-    async def _run(self, task: Task, lent: OpenSession, base_url: str) -> Ended:
-        """Run the program to its end, within the episode's time and the session's life."""
+    async def _run(self, task: Task, lent: OpenSession, base_url: str) -> ProgramExit:
+        """Run the program to its end, within the episode's time and the session's lifetime."""
         limit_s = self.limits.episode_timeout_s
-        env = environment(self.program, base_url, lent.access.api_key)
-        run = asyncio.ensure_future(self.host.run(self.program.words(task), env, self.program.given(task)))
+        env = program_environment(self.program, base_url, lent.access.api_key)
+        run = asyncio.ensure_future(self.host.run(self.program.argv_for(task), env, self.program.stdin_for(task)))
         either: list[asyncio.Future[Any]] = [run, lent.gone]
         try:
             await asyncio.wait(either, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -143,24 +149,24 @@ class Programs:
             run.cancel()
             await asyncio.gather(run, return_exceptions=True)
 
-    def _played(self, ended: Ended, closed: Closed) -> Played:
-        if over := passed_limit(ended.over, ended.code, last_words(ended), self.program.limits):
-            raise LimitExceeded("the program", why=over if ended.over else f"{over}; it ended with {how(ended)}")
+    def _played(self, ended: ProgramExit, closed: Closed) -> PlayedEpisode:
+        if over := exceeded_limit(ended.over, ended.code, stderr_tail(ended), self.program.limits):
+            raise LimitExceeded("the program", why=over if ended.over else f"{over}; it ended with {exit_text(ended)}")
         if closed.trouble:
             raise (GenerationFailed if closed.never else EpisodeLost)(
                 "the program", why=f"its last call had no answer: {closed.trouble}"
             )
         if ended.code and not closed.used_up:
-            raise EnvironmentFailed("the program", why=f"it ended with {how(ended)}")
+            raise EnvironmentFailed("the program", why=f"it ended with {exit_text(ended)}")
         if not closed.episode.branches:
-            raise EnvironmentFailed("the program", why="it ended before the policy had said anything")
+            raise EnvironmentFailed("the program", why="it ended before the policy had replied")
         result = self._result(ended, closed)
-        self.told(sum(sum(branch.loss_mask) for branch in closed.episode.branches))
+        self.on_tokens(sum(sum(branch.loss_mask) for branch in closed.episode.branches))
         try:
             rewards = rewards_of(result, closed.said)
         except ValueError as error:
             raise EnvironmentFailed("the program", why=str(error)) from error
-        return Played(
+        return PlayedEpisode(
             episode=closed.episode,
             rewards=rewards,
             states={},
@@ -172,25 +178,73 @@ class Programs:
             left=closed.left,
         )
 
-    def _result(self, ended: Ended, closed: Closed) -> Result:
-        if self.judged:
+    def _result(self, ended: ProgramExit, closed: Closed) -> Result:
+        if self.has_rewards:
             # What a judge is shown may quote the policy word for word: it must not be able to reward itself.
             return Result()
         try:
-            result = result_of(ended.stdout)
+            result = parse_result(ended.stdout)
         except ValueError as error:
             raise EnvironmentFailed("the program's result", why=str(error)) from None
         if result is None and not closed.used_up:
-            why = f'it printed no line of JSON with "reward"; its last words: {ended.stdout[-200:]!r}'
+            why = f'it printed no line of JSON with "reward"; the end of its output: {ended.stdout[-200:]!r}'
             raise EnvironmentFailed("the program", why=f"{why}; roles.env.rewards is empty, too")
         return result or Result()
 
 
-def rewards_of(result: Result, said: Sequence[Said]) -> dict[str, float]:
-    """The reward of each answer by its id in the episode, as a program says.
+@contextlib.asynccontextmanager
+async def open_programs(
+    ctx: RoleContext,
+    program: Program | None,
+    on_tokens: Callable[[int], None],
+    on_failure: Callable[[BaseException], None],
+) -> AsyncIterator[ProgramPlayer | None]:
+    """Open the host of a slot's programs and their gateway; slots use several gateways in turn. None without a program.
 
     Args:
-        said: all answers that it was given, in order.
+        on_tokens: called with the tokens of each episode.
+        on_failure: called with why the slot must end: a newer epoch has it, or no program can be started any more.
+    """
+    if program is None:
+        yield None
+        return
+    config, settings = ctx.config, ctx.settings
+    assert isinstance(settings, EnvSettings)
+    count = role_settings(config, GATEWAY, GatewaySettings).count
+    slot = f"{GATEWAY}/{int(ctx.who.slot.rpartition('/')[2]) % count}"
+    limits = EpisodeLimits(
+        max_turns=settings.max_turns,
+        max_new_tokens=config.table(SamplingTable).max_new_tokens,
+        turn_timeout_s=settings.turn_timeout_s,
+        episode_timeout_s=settings.episode_timeout_s,
+    )
+    host = ProgramHost(
+        Path(program.cwd), program.preload, program.limits, files=settings.open_files or 0, on_event=ctx.event
+    )
+    if host.capacity < settings.episodes_in_flight:
+        hint = "raise the hard limit of open files (ulimit -Hn), or lower roles.env.episodes_in_flight"
+        why = f"open files of the slot; {settings.episodes_in_flight} are asked for"
+        ctx.event("programs_bounded", places=host.capacity, why=why, hint=hint)
+        ctx.log.warning("fewer programs at a time than asked for", places=host.capacity, why=why, hint=hint)
+    links = Links.from_environment()
+    async with host, SessionClient(ctx, slot) as gateway:
+        for watched in (gateway.fenced, host.failed):
+            watched.add_done_callback(lambda done: _report_failure(done, on_failure))
+        has_rewards = bool(settings.rewards)
+        node = links.node if links else ""
+        yield ProgramPlayer(program, host, gateway, limits, settings.max_tokens, has_rewards, on_tokens, node)
+
+
+def _report_failure(done: asyncio.Future[None], on_failure: Callable[[BaseException], None]) -> None:
+    if not done.cancelled() and (error := done.exception()) is not None:
+        on_failure(error)
+
+
+def rewards_of(result: Result, said: Sequence[Said]) -> dict[str, float]:
+    """Return the reward of each answer, by its id in the episode, from a program's result.
+
+    Args:
+        said: all answers that the program got, in order.
 
     Raises:
         ValueError: it has rewards for others than these, or one does not fit into 32 bits.
@@ -213,8 +267,8 @@ def rewards_of(result: Result, said: Sequence[Said]) -> dict[str, float]:
     return {name: checked(value) for name, value in rewards.items()}
 
 
-def url_from(access: Access, node: str) -> str:
-    """The gateway's base URL for programs of a node.
+def gateway_url(access: Access, node: str) -> str:
+    """Return the gateway's base URL for programs of a node.
 
     Raises:
         NotReachable: it has none there.
@@ -223,17 +277,17 @@ def url_from(access: Access, node: str) -> str:
         return access.base_url
     if access.remote_url:
         return access.remote_url
-    raise NotReachable(
+    raise GatewayUnreachable(
         f"{access.gateway} from node {node!r}",
         why=f"it is on node {access.node!r} and listens there for that machine alone ({access.base_url})",
         hint='set roles.gateway.host = "node", or node of roles.env and roles.gateway to the same one',
     )
 
 
-def environment(program: Program, base_url: str, api_key: str) -> dict[str, str]:
-    """The environment variables of a program: those of this process, the way to the gateway, and the user's own.
+def program_environment(program: Program, base_url: str, api_key: str) -> dict[str, str]:
+    """Return a program's environment variables: those of this process, the gateway's address, and the user's own.
 
-    A proxy that the user's machine has for the outer world is not asked for the gateway.
+    The gateway is never reached through a proxy.
     """
     found = dict(os.environ)
     here = ",".join(dict.fromkeys((*LOCAL, urlsplit(base_url).hostname or "")))
@@ -248,13 +302,13 @@ def environment(program: Program, base_url: str, api_key: str) -> dict[str, str]
     return {**found, **program.env}
 
 
-def last_words(ended: Ended) -> str:
-    """The last lines of standard error."""
-    lines = [line for line in ended.stderr.splitlines() if line.strip()][-LAST_LINES:]
-    return " / ".join(lines)[-LAST_CHARS:]
+def stderr_tail(ended: ProgramExit) -> str:
+    """Return the last lines of standard error."""
+    lines = [line for line in ended.stderr.splitlines() if line.strip()][-TAIL_LINES:]
+    return " / ".join(lines)[-TAIL_CHARS:]
 
 
-def how(ended: Ended) -> str:
-    """An exit code, and the last lines of standard error."""
+def exit_text(ended: ProgramExit) -> str:
+    """Describe an exit code, with the last lines of standard error."""
     code = f"signal {-ended.code}" if ended.code < 0 else f"exit code {ended.code}"
-    return f"{code}: {said}" if (said := last_words(ended)) else code
+    return f"{code}: {said}" if (said := stderr_tail(ended)) else code

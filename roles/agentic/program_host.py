@@ -1,54 +1,72 @@
-"""Runs programs for a slot, through a spawner: started, fed, listened to within bounds, killed when they are late."""
+"""Programs of an env slot: started through a spawner process, with bounded output, killed when they are late.
+
+`ProgramHost.run` runs one program to its end. The spawner (program_spawner.py) is watched: one that dies or hangs is
+replaced, and its programs are lost.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import json
 import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from relax_rt.process.limits import MIB, raise_open_files
 from relax_rt.roles.agentic.errors import EnvironmentFailed, EpisodeLost
 from relax_rt.roles.agentic.program import ProgramLimits
-from relax_rt.roles.agentic.program_link import NO_ROOM, NotStarted, SpawnerLink
-from relax_rt.roles.agentic.program_spawner import END_S, MOST_BYTES
-from relax_rt.roles.agentic.stall_detection import Fruitless
+from relax_rt.roles.agentic.program_spawner import END_S, MAX_MESSAGE_BYTES
+from relax_rt.roles.agentic.stall_detection import EpisodesStalled
 from relax_rt.transport.rpc.errors import RelaxError
 
 KILL_S = END_S + 1.0
 DRAIN_S = 2.0
-"""For the rest of its output, once a program has ended: something that it left behind may hold the pipe."""
-STDOUT_BYTES, STDERR_BYTES = 1 << 20, 64 << 10
-"""The end of what a program writes is kept."""
+"""Time for the rest of a program's output after its exit: a process that it left behind may hold the pipe."""
+MAX_STDOUT_BYTES, MAX_STDERR_BYTES = 1 << 20, 64 << 10
+"""How much of the end of a program's output is kept."""
 WATCH_S = 5.0
-SILENT = 4
-"""A spawner that has not answered when it was asked so often, `WATCH_S` apart, hangs."""
-LOST_IN_A_ROW = 8
-"""Spawners that ended without one program having come to its end: then it is not chance."""
-RETRY_S = 1.0
-FILES_EACH = 2
-"""Open files of the slot for each of its programs, as long as it runs: standard output and error."""
-OTHER_FILES = 256
-"""Open files of the slot besides: its own, and those of programs that are being started."""
-STARTS = 8
-"""Programs that are being started at a time: five open files each."""
+MAX_UNANSWERED = 4
+"""A spawner that has not answered this many pings, `WATCH_S` apart, hangs."""
+MAX_CRASHES = 8
+"""Give up after this many consecutive spawners died without a single program having ended."""
+SPAWN_RETRY_S = 1.0
+FILES_PER_PROGRAM = 2
+"""Open files of the slot for each running program: standard output and error."""
+RESERVED_FILES = 256
+"""Open files of the slot besides: its own, and those of programs that are starting."""
+MAX_STARTING = 8
+"""Programs that start at the same time; each has five open files while it starts."""
 Tell = Callable[..., None]
-"""(kind, **fields) of an event."""
+"""Emits an event: (kind, **fields)."""
+
+
+START_S = 120.0
+END_WAIT_S = END_S + 1.0
+SEND_RETRY_S = 0.01
+NO_ROOM_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM})
+"""Errors of a machine that has no room now, but may have in a moment."""
+MODULE = "relax_rt.roles.agentic.program_spawner"
 
 
 @dataclass
-class Ended:
+class ProgramExit:
     """How a program ended.
 
     Attributes:
         code: its exit code; negative: the number of the signal.
         stdout, stderr: the end of what it wrote.
-        over: the limit that it was ended for: memory, processes or output; empty: none.
+        over: the limit that it was killed for: memory, processes or output; empty: none.
     """
 
     code: int
@@ -58,51 +76,51 @@ class Ended:
 
 
 @dataclass
-class _Running:
+class RunningProgram:
     number: int
     link: SpawnerLink
     ended: asyncio.Future[tuple[int, str]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     printed: int = 0
-    too_much: asyncio.Event = field(default_factory=asyncio.Event)
+    output_exceeded: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class _Tail(asyncio.Protocol):
+class OutputTail(asyncio.Protocol):
     """Keeps the end of what comes through a pipe, and counts all of it."""
 
-    def __init__(self, kept: int, of: _Running, most: int) -> None:
-        self._most_kept, self._kept, self._of, self._most = kept, bytearray(), of, most
+    def __init__(self, kept: int, of: RunningProgram, most: int) -> None:
+        self._max_kept, self._kept, self._program, self._max_bytes = kept, bytearray(), of, most
         self.over = asyncio.Event()
 
     def data_received(self, data: bytes) -> None:
         self._kept += data
-        if len(self._kept) > 2 * self._most_kept:
-            del self._kept[: -self._most_kept]
-        self._of.printed += len(data)
-        if self._of.printed > self._most:
-            self._of.too_much.set()
+        if len(self._kept) > 2 * self._max_kept:
+            del self._kept[: -self._max_kept]
+        self._program.printed += len(data)
+        if self._program.printed > self._max_bytes:
+            self._program.output_exceeded.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.over.set()
 
     def text(self) -> str:
-        """What was kept; bytes that are no text are marked."""
-        return bytes(self._kept[-self._most_kept :]).decode(errors="replace")
+        """Return the end of the output; undecodable bytes are replaced."""
+        return bytes(self._kept[-self._max_kept :]).decode(errors="replace")
 
 
 class ProgramHost:
-    """`async with` it. Its spawner is watched: one that ends or hangs is replaced, and its programs are lost.
+    """Runs the programs of a slot; an async context manager.
 
     Args:
-        cwd: where programs are started. preload: modules that a Python program finds imported.
+        cwd: folder that programs start in. preload: modules that a Python program finds imported.
         limits: of each program.
-        files: that this process may have open; 0: as many as its hard limit allows.
-        tell: is told of what happens: `spawner_lost`.
-        watch_s: between two looks at the spawner.
+        files: open files of this process; 0: as many as its hard limit allows.
+        on_event: called with events: `spawner_lost`.
+        ping_interval_s: between two pings of the spawner.
 
     Attributes:
-        places: programs that there is room for at a time.
-        lost: spawners that had to be replaced.
-        broken: has an error when no spawner stays alive.
+        capacity: programs that can run at a time.
+        spawners_lost: spawners that had to be replaced.
+        failed: has an error when no spawner stays alive.
     """
 
     def __init__(
@@ -112,64 +130,64 @@ class ProgramHost:
         limits: ProgramLimits | None = None,
         *,
         files: int = 0,
-        tell: Tell = lambda kind, **fields: None,
-        watch_s: float = WATCH_S,
+        on_event: Tell = lambda kind, **fields: None,
+        ping_interval_s: float = WATCH_S,
     ) -> None:
         self._limits = limits or ProgramLimits()
         self._cwd, self._preload = cwd, tuple(preload)
-        self._tell, self._watch_s = tell, watch_s
+        self._on_event, self._ping_interval_s = on_event, ping_interval_s
         self._numbers = itertools.count(1)
-        self._running: dict[int, _Running] = {}
-        self._alone = asyncio.Lock()
+        self._running: dict[int, RunningProgram] = {}
+        self._starting = asyncio.Lock()
         self._link: SpawnerLink | None = None
         self._watching: asyncio.Task[None]
         allowed = files or raise_open_files(1 << 20)
-        self.places = max(1, (allowed - OTHER_FILES) // FILES_EACH)
-        self._free, self._starts = asyncio.Semaphore(self.places), asyncio.Semaphore(STARTS)
-        self._lost_in_a_row = self.lost = 0
-        self.broken: asyncio.Future[None]
+        self.capacity = max(1, (allowed - RESERVED_FILES) // FILES_PER_PROGRAM)
+        self._reservations, self._start_slots = asyncio.Semaphore(self.capacity), asyncio.Semaphore(MAX_STARTING)
+        self._crashes = self.spawners_lost = 0
+        self.failed: asyncio.Future[None]
 
     @property
     def spawner(self) -> int:
-        """Process id of the spawner; 0: there is none at the moment."""
+        """Process id of the spawner; 0 if there is none at the moment."""
         return self._link.pid if self._link is not None and not self._link.closed else 0
 
     async def __aenter__(self) -> ProgramHost:
-        self.broken = asyncio.get_running_loop().create_future()
-        await self._spawner()
+        self.failed = asyncio.get_running_loop().create_future()
+        await self._current_spawner()
         self._watching = asyncio.create_task(self._watch())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         self._watching.cancel()
         await asyncio.gather(self._watching, return_exceptions=True)
-        self.broken.cancel()
+        self.failed.cancel()
         if self._link is not None:
             await self._link.end()
-            self._all_lost("the slot ends")
+            self._lose_all("the slot ends")
 
     @contextlib.asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Wait until there is room for one more program."""
-        async with self._free:
+    async def reserve(self) -> AsyncIterator[None]:
+        """Wait until one more program can run."""
+        async with self._reservations:
             yield
 
-    async def run(self, argv: Sequence[str], env: Mapping[str, str], stdin: bytes = b"") -> Ended:
+    async def run(self, argv: Sequence[str], env: Mapping[str, str], stdin: bytes = b"") -> ProgramExit:
         """Run a program to its end. Cancelling it kills the program and all that it started.
 
         Raises:
             NotStarted: there is no room for a process or its files now.
-            Lost: the spawner ended, and all its programs with it.
-            Broken: the arguments are too long.
+            EpisodeLost: the spawner ended, and all its programs with it.
+            EnvironmentFailed: the arguments are too long.
             RelaxError: no spawner can be started.
         """
-        running = _Running(next(self._numbers), await self._spawner())
+        running = RunningProgram(next(self._numbers), await self._current_spawner())
         self._running[running.number] = running
         try:
             async with contextlib.AsyncExitStack() as stack:
                 out, err = await self._start(running, argv, env, stdin, stack)
                 try:
-                    code, over = await self._until_ended(running)
+                    code, over = await self._wait_for_exit(running)
                 except asyncio.CancelledError:
                     await asyncio.shield(self._kill(running))
                     raise
@@ -177,68 +195,68 @@ class ProgramHost:
                     async with asyncio.timeout(DRAIN_S):
                         await out.over.wait()
                         await err.over.wait()
-                over = over or ("output" if running.too_much.is_set() else "")
-                return Ended(code, out.text(), err.text(), over)
+                over = over or ("output" if running.output_exceeded.is_set() else "")
+                return ProgramExit(code, out.text(), err.text(), over)
         finally:
             self._running.pop(running.number, None)
 
-    async def _until_ended(self, running: _Running) -> tuple[int, str]:
-        """Its exit code, and the limit that it passed."""
-        too_much = asyncio.ensure_future(running.too_much.wait())
+    async def _wait_for_exit(self, running: RunningProgram) -> tuple[int, str]:
+        """Return its exit code, and the limit that it exceeded."""
+        output_exceeded = asyncio.ensure_future(running.output_exceeded.wait())
         try:
-            either: list[asyncio.Future[Any]] = [running.ended, too_much]
+            either: list[asyncio.Future[Any]] = [running.ended, output_exceeded]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not running.ended.done():
                 await self._kill(running)
             return await running.ended
         finally:
-            too_much.cancel()
+            output_exceeded.cancel()
 
     async def _start(
         self,
-        running: _Running,
+        running: RunningProgram,
         argv: Sequence[str],
         env: Mapping[str, str],
         stdin: bytes,
         stack: contextlib.AsyncExitStack,
-    ) -> tuple[_Tail, _Tail]:
+    ) -> tuple[OutputTail, OutputTail]:
         message = json.dumps({"start": running.number, "argv": list(argv), "env": dict(env)}).encode()
-        if len(message) >= MOST_BYTES:
-            why = f"arguments and environment have {len(message)} bytes, {MOST_BYTES} at most"
+        if len(message) >= MAX_MESSAGE_BYTES:
+            why = f"arguments and environment have {len(message)} bytes, {MAX_MESSAGE_BYTES} at most"
             raise EnvironmentFailed(f"the program {argv[0]}", why=why, hint="have it read its task from standard input")
-        async with self._starts:
+        async with self._start_slots:
             fds: list[int] = []
             try:
                 fds.append(os.memfd_create("task", os.MFD_CLOEXEC))
                 os.write(fds[0], stdin)
                 os.lseek(fds[0], 0, os.SEEK_SET)
                 tails = []
-                for kept in (STDOUT_BYTES, STDERR_BYTES):
+                for kept in (MAX_STDOUT_BYTES, MAX_STDERR_BYTES):
                     ours, theirs = os.pipe2(os.O_CLOEXEC)
                     fds.append(theirs)
-                    tails.append(await self._listen_to(ours, _Tail(kept, running, self._most_printed), stack))
+                    tails.append(await self._listen_to(ours, OutputTail(kept, running, self._max_output_bytes), stack))
                 await running.link.send(message, fds)
             except OSError as error:
-                if error.errno is None or error.errno not in NO_ROOM:
+                if error.errno is None or error.errno not in NO_ROOM_ERRORS:
                     raise
-                raise NotStarted("a program", why=os.strerror(error.errno)) from error
+                raise ProgramNotStarted("a program", why=os.strerror(error.errno)) from error
             finally:
                 for fd in fds:
                     os.close(fd)
         return tails[0], tails[1]
 
     @property
-    def _most_printed(self) -> int:
+    def _max_output_bytes(self) -> int:
         return self._limits.output_mib * MIB
 
-    async def _listen_to(self, fd: int, tail: _Tail, stack: contextlib.AsyncExitStack) -> _Tail:
+    async def _listen_to(self, fd: int, tail: OutputTail, stack: contextlib.AsyncExitStack) -> OutputTail:
         file = stack.enter_context(os.fdopen(fd, "rb", 0))
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: tail, file)
         stack.callback(transport.close)
         return tail
 
-    async def _kill(self, running: _Running) -> None:
-        """Returns when it is dead."""
+    async def _kill(self, running: RunningProgram) -> None:
+        """Kill a program and wait until it is dead."""
         with contextlib.suppress(TimeoutError, RelaxError):
             async with asyncio.timeout(KILL_S):
                 await running.link.send(json.dumps({"kill": running.number}).encode())
@@ -246,74 +264,216 @@ class ProgramHost:
 
     # --- the spawner
 
-    async def _spawner(self) -> SpawnerLink:
-        """Have one.
+    async def _current_spawner(self) -> SpawnerLink:
+        """Return the running spawner; start one if there is none.
 
         Raises:
             RelaxError: it does not start, or a module cannot be imported.
         """
-        async with self._alone:
+        async with self._starting:
             if self._link is None or self._link.closed:
-                self._link = await SpawnerLink.start(self._cwd, self._preload, self._limits, self._heard)
+                self._link = await SpawnerLink.start(self._cwd, self._preload, self._limits, self._on_message)
             return self._link
 
-    def _heard(self, told: dict[str, object]) -> None:
-        number = told.get("ended", told.get("not_started"))
+    def _on_message(self, message: dict[str, object]) -> None:
+        number = message.get("ended", message.get("not_started"))
         running = self._running.get(number) if isinstance(number, int) else None
         if running is None or running.ended.done():
             return
-        if "ended" in told:
-            self._lost_in_a_row = 0
-            code = told["code"]
+        if "ended" in message:
+            self._crashes = 0
+            code = message["code"]
             assert isinstance(code, int)
-            running.ended.set_result((code, str(told["over"])))
+            running.ended.set_result((code, str(message["over"])))
         else:
-            running.ended.set_exception(NotStarted("a program", why=str(told["why"])))
+            running.ended.set_exception(ProgramNotStarted("a program", why=str(message["why"])))
 
-    def _all_lost(self, why: str) -> int:
-        """End the waiting of all that ran on a spawner that is gone; how many those were."""
+    def _lose_all(self, why: str) -> int:
+        """Fail all programs whose spawner is gone; return how many these were."""
         count = 0
         for running in self._running.values():
             if running.link.closed and not running.ended.done():
                 count += 1
                 running.ended.set_exception(EpisodeLost("a program", why=f"{why}, and the program with it"))
-                # Nobody may be waiting.
+                # Retrieve it: nobody may be waiting.
                 running.ended.exception()
         return count
 
     async def _watch(self) -> None:
-        """Replace a spawner that has ended or does not answer."""
+        """Replace a spawner that has died or does not answer."""
         try:
             while True:
-                link = await self._spawner_again()
-                why = f"its spawner {await self._until_gone(link)}"
-                self.lost += 1
-                self._lost_in_a_row += 1
-                self._tell("spawner_lost", why=why, programs=self._all_lost(why))
-                if self._lost_in_a_row >= LOST_IN_A_ROW:
-                    what = f"{LOST_IN_A_ROW} spawners of programs ended one after the other"
-                    raise Fruitless(what, why=why, hint="see the role's log, and the memory of the machine")
+                link = await self._start_spawner()
+                why = f"its spawner {await self._wait_until_gone(link)}"
+                self.spawners_lost += 1
+                self._crashes += 1
+                self._on_event("spawner_lost", why=why, programs=self._lose_all(why))
+                if self._crashes >= MAX_CRASHES:
+                    what = f"{MAX_CRASHES} spawners of programs ended one after the other"
+                    raise EpisodesStalled(what, why=why, hint="see the role's log, and the memory of the machine")
         except RelaxError as error:
-            self._all_lost(str(error))
-            if not self.broken.done():
-                self.broken.set_exception(error)
-                self.broken.exception()
+            self._lose_all(str(error))
+            if not self.failed.done():
+                self.failed.set_exception(error)
+                self.failed.exception()
 
-    async def _spawner_again(self) -> SpawnerLink:
+    async def _start_spawner(self) -> SpawnerLink:
         while True:
             try:
-                return await self._spawner()
-            except NotStarted:
-                await asyncio.sleep(RETRY_S)
+                return await self._current_spawner()
+            except ProgramNotStarted:
+                await asyncio.sleep(SPAWN_RETRY_S)
 
-    async def _until_gone(self, link: SpawnerLink) -> str:
-        """Returns when a spawner is no more; how it ended."""
+    async def _wait_until_gone(self, link: SpawnerLink) -> str:
+        """Wait for the end of a spawner, killing one that does not answer; return how it ended."""
         silent = 0
         while True:
             silent = 0 if link.answered else silent + 1
-            if silent >= SILENT:
+            if silent >= MAX_UNANSWERED:
                 await link.end(at_once=True)
-                return f"did not answer for {SILENT * self._watch_s:g} s"
-            link.ask()
-            if await link.gone(self._watch_s):
+                return f"did not answer for {MAX_UNANSWERED * self._ping_interval_s:g} s"
+            link.ping()
+            if await link.wait_closed(self._ping_interval_s):
                 return await link.end(at_once=True) or "ended"
+
+
+class ProgramNotStarted(RelaxError):
+    """There was no room for a process or its files: it may be retried."""
+
+
+class SpawnerLink:
+    """The slot's end of one spawner.
+
+    Attributes:
+        closed: it has died, or is being ended.
+    """
+
+    def __init__(self, process: Process, link: socket.socket, on_message: Callable[[dict[str, Any]], None]) -> None:
+        self._process, self._link, self._on_message = process, link, on_message
+        self._listening: asyncio.Task[None] | None = None
+        self._pings = self._answered = 0
+        self.closed = False
+
+    @classmethod
+    async def start(
+        cls, cwd: Path, preload: Sequence[str], limits: ProgramLimits, on_message: Callable[[dict[str, Any]], None]
+    ) -> SpawnerLink:
+        """Start a spawner.
+
+        Raises:
+            NotStarted: there is no room for it now.
+            RelaxError: it does not start, or a module cannot be imported.
+        """
+        setup = {
+            "cwd": str(cwd),
+            "preload": list(preload),
+            "limits": msgspec.to_builtins(limits),
+            "parent": os.getpid(),
+        }
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours.setblocking(False)
+            with theirs:
+                command = (sys.executable, "-m", MODULE, str(theirs.fileno()), json.dumps(setup))
+                process = await asyncio.create_subprocess_exec(
+                    *command, pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL
+                )
+        except OSError as error:
+            if error.errno is None or error.errno not in NO_ROOM_ERRORS:
+                raise
+            raise ProgramNotStarted("the spawner of programs", why=os.strerror(error.errno)) from error
+        found = cls(process, ours, on_message)
+        await found._until_ready()
+        return found
+
+    async def _until_ready(self) -> None:
+        try:
+            async with asyncio.timeout(START_S):
+                ready = json.loads(await self._receive() or b'{"ready": "its process ended"}')["ready"]
+        except TimeoutError:
+            ready = f"it was not ready within {START_S:g} s"
+        except BaseException:
+            await asyncio.shield(self.end(at_once=True))
+            raise
+        if ready:
+            await self.end(at_once=True)
+            raise RelaxError("the spawner of programs", why=ready, hint="see roles.env.options.preload")
+        self._listening = asyncio.create_task(self._listen())
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    async def send(self, message: bytes, fds: Sequence[int] = ()) -> None:
+        """Send a message, waiting for room in the socket.
+
+        Raises:
+            EpisodeLost: the spawner is gone.
+        """
+        while True:
+            try:
+                socket.send_fds(self._link, [message], fds)
+            except BlockingIOError:
+                await asyncio.sleep(SEND_RETRY_S)
+            except OSError as error:
+                raise EpisodeLost("a program", why=f"its spawner is gone ({error})") from error
+            else:
+                return
+
+    def ping(self) -> None:
+        """Ask for an answer; see `answered`."""
+        self._pings += 1
+        # If the socket is full, the spawner does not read: no answer will come either.
+        with contextlib.suppress(OSError):
+            self._link.send(json.dumps({"ping": self._pings}).encode())
+
+    @property
+    def answered(self) -> bool:
+        """Whether the last ping was answered."""
+        return self._answered == self._pings
+
+    async def wait_closed(self, within_s: float) -> bool:
+        """Return whether it has ended within this time."""
+        assert self._listening is not None
+        await asyncio.wait({self._listening}, timeout=within_s)
+        return self._listening.done()
+
+    async def end(self, *, at_once: bool = False) -> str:
+        """End it with its programs; return how it ended.
+
+        Args:
+            at_once: it has died, or does not read; else it gets time to end its programs.
+        """
+        self.closed = True
+        if self._listening is not None:
+            self._listening.cancel()
+            await asyncio.gather(self._listening, return_exceptions=True)
+        self._link.close()
+        for wait_s in (0.0 if at_once else END_WAIT_S, END_WAIT_S):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._process.wait()
+            if self._process.returncode is not None:
+                break
+            # Not Process.kill(), which would reap a process that has just died: wait() would not learn how it ended.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
+        code = self._process.returncode
+        return "" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+    async def _receive(self) -> bytes:
+        return await asyncio.get_running_loop().sock_recv(self._link, MAX_MESSAGE_BYTES)
+
+    async def _listen(self) -> None:
+        try:
+            while body := await self._receive():
+                message = json.loads(body)
+                if "pong" in message:
+                    self._answered = message["pong"]
+                else:
+                    self._on_message(message)
+        except OSError:
+            pass
+        finally:
+            self.closed = True

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from relax_rt.config.problems import KeyPath, Problem
+from relax_rt.config.schema import RunConfig
+from relax_rt.roles.agentic.episode import PlayedEpisode
 from relax_rt.roles.agentic.errors import EnvironmentFailed
-from relax_rt.roles.agentic.interface import checked
+from relax_rt.roles.agentic.interface import Task, checked
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.agentic.tokens.messages import ASSISTANT
-from relax_rt.roles.agentic.tokens.types import CONTEXT, Message
+from relax_rt.roles.agentic.tokens.types import CONTEXT, Episode, Message
 from relax_rt.roles.models.chat_template import calls_of, parsed_arguments, words
+from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rewards.checks import sandbox_commands
 from relax_rt.roles.rewards.compose import read_components
 from relax_rt.roles.rewards.dry_run import offered_info
 from relax_rt.roles.rewards.scoring import Failed, Request, Score
 from relax_rt.roles.rewards.settings import ComponentTable, RewardTable
-
-if TYPE_CHECKING:
-    from relax_rt.config.schema import RunConfig
-    from relax_rt.roles.agentic.episode import Played
-    from relax_rt.roles.agentic.interface import Task
-    from relax_rt.roles.agentic.tokens import Episode
-    from relax_rt.roles.models.tokenizer import ChatTokenizer
 
 PLACE: KeyPath = ("roles", "env")
 KEY = "rewards"
@@ -72,7 +67,7 @@ def check_rewards(config: RunConfig) -> Iterator[Problem]:
             yield Problem((*PLACE, KEY, index, "name"), message, "have the environment ask a model of its own")
 
 
-def request_of(task: Task, played: Played, tokenizer: ChatTokenizer) -> Request:
+def request_of(task: Task, played: PlayedEpisode, tokenizer: ChatTokenizer) -> Request:
     """What a reward function gets of an episode: its last reply, or what its program printed, as the completion; and
     all turns."""
 
@@ -119,7 +114,7 @@ def _text(message: Message) -> str:
     return "\n".join(lines)
 
 
-def rewarded(played: Played, score: Score | Failed, labels: list[str]) -> Played:
+def rewarded(played: PlayedEpisode, score: Score | Failed, labels: list[str]) -> PlayedEpisode:
     """An episode with what the components give it: to its turns where they say so, else to its last reply.
 
     Args:

@@ -1,4 +1,4 @@
-"""From an episode that was played to what the queue gets: one sample, its branches one after the other."""
+"""Turn a finished episode into the sample that is put into the queue: its branches, one after the other."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_rt.roles.agentic.episode import Played
+from relax_rt.roles.agentic.episode import PlayedEpisode
 from relax_rt.roles.agentic.interface import Task
-from relax_rt.roles.agentic.tokens import Branch
+from relax_rt.roles.agentic.tokens.types import Branch
 from relax_rt.roles.base.sample import Sample, SampleMeta, TurnSpan, content_digest, generated_columns
 from relax_rt.roles.data.media.pictures import IMAGE, Placed, Shown
 from relax_rt.roles.models.tokenizer import ChatTokenizer
@@ -22,14 +22,14 @@ from relax_rt.transport.queue.ledger.messages import SampleKey, Ticket, VersionS
 from relax_rt.transport.rpc.errors import Refused
 
 TRUNCATED_BY = "truncated_by"
-"""Key of meta.info: see Played.truncated."""
+"""Key of meta.info with PlayedEpisode.truncated."""
 
 
 def make_sample(
     ticket: Ticket,
     member: int,
     task: Task,
-    played: Played,
+    played: PlayedEpisode,
     *,
     tokenizer: ChatTokenizer,
     sampling: dict[str, float | int | str],
@@ -37,7 +37,7 @@ def make_sample(
     routing: RoutingShape | None = None,
     sees: bool = False,
 ) -> Sample:
-    """The sample of a member; T tokens are those of all branches.
+    """Return the sample of a member; its T tokens are those of all branches.
 
     `meta.info` has the rewards of the assistant's turns, and the states before them if the environment tells of all.
 
@@ -103,7 +103,7 @@ def make_sample(
 
 
 def _routing(shape: RoutingShape, branches: Sequence[Branch], name: str) -> NDArray[np.int16]:
-    """Rows of all branches, int16 [T - 1, layers, k]; between two the last token of the first, sent nowhere."""
+    """Return the routing rows of all branches, int16 [T - 1, layers, k]; a branch's last token has no expert."""
     parts: list[NDArray[np.int16]] = []
     for number, branch in enumerate(branches):
         if len(branch.routing) != (len(branch.tokens) - 1) * shape.row_bytes:
@@ -117,9 +117,9 @@ def _routing(shape: RoutingShape, branches: Sequence[Branch], name: str) -> NDAr
     return np.concatenate(parts[:-1])
 
 
-def _turn_rewards(played: Played, trained: set[str]) -> dict[str, float]:
-    """Of the replies that are trained, by id. What one that is not was given, the trained one before it gets: it led
-    there, and none after it did."""
+def _turn_rewards(played: PlayedEpisode, trained: set[str]) -> dict[str, float]:
+    """Return the rewards of trained replies, by id. The reward of an untrained one goes to the trained one before it,
+    which led to it."""
     rewards, last = dict.fromkeys(trained, 0.0), ""
     for reply, value in played.rewards.items():
         last = reply if reply in trained else last
@@ -128,15 +128,15 @@ def _turn_rewards(played: Played, trained: set[str]) -> dict[str, float]:
     return rewards
 
 
-def as_put(sample: Sample) -> NewSample:
-    """As the queue's client takes it: the reward is there from the beginning."""
+def new_sample(sample: Sample) -> NewSample:
+    """Return a sample for the queue's client, with its reward."""
     key = SampleKey(sample.meta.group, sample.meta.member)
     columns = {**generated_columns(sample), "reward": np.float32(sample.reward or 0.0), "rewards": sample.rewards}
     return NewSample(key, columns, sample.versions)
 
 
-def made_record(slot: str, sample: Sample) -> dict[str, Any]:
-    """Our own word of what we made, apart from the queue's; as that of a rollout."""
+def produced_record(slot: str, sample: Sample) -> dict[str, Any]:
+    """Return the metrics record of a produced sample, which is independent of the queue's journal; as a rollout's."""
     versions = sorted({span.version for span in sample.versions})
     name = f"{sample.meta.group}.{sample.meta.member}"
     return {

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from relax_rt.config.loader import role_settings
-from relax_rt.config.schema import Filled, RoleSettings, Seconds
+from relax_rt.config.schema import Filled, RoleSettings, RunConfig, Seconds
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.rewards.settings import ComponentTable
 from relax_rt.roles.rollout.engines.settings import SamplingTable
-
-if TYPE_CHECKING:
-    from relax_rt.config.schema import RunConfig
 
 KIND = "env"
 PROGRAM = "program"

@@ -1,55 +1,53 @@
-"""Which tasks episodes are about: those of the run's data, or seeds."""
+"""The tasks of episodes: items of the run's data, or seeds."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from relax_rt.config.schema import RunConfig
 from relax_rt.roles.agentic.interface import Task
+from relax_rt.roles.agentic.settings import EnvSettings
+from relax_rt.roles.data.items import PromptItem
 from relax_rt.roles.data.settings import DataTable
-
-if TYPE_CHECKING:
-    from relax_rt.config.schema import RunConfig
-    from relax_rt.roles.agentic.settings import EnvSettings
-    from relax_rt.roles.data.items import PromptItem
-    from relax_rt.roles.data.source import PromptSource
-    from relax_rt.roles.models.tokenizer import ChatTokenizer
+from relax_rt.roles.data.source import PromptSource
+from relax_rt.roles.models.tokenizer import ChatTokenizer
 
 TRAIN, HELD_OUT = "train", "held_out"
 SEED_BITS = 31
-"""Environments feed seeds to generators of every kind; some take no more."""
+"""Some random generators that environments seed take no more bits."""
 
 
 class Tasks(Protocol):
     """The tasks of a run."""
 
     def train(self, index: int, item: int | None = None) -> Task:
-        """The task at `index` of the run's order; item: a data item that a sampler chose for it instead."""
+        """Return the task at `index` of the run's order; item: a data item that a sampler chose instead."""
 
     def held_out(self, count: int) -> list[Task]:
-        """The first `count` held-out tasks, or as many as there are: the same in every run."""
+        """Return the first `count` held-out tasks, or as many as there are; the same in every run."""
 
 
 def seed_of(split: str, name: str) -> int:
-    """Seed of a task: blake2b of split and name, 31 bits. It depends on nothing else, so that runs with different seeds
-    train and evaluate on the same tasks, and no task is in both splits."""
+    """Return the seed of a task: blake2b of split and name, 31 bits. It depends on nothing else, so runs with different
+    seeds train and evaluate on the same tasks, and no task is in both splits."""
     digest = hashlib.blake2b(f"{split} {name}".encode(), digest_size=8, person=b"relax-task").digest()
     return int.from_bytes(digest, "little") >> (64 - SEED_BITS)
 
 
 class SeedTasks:
-    """Tasks that differ in their seed alone; after the last one the first comes again."""
+    """Tasks that differ in their seed only; after the last one, the first follows again."""
 
     def __init__(self, count: int) -> None:
         self.count = count
 
     def train(self, index: int, item: int | None = None) -> Task:
-        """See Tasks."""
+        """Return the task at `index`."""
         return self._task(TRAIN, index, (index if item is None else item) % self.count)
 
     def held_out(self, count: int) -> list[Task]:
-        """See Tasks."""
+        """Return the first held-out tasks."""
         return [self._task(HELD_OUT, number, number) for number in range(count)]
 
     def _task(self, split: str, index: int, number: int) -> Task:
@@ -57,17 +55,17 @@ class SeedTasks:
 
 
 class DataTasks:
-    """The items of [data], with its order and its split."""
+    """The items of [data], in its order and splits."""
 
     def __init__(self, source: PromptSource) -> None:
         self._source = source
 
     def train(self, index: int, item: int | None = None) -> Task:
-        """See Tasks."""
+        """Return the task at `index`."""
         return self._task(index, self._source.prompt(index, item))
 
     def held_out(self, count: int) -> list[Task]:
-        """See Tasks."""
+        """Return the first held-out tasks."""
         return [self._task(number, item) for number, item in enumerate(self._source.held_out[:count])]
 
     def _task(self, index: int, item: PromptItem) -> Task:
@@ -85,14 +83,13 @@ class DataTasks:
 
 
 def first_task(config: RunConfig, settings: EnvSettings, tokenizer: ChatTokenizer) -> Task:
-    """The first held-out task of a run that has not begun.
+    """Return the first held-out task of a run that has not started.
 
     Raises:
         RelaxError: bad data.
     """
     if settings.tasks is not None:
         return SeedTasks(settings.tasks).held_out(1)[0]
-    from relax_rt.roles.data.source import PromptSource
 
     source = PromptSource.load(
         config.table(DataTable), tokenizer, seed=config.run.seed, config_dir=Path(config.config_dir)
@@ -101,14 +98,13 @@ def first_task(config: RunConfig, settings: EnvSettings, tokenizer: ChatTokenize
 
 
 def load_tasks(config: RunConfig, settings: EnvSettings, tokenizer: ChatTokenizer, run_dir: Path) -> Tasks:
-    """The tasks of a run: its data, unless the environment makes them from seeds.
+    """Load the tasks of a run: its data, unless the environment creates them from seeds.
 
     Raises:
         RelaxError: bad data.
     """
     if settings.tasks is not None:
         return SeedTasks(settings.tasks)
-    from relax_rt.roles.data.source import PromptSource
 
     folder = Path(config.config_dir)
     seed = config.run.seed

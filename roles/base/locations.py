@@ -14,7 +14,7 @@ MODEL_CODE = ("transformers.models.llama.modeling_llama", "transformers.models.q
 
 
 def model_folder(ctx: RoleContext) -> Path:
-    """The Hugging Face folder of the model; a package was converted at the launch."""
+    """Return the Hugging Face folder of the model; a package was converted at the launch."""
     return resolve_model(ctx.config.table(ModelTable).path, Path(ctx.config.config_dir))
 
 

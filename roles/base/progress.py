@@ -24,7 +24,7 @@ class NoProgress(GivenUp):
 
 
 async def without_retired(queue: QueueClient, tickets: list[Ticket], item: Callable[[Ticket], str]) -> list[Ticket]:
-    """The tickets whose items are not retired; the others are skipped."""
+    """Return the tickets whose items are not retired; skip the others."""
     gone = [ticket.group for ticket in tickets if queue.retired and item(ticket) in queue.retired]
     if gone:
         await queue.skip_groups(gone)

@@ -65,7 +65,7 @@ class SampleMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bare_meta(group: int, member: int) -> SampleMeta:
-    """Of a sample that no engine of a run made, as a supervised row: it has its place in a group and nothing else."""
+    """Return the meta of a sample that no engine generated, such as a supervised row: its group and member alone."""
     return SampleMeta(
         group=group,
         member=member,
@@ -132,9 +132,9 @@ REFERENCE_FIELDS = ("tokens", "loss_mask", "behaviour_logprobs", "meta")
 
 
 def task_fields(roles: Collection[str], *, rewarded: bool = False, sees: bool = False) -> dict[str, tuple[str, ...]]:
-    """TASK_FIELDS of a run with these kinds of role: with a reference, training waits for its log-probabilities.
+    """Return TASK_FIELDS for a run with these roles: with a reference, training waits for its log-probabilities.
 
-    rewarded: samples have their reward from the beginning. sees: the model does, and samples have pictures, or none.
+    rewarded: samples have their reward when they are put. sees: the model takes pictures, so training waits for them.
     """
     tasks = {name: fields for name, fields in TASK_FIELDS.items() if name != "reward" or not rewarded}
     if sees:
@@ -146,7 +146,7 @@ def task_fields(roles: Collection[str], *, rewarded: bool = False, sees: bool = 
 
 
 def content_digest(sample: Sample) -> str:
-    """16 hex digits of what was sampled: tokens and their log-probabilities.
+    """Return 16 hex digits of the sampled tokens and their log-probabilities.
 
     Recorded by who made a sample and by who trained on it, so that the two can be compared.
     """
@@ -156,8 +156,10 @@ def content_digest(sample: Sample) -> str:
 
 
 def generated_columns(sample: Sample) -> dict[str, Any]:
-    """What a rollout puts: tokens, mask, behaviour log-probabilities, meta; routing rows when there are any, and
-    pictures, or that there are none, where the model sees."""
+    """Return the columns that a producer puts: tokens, mask, behaviour log-probabilities and meta.
+
+    Routing rows are there if the sample has any; pictures, perhaps none, where the model takes pictures.
+    """
     columns: dict[str, Any] = {
         "tokens": sample.tokens,
         "loss_mask": sample.loss_mask,
@@ -172,7 +174,7 @@ def generated_columns(sample: Sample) -> dict[str, Any]:
 
 
 def read_sample(leased: LeasedSample) -> Sample:
-    """A leased sample as its type. Arrays are views in shared memory."""
+    """Read a leased sample. Its arrays are views in shared memory."""
 
     def optional(name: str) -> Any:
         return leased[name] if name in leased else None  # noqa: SIM401 a LeasedSample is no dict
@@ -203,5 +205,5 @@ def read_sample(leased: LeasedSample) -> Sample:
 
 
 def _pictures(meta: SampleMeta, held: Mapping[str, bytes]) -> list[Shown]:
-    """The pictures of a sample: `meta.media` says where they stand, the column has each one's bytes once."""
+    """Return the pictures: `meta.media` has their places among the tokens, the column the bytes by digest."""
     return [Shown(one["start"], one["end"], held[one["digest"]]) for one in meta.media]

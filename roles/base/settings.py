@@ -12,7 +12,7 @@ from relax_rt.config.schema import Filled, Seconds, Table
 
 
 class ProgressTable(Table):
-    """When a run that loses what it makes is ended, and what it gives up by itself (docs/guides/progress.md)."""
+    """When a run that trains nothing is ended, and which items it retires by itself (docs/guides/progress.md)."""
 
     failed_groups: Annotated[int, Field(ge=1, le=1_000_000)] = 64
     """So many groups that fail one after the other, with none whole or trained in between, end the run. A group fails

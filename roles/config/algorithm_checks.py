@@ -12,9 +12,9 @@ from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.models.cache import say
 from relax_rt.roles.models.settings import ShardedSettings
 from relax_rt.roles.rollout.engines.settings import SamplingTable
-from relax_rt.roles.training.algorithms.dry_run import CALLS_S, Asked, call_in_process
-from relax_rt.roles.training.algorithms.objective import COMMON_OPTIONS, Parts, read_parts
-from relax_rt.roles.training.algorithms.registry import Bound, Kind, bind, parts
+from relax_rt.roles.training.algorithms.dry_run import CALLS_S, DryRunRequest, call_in_process
+from relax_rt.roles.training.algorithms.objective import COMMON_OPTIONS, ObjectiveParts, read_parts
+from relax_rt.roles.training.algorithms.registry import BoundPart, Kind, bind, parts
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.critic.settings import CriticSettings
 
@@ -65,7 +65,7 @@ def _filters(config: RunConfig, base: Path) -> Iterator[Problem]:
         yield Problem(("algorithm", "refill"), "refill has no effect without filters", "leave it out", at="key")
 
 
-def _streaming(config: RunConfig, parts: Parts) -> Iterator[Problem]:
+def _streaming(config: RunConfig, parts: ObjectiveParts) -> Iterator[Problem]:
     """Gradients before the batch is whole, asked for where there can be none."""
     if not config.table(AlgorithmTable).streaming:
         return
@@ -77,7 +77,7 @@ def _streaming(config: RunConfig, parts: Parts) -> Iterator[Problem]:
         yield Problem(("algorithm", "streaming"), message, "leave it out")
 
 
-def _updates(config: RunConfig, parts: Parts) -> Iterator[Problem]:
+def _updates(config: RunConfig, parts: ObjectiveParts) -> Iterator[Problem]:
     """Several updates of one step, where there cannot be as many."""
     table, place = config.table(AlgorithmTable), ("algorithm", "updates_per_step")
     if table.updates_per_step == 1:
@@ -100,7 +100,7 @@ def _updates(config: RunConfig, parts: Parts) -> Iterator[Problem]:
         yield Problem(place, message, "set updates_per_step = 1")
 
 
-def _columns(config: RunConfig, parts: Parts) -> Iterator[Problem]:
+def _columns(config: RunConfig, parts: ObjectiveParts) -> Iterator[Problem]:
     """Columns that a role of its own has to compute."""
     for part in parts.all():
         for need in sorted(part.needs & ROLE.keys()):
@@ -109,7 +109,7 @@ def _columns(config: RunConfig, parts: Parts) -> Iterator[Problem]:
                 yield Problem(part.place, message, f"add [roles.{role}], or use another {part.part.kind}")
 
 
-def _returns(parts: Parts) -> Iterator[Problem]:
+def _returns(parts: ObjectiveParts) -> Iterator[Problem]:
     """A critic that nobody tells what to learn."""
     asks = next((part for part in parts.all() if "values" in part.needs), None)
     advantage = parts.advantage
@@ -122,7 +122,7 @@ def _returns(parts: Parts) -> Iterator[Problem]:
         yield Problem(advantage.place, message, hint)
 
 
-def _weights(parts: Parts) -> Iterator[Problem]:
+def _weights(parts: ObjectiveParts) -> Iterator[Problem]:
     """Importance weights that would count twice."""
     weighting = [c for c in parts.corrections if "weights" in c.part.traits]
     for second in weighting[1:]:
@@ -143,7 +143,7 @@ def _weights(parts: Parts) -> Iterator[Problem]:
             yield Problem(correction.place, message, hint)
 
 
-def _kl(parts: Parts) -> Iterator[Problem]:
+def _kl(parts: ObjectiveParts) -> Iterator[Problem]:
     kl = parts.kl
     if kl is None:
         return
@@ -159,7 +159,7 @@ def _kl(parts: Parts) -> Iterator[Problem]:
         yield Problem(kl.place, message, 'set place = "loss"')
 
 
-def _pairs(parts: Parts) -> Iterator[Problem]:
+def _pairs(parts: ObjectiveParts) -> Iterator[Problem]:
     paired, counted = "pairs" in parts.loss.needs, "pairs" in parts.aggregation.part.traits
     if paired and not counted:
         message = f"loss '{parts.loss.part.name}' is of pairs, and '{parts.aggregation.part.name}' counts none"
@@ -171,7 +171,7 @@ def _pairs(parts: Parts) -> Iterator[Problem]:
         yield Problem(parts.aggregation.place, message, 'use "token_mean", "sequence_mean" or "fixed_length"')
 
 
-def _judgement(parts: Parts) -> Iterator[Problem]:
+def _judgement(parts: ObjectiveParts) -> Iterator[Problem]:
     """A loss that looks at no advantage with a part that computes one, and the other way round."""
     blind, unjudged = "unjudged" in parts.loss.part.traits, "unjudged" in parts.advantage.part.traits
     if blind and not unjudged:
@@ -189,7 +189,7 @@ BOUNDS = ("clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative")
 SEVERAL = "set updates_per_step to 2 or more"
 
 
-def check_idle(config: RunConfig, found: Parts) -> Iterator[Problem]:
+def check_idle(config: RunConfig, found: ObjectiveParts) -> Iterator[Problem]:
     """What was written and would have no effect."""
     table = config.table(AlgorithmTable)
     yield from _dropped(table, found)
@@ -201,7 +201,7 @@ def check_idle(config: RunConfig, found: Parts) -> Iterator[Problem]:
         yield from _value_clip(config)
 
 
-def _dropped(table: AlgorithmTable, found: Parts) -> Iterator[Problem]:
+def _dropped(table: AlgorithmTable, found: ObjectiveParts) -> Iterator[Problem]:
     """Common options that no part has, or that each part gives otherwise."""
     for key in COMMON_OPTIONS:
         if key not in table.model_fields_set:
@@ -218,7 +218,7 @@ def _dropped(table: AlgorithmTable, found: Parts) -> Iterator[Problem]:
             yield _idle(key, message, "take it out there")
 
 
-def _std(advantage: Bound) -> Iterator[Problem]:
+def _std(advantage: BoundPart) -> Iterator[Problem]:
     options = advantage.options
     if "std_of" in options.model_fields_set and getattr(options, "normalise_std", True) is False:
         message = "std_of has no effect with normalise_std = false: nothing is divided by a standard deviation"
@@ -226,7 +226,7 @@ def _std(advantage: Bound) -> Iterator[Problem]:
         yield Problem(place, message, "leave it out, or set normalise_std = true", at="key")
 
 
-def _truncation(table: AlgorithmTable, advantage: Bound) -> Iterator[Problem]:
+def _truncation(table: AlgorithmTable, advantage: BoundPart) -> Iterator[Problem]:
     """Rewards that are changed, where nobody looks at them."""
     known = advantage.part in parts("advantage").values()
     changes = table.truncated in ("zero_reward", "soft_penalty") and "truncated" in table.model_fields_set
@@ -238,7 +238,7 @@ def _truncation(table: AlgorithmTable, advantage: Bound) -> Iterator[Problem]:
         yield _idle("truncated", message, 'set "mask"')
 
 
-def _idle_corrections(found: Parts) -> Iterator[Problem]:
+def _idle_corrections(found: ObjectiveParts) -> Iterator[Problem]:
     loss = found.loss
     if not found.corrections or not ("pairs" in loss.needs or "unjudged" in loss.part.traits):
         return
@@ -247,7 +247,7 @@ def _idle_corrections(found: Parts) -> Iterator[Problem]:
     yield Problem(found.corrections[0].place, message, "leave them out")
 
 
-def _bounds(table: AlgorithmTable, loss: Bound) -> Iterator[Problem]:
+def _bounds(table: AlgorithmTable, loss: BoundPart) -> Iterator[Problem]:
     """Bounds of a ratio that is always 1: to the policy before the step's first update, which is its only one."""
     if "ratio" not in loss.part.traits or getattr(loss.options, "ratio_to", "proximal") != "proximal":
         return
@@ -275,7 +275,7 @@ def _value_clip(config: RunConfig) -> Iterator[Problem]:
         yield Problem(("roles", "critic", "value_clip"), message, f"leave it out, or {SEVERAL}", at="key")
 
 
-def _keys_of(table: AlgorithmTable, one: Bound) -> Collection[str]:
+def _keys_of(table: AlgorithmTable, one: BoundPart) -> Collection[str]:
     """Keys of the table that names the part; none if it is named alone."""
     given: Any = table
     for step in one.place[1:]:
@@ -307,7 +307,7 @@ def check_own_parts(config: RunConfig, *, calls_s: float = CALLS_S) -> list[Prob
         return []
     needs = frozenset[str]().union(*(part.needs for part in parts.all()))
     turns = "env" in config.roles or bool(needs & {"turn_rewards", "turn_states"})
-    found = call_in_process(Asked(table, base, longest, turns, calls_s))
+    found = call_in_process(DryRunRequest(table, base, longest, turns, calls_s))
     if found is None:
         return []
     if not found.returned and _trains_on_gpu(config):

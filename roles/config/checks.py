@@ -13,10 +13,10 @@ from relax_rt.roles.agentic.checks import check_environment
 from relax_rt.roles.agentic.settings import env_settings, longest_tokens
 from relax_rt.roles.config.algorithm_checks import check_algorithm
 from relax_rt.roles.config.cold_start_checks import check_cold_start
+from relax_rt.roles.config.evaluation_checks import check_evaluation
 from relax_rt.roles.config.progress import slowest_s
 from relax_rt.roles.config.publication_checks import check_publication
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.evaluation.checks import check_evaluation
 from relax_rt.roles.evaluation.settings import EvaluatorSettings
 from relax_rt.roles.models.settings import ShardedSettings, TrainedSettings
 from relax_rt.roles.rewards.checks import check_judge, check_reward

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from relax_rt.cluster.nodes.api import HEAD
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RunConfig
+from relax_rt.roles.models.cache import say
 from relax_rt.roles.training.algorithms.learning_rate import check_rates
 from relax_rt.roles.training.algorithms.settings import ColdStartTable
 from relax_rt.roles.training.backend.settings import TrainerSettings
@@ -82,15 +83,14 @@ def preflight_cold_start(
     Args:
         context: positions that the model has, if it says so.
     """
-    from relax_rt.roles.models.cache import say
-    from relax_rt.roles.training.sft.data import Faults, load
+    from relax_rt.roles.training.sft.data import UnusableRows, load_sft_data
 
     table = config.table(ColdStartTable)
     if not table.wanted:
         return
     try:
-        data = load(config, config_dir, source, tokenizer)
-    except Faults as error:
+        data = load_sft_data(config, config_dir, source, tokenizer)
+    except UnusableRows as error:
         for fault in error.each:
             yield Problem((*PLACE, "path"), f"{fault.what}: {fault.why}", fault.hint)
         return

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
+
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import MIB, RoleSettings, RunConfig
 from relax_rt.roles.agentic.settings import env_settings, is_program, longest_tokens
@@ -120,7 +122,7 @@ def engine_warnings(config: RLConfig, folder: Path) -> Iterator[str]:
 
 def _journal(config: RLConfig, table: RolloutSettings, shape: RoutingShape) -> Iterator[str]:
     token_bytes = TOKEN_BYTES + shape.row_bytes
-    kept = QueueLimits().mark_bytes // token_bytes
+    kept = QueueLimits().partial_bytes // token_bytes
     members = table.count * table.groups_in_flight * config.algorithm.group_size
     need = members * min(kept, config.sampling.max_new_tokens) * token_bytes
     if need > config.queue.marks_mib * MIB:
@@ -192,7 +194,6 @@ def check_computed(config: RunConfig, folder: Path) -> Iterator[Problem]:
     own |= isinstance(trainer, TrainerSettings) and trainer.backend == "torch"
     if not own:
         return
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     from relax_rt.roles.models.forward import OTHER_MODELS, UNLIKE, not_computed

@@ -11,8 +11,8 @@ from relax_rt.cluster.nodes.api import HEAD
 from relax_rt.cluster.nodes.machine import count_gpus
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RunConfig
+from relax_rt.roles.config.dtypes import EXPLICIT, setting
 from relax_rt.roles.evaluation.settings import EvaluatorSettings
-from relax_rt.roles.models.dtypes import EXPLICIT, setting
 from relax_rt.roles.rollout.engines.communicator import communicator_of, without_gpu
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable

@@ -1,4 +1,4 @@
-"""A reward function's word on held-out completions."""
+"""Judge held-out completions of a set with its own reward function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_STUCK = 2
 """Batches in which a call may hang: each costs its deadline."""
 
 
-class Text(msgspec.Struct, frozen=True):
+class JudgedCompletion(msgspec.Struct, frozen=True):
     """A completion to judge: its text without special tokens, its length in tokens, and how it ended."""
 
     text: str
@@ -35,7 +35,7 @@ class Text(msgspec.Struct, frozen=True):
         return self.finish_reason == "stop"
 
 
-class Verdict(msgspec.Struct):
+class SetVerdict(msgspec.Struct):
     """Which completions are right, and the mean reward of those that have one.
 
     Attributes:
@@ -50,7 +50,7 @@ class Verdict(msgspec.Struct):
     reason: str = ""
 
 
-class Judge:
+class SetJudge:
     """Judges completions of one set with its reward function.
 
     Args:
@@ -66,9 +66,9 @@ class Judge:
         self._stuck = 0
 
     async def judge(
-        self, items: Sequence[PromptItem], texts: Sequence[Text], after_each: Callable[[], None]
-    ) -> Verdict:
-        """Judge the completions, as many of each item, item by item. Once calls hang, the rest goes unjudged.
+        self, items: Sequence[PromptItem], texts: Sequence[JudgedCompletion], after_each: Callable[[], None]
+    ) -> SetVerdict:
+        """Judge the completions, given item by item; once calls hang, the rest is not judged.
 
         Raises:
             RelaxError: the function cannot be loaded.
@@ -78,7 +78,7 @@ class Judge:
             self._started = True
         samples = len(texts) // len(items)
         requests = [self._request(items[i // samples], text) for i, text in enumerate(texts)]
-        verdict = Verdict([])
+        verdict = SetVerdict([])
         rewards: list[float] = []
         size = self._rewards.concurrency
         for first in range(0, len(requests), size):
@@ -100,7 +100,7 @@ class Judge:
         self._stuck += any(isinstance(result, Failed) and result.excess for result in results)
         return results
 
-    def _request(self, item: PromptItem, text: Text) -> Request:
+    def _request(self, item: PromptItem, text: JudgedCompletion) -> Request:
         about = {
             "item": item.item,
             "split": item.split,
@@ -111,5 +111,5 @@ class Judge:
         return Request(text.text, item.answer, offered_info(item.question, item.metadata, None, **about))
 
     async def close(self) -> None:
-        """End its processes."""
+        """Stop its worker processes."""
         await self._rewards.close()

@@ -9,10 +9,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
+from relax_rt.observe.metrics import read_metrics
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.data.items import answer_text
 from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.data.source import PromptSource
+from relax_rt.roles.evaluation.judge import JudgedCompletion, SetJudge
+from relax_rt.roles.evaluation.sampling import HeldOutSampler, requests_of
+from relax_rt.roles.evaluation.scoring import evaluate
+from relax_rt.roles.evaluation.sets import MAIN, VersionLineage, load_set, schedules
 from relax_rt.roles.evaluation.settings import EvaluationTable, EvaluatorSettings
+from relax_rt.roles.models.tokenizer import load_tokenizer
+from relax_rt.roles.rewards.dry_run import task_of
 from relax_rt.roles.rewards.settings import RewardTable
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.base.versions import ROOT, VersionRecord
@@ -20,9 +29,9 @@ from relax_rt.transport.base.versions import ROOT, VersionRecord
 if TYPE_CHECKING:
     from relax_rt.roles.data.items import PromptItem
     from relax_rt.roles.data.source import PromptSource
-    from relax_rt.roles.evaluation.judge import Judge, Text
-    from relax_rt.roles.evaluation.sampling import Asker
-    from relax_rt.roles.evaluation.sets import Course, Recipe
+    from relax_rt.roles.evaluation.judge import JudgedCompletion, SetJudge
+    from relax_rt.roles.evaluation.sampling import HeldOutSampler
+    from relax_rt.roles.evaluation.sets import EvaluationSchedule, SetSpec
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.rollout.engines.base import Engine
     from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
@@ -34,7 +43,7 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
     """Evaluates on items that training never sees: those that [data] holds out, by hash of the canonical question, and
     the sets of [evaluation], one after the other.
 
-    It finishes after the evaluation of the last step's weights; with the trainer it is what the run waits for. What it
+    It finishes after the evaluation of the last step's weights; the run waits for it and the trainer. What it
     has evaluated is read back from metrics.jsonl, so that a restart repeats at most the evaluation in hand.
     """
 
@@ -60,31 +69,28 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
         self._worked = False
-        self._judges: dict[str, Judge] = {}
+        self._judges: dict[str, SetJudge] = {}
         self.items: dict[str, Sequence[PromptItem]] = {}
-        self.courses: dict[str, Course]
+        self.schedules: dict[str, EvaluationSchedule]
         self.engine: Engine
-        self.asker: Asker
+        self.asker: HeldOutSampler
         self.tokenizer: ChatTokenizer
         self.source: PromptSource
         self.failure: EngineFailure
         self.follower: WeightFollower
 
     async def setup(self) -> None:
-        from relax_rt.roles.evaluation.sampling import Asker
         from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
         await asyncio.to_thread(self._load)
         self.failure = EngineFailure()
         self.follower = WeightFollower(self.ctx, self.engine)
-        self.asker = Asker(self.engine, self._told)
+        self.asker = HeldOutSampler(self.engine, self._count_tokens)
         await self.engine.start(self.asker.arrive, self.failure)
 
     def _load(self) -> None:
         from relax_rt.roles.base.locations import model_folder
-        from relax_rt.roles.data.source import PromptSource
-        from relax_rt.roles.models.tokenizer import load_tokenizer
         from relax_rt.roles.rollout.engines import make_engine
 
         folder = model_folder(self.ctx)
@@ -101,11 +107,7 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
         self._load_sets()
 
     def _load_sets(self) -> None:
-        """The sets' items and judges, and what an earlier incarnation has evaluated."""
-        from relax_rt.observe.metrics import read_metrics
-        from relax_rt.roles.evaluation.judge import Judge
-        from relax_rt.roles.evaluation.sets import MAIN, courses, load_set
-        from relax_rt.roles.rewards.dry_run import task_of
+        """Load the sets' items and judges, and read back what an earlier incarnation has evaluated."""
 
         folder = self.config_dir
         self.items[MAIN] = self.source.held_out
@@ -114,11 +116,11 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
             self.items[table.name] = items
             self.ctx.event("evaluation_set_loaded", set=table.name, items=len(items), trained_on=left_out)
             if table.reward is not None:
-                judge = Judge(table, folder, self.table(RewardTable).timeout_s, task_of(table))
+                judge = SetJudge(table, folder, self.table(RewardTable).timeout_s, task_of(table))
                 self.resources.push_async_callback(judge.close)
                 self._judges[table.name] = judge
         kinds = ("evaluation", "evaluation_set")
-        self.courses = courses(self.config, (r for r in read_metrics(self.ctx.run_dir) if r.get("kind") in kinds))
+        self.schedules = schedules(self.config, (r for r in read_metrics(self.ctx.run_dir) if r.get("kind") in kinds))
 
     async def run(self) -> None:
         work = asyncio.create_task(self._work())
@@ -136,19 +138,18 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self) -> None:
-        from relax_rt.roles.evaluation.branch import Branch
         from relax_rt.roles.training.publication.follower import committed_versions
 
-        branch = Branch(self.ctx)
+        lineage = VersionLineage(self.ctx)
         await self.ctx.ready()
         # The engine was loaded with the initial weights: no publication is needed, and none can overtake.
         await self._evaluate_all(VersionRecord(ROOT, ROOT, 0))
         async for record in committed_versions(self.ctx):
-            path = await branch.to(record)
-            for course in self.courses.values():
-                course.along(path)
+            path = await lineage.path_to(record)
+            for schedule in self.schedules.values():
+                schedule.keep_path(path)
             if any(
-                course.when(record.step, record.version) for course in self.courses.values()
+                schedule.when(record.step, record.version) for schedule in self.schedules.values()
             ) and await self.follower.follow(record):
                 await self._evaluate_all(record)
             if record.step >= self.table(AlgorithmTable).steps and await self.is_final(record):
@@ -156,26 +157,24 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
 
     async def _evaluate_all(self, record: VersionRecord) -> None:
         """Evaluate the sets that are due at these weights, which the engine has."""
-        for course in self.courses.values():
-            if when := course.when(record.step, record.version):
+        for schedule in self.schedules.values():
+            if when := schedule.when(record.step, record.version):
                 self.ctx.progress.waiting("")
-                await self._evaluate(course, record, when)
+                await self._evaluate(schedule, record, when)
         self.ctx.progress.waiting("the next version to evaluate")
 
-    async def _evaluate(self, course: Course, record: VersionRecord, when: str) -> None:
-        from relax_rt.roles.evaluation.sets import MAIN
-
-        recipe, began = course.recipe, time.monotonic()
-        items = self.items[recipe.name][: recipe.count(when)]
-        about = {"set": recipe.name, "when": when, "step": record.step, "version": record.version}
-        about |= {"for_steps": course.asked(record.step)}
+    async def _evaluate(self, schedule: EvaluationSchedule, record: VersionRecord, when: str) -> None:
+        spec, began = schedule.spec, time.monotonic()
+        items = self.items[spec.name][: spec.count(when)]
+        about = {"set": spec.name, "when": when, "step": record.step, "version": record.version}
+        about |= {"for_steps": schedule.due_steps(record.step)}
         self.ctx.event("evaluation_started", **about, items=len(items))
-        scores = await self._scores(recipe, items, recipe.samples, recipe.temperature, course.before)
-        if recipe.greedy:
-            before = course.before.get("greedy") if course.before else None
-            scores["greedy"] = await self._scores(recipe, items, 1, 0.0, before)
+        scores = await self._scores(spec, items, spec.samples, spec.temperature, schedule.before)
+        if spec.greedy:
+            before = schedule.before.get("greedy") if schedule.before else None
+            scores["greedy"] = await self._scores(spec, items, 1, 0.0, before)
         seconds = round(time.monotonic() - began, 3)
-        kind = "evaluation" if recipe.name == MAIN else "evaluation_set"
+        kind = "evaluation" if spec.name == MAIN else "evaluation_set"
         result = {"kind": kind, **about, **scores, "seconds": seconds}
         self.ctx.metrics(result)
         told = {key: scores[key] for key in ("items", "exact", "lenient", "pass_at")}
@@ -183,26 +182,24 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
         if not self._worked:
             self._worked = True
             self.ctx.event("first_work", what=f"evaluation {when}")
-        name = "held out" if recipe.name == MAIN else recipe.name
+        name = "held out" if spec.name == MAIN else spec.name
         self.ctx.log.info(f"{name}, {when}", step=record.step, version=record.version, **told)
-        course.take(result)
+        schedule.record(result)
 
     async def _scores(
         self,
-        recipe: Recipe,
+        spec: SetSpec,
         items: Sequence[PromptItem],
         samples: int,
         temperature: float,
         before: dict[str, Any] | None,
     ) -> dict[str, Any]:
         """Complete the items and judge the completions."""
-        from relax_rt.roles.data.items import answer_text
-        from relax_rt.roles.evaluation.scoring import evaluate
 
-        texts = await self._generate(recipe, items, samples, temperature)
-        judge, verdict = self._judges.get(recipe.name), None
+        texts = await self._generate(spec, items, samples, temperature)
+        judge, verdict = self._judges.get(spec.name), None
         if judge is not None:
-            verdict = await judge.judge(items, texts, lambda: self.ctx.progress.advance(1, f"judging {recipe.name}"))
+            verdict = await judge.judge(items, texts, lambda: self.ctx.progress.advance(1, f"judging {spec.name}"))
         scores = await asyncio.to_thread(
             evaluate,
             [text.text for text in texts],
@@ -211,22 +208,20 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
             before,
             samples=samples,
             right=verdict.right if verdict is not None else None,
-            ks=tuple(k for k in recipe.ks if k <= samples),
+            ks=tuple(k for k in spec.ks if k <= samples),
         )
         if verdict is not None:
             scores |= {"reward": verdict.reward, "failed": verdict.failed}
             if verdict.failed:
-                why = {"set": recipe.name, "samples": verdict.failed, "reason": verdict.reason}
+                why = {"set": spec.name, "samples": verdict.failed, "reason": verdict.reason}
                 self.ctx.event("evaluation_reward_failed", **why)
                 self.ctx.log.warning("held-out completions could not be judged", **why)
         return scores
 
     async def _generate(
-        self, recipe: Recipe, items: Sequence[PromptItem], samples: int, temperature: float
-    ) -> list[Text]:
-        """The completions, item by item."""
-        from relax_rt.roles.evaluation.judge import Text
-        from relax_rt.roles.evaluation.sampling import requests_of
+        self, spec: SetSpec, items: Sequence[PromptItem], samples: int, temperature: float
+    ) -> list[JudgedCompletion]:
+        """Sample the completions, item by item."""
 
         requests = requests_of(
             items,
@@ -234,11 +229,11 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
             together=self.settings.max_sequences,
             seed=self.source.sample_seed,
             temperature=temperature,
-            max_new_tokens=recipe.max_new_tokens,
+            max_new_tokens=spec.max_new_tokens,
             stop_ids=self.tokenizer.stop_ids,
         )
         done = await self.asker.complete(requests)
-        return [Text(self.tokenizer.decode(c.tokens), len(c.tokens), c.finish_reason) for c in done]
+        return [JudgedCompletion(self.tokenizer.decode(c.tokens), len(c.tokens), c.finish_reason) for c in done]
 
-    def _told(self, tokens: int) -> None:
+    def _count_tokens(self, tokens: int) -> None:
         self.ctx.progress.advance(tokens, f"evaluating version {self.follower.record.version}")

@@ -33,7 +33,7 @@ def requests_of(
     max_new_tokens: int,
     stop_ids: frozenset[int],
 ) -> list[GroupRequest]:
-    """Requests for `samples` completions of each item, item by item.
+    """Return requests for `samples` completions of each item, item by item.
 
     Args:
         together: most completions of one request.
@@ -55,8 +55,8 @@ def requests_of(
     return found
 
 
-class Asker:
-    """Has an engine complete requests.
+class HeldOutSampler:
+    """Has an engine complete requests, a bounded number of sequences at a time.
 
     Args:
         told: is called about once a second with the tokens generated since the last time.
@@ -70,7 +70,7 @@ class Asker:
         self._awaited = 0
 
     def arrive(self, chunks: list[Chunk]) -> None:
-        """The engine's sink."""
+        """Receive chunks; the callback given to `Engine.start`."""
         for chunk in chunks:
             completion = self._assembly.add(chunk)
             if completion is not None:
@@ -79,7 +79,7 @@ class Asker:
             self._news.set()
 
     async def complete(self, requests: Sequence[GroupRequest]) -> list[Completion]:
-        """The completions, in the order of the requests and of their members."""
+        """Return the completions in the order of the requests and of their members."""
         self._done.clear()
         waiting, submitted = deque(requests), 0
         total = sum(len(request.seeds) for request in requests)
@@ -99,7 +99,7 @@ class Asker:
         return found
 
     def _submit(self, waiting: deque[GroupRequest], under_way: int) -> int:
-        """Submit what there is room for; answers with the number of sequences."""
+        """Submit what there is room for; return the number of sequences."""
         more: list[GroupRequest] = []
         count = 0
         while waiting and (under_way + count == 0 or under_way + count + len(waiting[0].seeds) <= AT_A_TIME):

@@ -1,4 +1,4 @@
-"""Scoring held-out completions, and how sure the numbers are. Pure functions."""
+"""Scores of held-out completions and their confidence intervals. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def answers_are_integers(answers: Sequence[str]) -> bool:
 
 
 def exact(completion: str, answer: str, *, integers: bool) -> bool:
-    """The whole completion is the answer (as a number if `integers`)."""
+    """Whether the whole completion is the answer (as a number if `integers`)."""
     if integers:
         return bare_integer(completion) is not None and bare_integer(completion) == bare_integer(answer)
     return squeeze(completion) == squeeze(answer)
 
 
 def lenient(completion: str, answer: str, *, integers: bool) -> bool:
-    """Right whatever stands around it: the last integer anywhere, or the answer as whole words of the text, any case.
+    """Whether the answer is there: the last integer anywhere, or the answer as whole words of the text, any case.
 
     It tells learning the task from learning the format.
     """
@@ -38,7 +38,7 @@ def lenient(completion: str, answer: str, *, integers: bool) -> bool:
 
 
 def constant_answer(answers: Sequence[str]) -> tuple[str, float]:
-    """The answer that is right most often when given to every question, and how often."""
+    """Return the answer that is right most often when given to every question, and how often."""
     if not answers:
         return "", 0.0
     # The smallest of equally frequent ones, so that the order of the items changes nothing.
@@ -107,7 +107,7 @@ def evaluate(
     right: Sequence[bool] | None = None,
     ks: Sequence[int] = (1,),
 ) -> dict[str, Any]:
-    """Scores of held-out completions.
+    """Score held-out completions.
 
     Args:
         completions: `samples` of each item, item by item, special tokens left out. answers: one an item.

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from relax_rt.config.schema import RunConfig
+from relax_rt.interfaces.role import RoleContext
+from relax_rt.roles.data.items import PromptItem
 from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.data.source import PromptSource, read_prompts
 from relax_rt.roles.evaluation.settings import EvaluationSet, EvaluationTable
+from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable, ColdStartTable
-from relax_rt.transport.base.versions import ROOT
-from relax_rt.transport.rpc.errors import RelaxError
-
-if TYPE_CHECKING:
-    from relax_rt.roles.data.items import PromptItem
-    from relax_rt.roles.data.source import PromptSource
-    from relax_rt.roles.models.tokenizer import ChatTokenizer
+from relax_rt.transport.base.versions import ROOT, VersionRecord
+from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError, Unreachable
 
 MAIN = "held_out"
 """The name of the items that [data] holds out."""
 AFTER_COLD_START = "cold_start"
 """When an evaluation is of the weights between cold start and RL."""
+RETRY_S = 0.5
 
 
-class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """How one set is evaluated; what it leaves out is filled in from the run's tables.
+class SetSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How one set is evaluated; unset keys are filled in from the run's tables.
 
     Attributes:
         table: of roles.toml; None for the items that [data] holds out.
@@ -50,14 +51,14 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     at_steps: tuple[int, ...]
 
     def count(self, when: str) -> int:
-        """Items of an evaluation."""
+        """Return the number of items of an evaluation."""
         return self.during_items if when == "during" else self.items
 
 
-def recipes(config: RunConfig) -> list[Recipe]:
-    """The held-out sets of a run; that of [data] is the first."""
+def set_specs(config: RunConfig) -> list[SetSpec]:
+    """Return the held-out sets of a run; that of [data] is the first."""
     table = config.table(EvaluationTable)
-    main = Recipe(
+    main = SetSpec(
         name=MAIN,
         table=None,
         items=table.items,
@@ -73,8 +74,8 @@ def recipes(config: RunConfig) -> list[Recipe]:
     return [main, *(_further(one, main) for one in table.sets)]
 
 
-def _further(one: EvaluationSet, main: Recipe) -> Recipe:
-    return Recipe(
+def _further(one: EvaluationSet, main: SetSpec) -> SetSpec:
+    return SetSpec(
         name=one.name,
         table=one,
         items=one.items,
@@ -94,7 +95,7 @@ def _ks(table: EvaluationTable | EvaluationSet) -> tuple[int, ...]:
 
 
 def set_data(table: EvaluationSet, data: DataTable) -> DataTable:
-    """Where a set's prompts come from, as a table of [data]."""
+    """Return where a set's prompts come from, as a table of [data]."""
     return data.model_copy(
         update={
             "task": table.task,
@@ -116,12 +117,11 @@ def set_data(table: EvaluationSet, data: DataTable) -> DataTable:
 def load_set(
     table: EvaluationSet, config: RunConfig, source: PromptSource, tokenizer: ChatTokenizer, config_dir: Path
 ) -> tuple[Sequence[PromptItem], int]:
-    """The items of a set, ordered by id, and how many were left out because the run trains on their questions.
+    """Return the items of a set, ordered by id, and how many were left out because the run trains on their questions.
 
     Raises:
         RelaxError: bad data, or no item is left.
     """
-    from relax_rt.roles.data.source import read_prompts
 
     data = set_data(table, config.table(DataTable))
     kept, left_out = read_prompts(data, tokenizer, config_dir, split=MAIN, without=source.train.questions)
@@ -132,22 +132,22 @@ def load_set(
     return kept, left_out
 
 
-class Course:
-    """How far one set has been evaluated, and when it is due again. Pure.
+class EvaluationSchedule:
+    """When a set is due for evaluation, and which steps are covered. Pure.
 
     Args:
         last_step: of the run. cold_start: whether the run has one, whose weights are evaluated as well.
     """
 
-    def __init__(self, recipe: Recipe, last_step: int, *, cold_start: bool = False) -> None:
-        self.recipe, self._last_step, self._cold_start = recipe, last_step, cold_start
+    def __init__(self, spec: SetSpec, last_step: int, *, cold_start: bool = False) -> None:
+        self.spec, self._last_step, self._cold_start = spec, last_step, cold_start
         self.done = -1
         self.before: dict[str, Any] | None = None
         self._taken: list[tuple[int, int]] = []
         self._path: Collection[int] | None = None
 
     def when(self, step: int, version: int = ROOT) -> str:
-        """before, cold_start (after it), during or after; empty: it is not due at this step's weights."""
+        """Return before, cold_start (after it), during or after; empty: it is not due at these weights."""
         if self.before is None and step == 0:
             return "before"
         if self._cold_start and step == 0 and version != ROOT:
@@ -156,21 +156,21 @@ class Course:
             return ""
         if step >= self._last_step:
             return "after"
-        return "during" if self.asked(step) else ""
+        return "during" if self.due_steps(step) else ""
 
-    def asked(self, step: int) -> list[int]:
-        """The chosen steps that an evaluation of this step's weights is for: those up to it that have none yet.
+    def due_steps(self, step: int) -> list[int]:
+        """Return the chosen steps that an evaluation of this step's weights covers: those up to it that have none yet.
 
-        Only the newest version can be had, so that weights that came and went during another evaluation are made up
-        for by later ones; by those of the last step, if need be.
+        Only the newest version can be fetched: a step whose weights were replaced during another evaluation is covered
+        by later weights, at the latest by those of the last step.
         """
-        last, every = max(self.done, 0), self.recipe.every_steps
+        last, every = max(self.done, 0), self.spec.every_steps
         regular = range(every * (last // every + 1), step + 1, every) if every else ()
-        return sorted({*regular, *(at for at in self.recipe.at_steps if last < at <= step)})
+        return sorted({*regular, *(at for at in self.spec.at_steps if last < at <= step)})
 
-    def along(self, path: Collection[int]) -> None:
+    def keep_path(self, path: Collection[int]) -> None:
         """Count only what was evaluated on this path of versions: the trainer may have gone back to a checkpoint, and
-        what came after it is of another branch."""
+        evaluations after it belong to another branch."""
         self._path = path
         self._count()
 
@@ -178,22 +178,52 @@ class Course:
         counted = (step for step, version in self._taken if self._path is None or version in self._path)
         self.done = max(counted, default=-1)
 
-    def take(self, record: dict[str, Any]) -> None:
-        """A record of an evaluation of this set, of this incarnation or an earlier one."""
-        self._taken.append((int(record["step"]), int(record.get("version", ROOT))))
+    def record(self, evaluation: dict[str, Any]) -> None:
+        """Count an evaluation of this set, by this incarnation or an earlier one."""
+        self._taken.append((int(evaluation["step"]), int(evaluation.get("version", ROOT))))
         self._count()
-        if record["when"] == "before":
-            self.before = record
-        elif record["when"] == AFTER_COLD_START:
+        if evaluation["when"] == "before":
+            self.before = evaluation
+        elif evaluation["when"] == AFTER_COLD_START:
             self._cold_start = False
 
 
-def courses(config: RunConfig, records: Iterable[dict[str, Any]]) -> dict[str, Course]:
-    """Every set's course, by name, as far as `records` of evaluations say it has come."""
+def schedules(config: RunConfig, records: Iterable[dict[str, Any]]) -> dict[str, EvaluationSchedule]:
+    """Return the schedule of each set by name, with the recorded evaluations counted."""
     steps, cold = config.table(AlgorithmTable).steps, config.table(ColdStartTable).wanted
-    found = {recipe.name: Course(recipe, steps, cold_start=cold) for recipe in recipes(config)}
+    found = {spec.name: EvaluationSchedule(spec, steps, cold_start=cold) for spec in set_specs(config)}
     for record in records:
-        course = found.get(record.get("set", MAIN))
-        if course is not None:
-            course.take(record)
+        schedule = found.get(record.get("set", MAIN))
+        if schedule is not None:
+            schedule.record(record)
     return found
+
+
+class VersionLineage:
+    """The versions that led to the weights at hand: a trainer that goes back to a checkpoint begins a new branch.
+
+    For roles that see only the newest committed version: the one that began a branch may have been missed.
+    """
+
+    def __init__(self, ctx: RoleContext) -> None:
+        self._ctx = ctx
+        self._parents = {ROOT: ROOT}
+
+    async def path_to(self, record: VersionRecord) -> set[int]:
+        """Return the versions that led to this one, itself and ROOT among them.
+
+        A registry that is away is waited for, visibly, until the role is asked to stop.
+        """
+        while record.parent not in self._parents and not self._ctx.stopping.is_set():
+            try:
+                self._parents.update({one.version: one.parent for one in await self._ctx.registry.versions()})
+                break
+            except (Unreachable, DeadlineExceeded) as error:
+                self._ctx.progress.waiting(f"the registry: {error}")
+                await asyncio.sleep(RETRY_S)
+        self._parents[record.version] = record.parent
+        found, version = {ROOT}, record.version
+        while version not in found and version in self._parents:
+            found.add(version)
+            version = self._parents[version]
+        return found

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.agentic.tokens import Episode
+from relax_rt.roles.agentic.tokens.types import Episode
 from relax_rt.transport.rpc.errors import RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.interface import idempotent

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from relax_rt.roles.agentic.tokens import Sampled
+from relax_rt.roles.agentic.tokens.types import Sampled
 from relax_rt.roles.gateway.calls import TokenLogprob
 from relax_rt.roles.rollout.engines.base import extend_spans
 from relax_rt.roles.rollout.router.core import Deliver

@@ -52,7 +52,7 @@ class GatewayRole(RLRole[GatewaySettings]):
         "starlette.applications",
         "uvicorn",
         "relax_rt.roles.models.tokenizer",
-        "relax_rt.roles.agentic.tokens",
+        "relax_rt.roles.agentic.tokens.ledger",
         "relax_rt.roles.rollout.router",
     )
     Settings: ClassVar[type[RoleSettings]] = GatewaySettings
@@ -142,6 +142,8 @@ class GatewayRole(RLRole[GatewaySettings]):
         self.template = load_chat_template(folder, self.tokenizer, chat_format, self.ctx.log.warning)
 
     def _ledger(self, session: str, tokens: int) -> TokenLedger:
+        from relax_rt.roles.agentic.tokens.ledger import TokenLedger
+
         table = self.settings
         return TokenLedger(
             self.template,

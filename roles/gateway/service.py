@@ -12,9 +12,9 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from relax_rt.roles.agentic.tokens import PromptPlan, Reply, Sampled, TokenLedger
-from relax_rt.roles.agentic.tokens.ledger import budget_exhausted
+from relax_rt.roles.agentic.tokens.ledger import TokenLedger, budget_exhausted
 from relax_rt.roles.agentic.tokens.pictures import new_pictures, process_pictures, with_digests
+from relax_rt.roles.agentic.tokens.types import PromptPlan, Reply, Sampled
 from relax_rt.roles.data.media.sight import Looked, Sight
 from relax_rt.roles.gateway.calls import Answer, AnswerSink, Call, CallError, Choice, Head, Message, bad
 from relax_rt.roles.gateway.reading import AnswerReader, SampledTokens, tokens_before
@@ -543,7 +543,7 @@ def _by_digest(call: Call, looked: Sequence[Looked], ledger: TokenLedger) -> Cal
     if not looked:
         return call
     try:
-        return msgspec.structs.replace(call, messages=tuple(with_digests(call.messages, looked, ledger)))
+        return msgspec.structs.replace(call, messages=tuple(with_digests(call.messages, looked, ledger.show)))
     except Refused as error:
         raise bad(str(error), "messages", "picture_refused") from error
 

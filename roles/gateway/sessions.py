@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from relax_rt.roles.agentic.tokens import Message, PromptPlan, Reply, Sampled, TokenLedger
+from relax_rt.roles.agentic.tokens.ledger import TokenLedger
+from relax_rt.roles.agentic.tokens.types import Message, PromptPlan, Reply, Sampled
 from relax_rt.roles.gateway.api import LEASE_S, Closed, Said, SessionLimits, UsedUp
 from relax_rt.roles.gateway.calls import CallError
 from relax_rt.roles.gateway.reading import SampledTokens, Spell

@@ -16,13 +16,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from relax_rt.config.loader import load_config
+from relax_rt.roles.agentic.chat_format import chat_format_of
+from relax_rt.roles.agentic.errors import EnvironmentFailed
+from relax_rt.roles.agentic.loading import load_factory
+from relax_rt.roles.agentic.settings import env_settings
+from relax_rt.roles.agentic.tasks import DataTasks, SeedTasks
+from relax_rt.roles.agentic.tokens.chat_format import load_chat_template
 from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.data.order import sample_seed
+from relax_rt.roles.data.source import PromptSource
+from relax_rt.roles.evaluation.sampling import SEED_DOMAIN
+from relax_rt.roles.models.tokenizer import load_tokenizer
+from relax_rt.roles.rewards.compose import combine, components_of
+from relax_rt.roles.rewards.dry_run import offered_info, task_of
+from relax_rt.roles.rewards.scoring import PER_COMPLETION, SCORE, Failed, Request, read_score
+from relax_rt.roles.rewards.worker import load_function, task_verifier
+from relax_rt.roles.rollout.engines.base import Assembly, GroupRequest
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.rollout.router.core import GenerationRequest, Outcome
+from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
-    from relax_rt.roles.agentic.episode import Played
+    from relax_rt.roles.agentic.episode import PlayedEpisode
     from relax_rt.roles.agentic.tasks import Tasks
     from relax_rt.roles.data.source import PromptSource
     from relax_rt.roles.models.tokenizer import ChatTokenizer
@@ -38,7 +54,7 @@ CLOSE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Shown:
+class DebugResult:
     """A prompt that was answered, or an episode that was played, and what it was worth.
 
     Attributes:
@@ -86,7 +102,7 @@ class Debug:
         self.tokenizer: ChatTokenizer
         self._source: PromptSource
         self._tasks: Tasks
-        self._model: Model | None = None
+        self._model: LocalModel | None = None
 
     async def __aenter__(self) -> Debug:
         await self.start()
@@ -104,12 +120,8 @@ class Debug:
         await asyncio.to_thread(self._load)
 
     def _load(self) -> None:
-        from relax_rt.roles.agentic.settings import env_settings
-        from relax_rt.roles.agentic.tasks import DataTasks, SeedTasks
-        from relax_rt.roles.data.source import PromptSource
         from relax_rt.roles.job.preflight import NEEDED
         from relax_rt.roles.models.resolve import resolve_model
-        from relax_rt.roles.models.tokenizer import load_tokenizer
 
         config = load_config(self._path, self._overrides)
         if not isinstance(config, RLConfig):
@@ -133,7 +145,7 @@ class Debug:
 
     async def play(
         self, index: int = 0, *, split: Split = "train", words: Words | None = None, member: int = 0
-    ) -> Shown:
+    ) -> DebugResult:
         """Answer one prompt, or play one episode, and reward it, all in this very task.
 
         Args:
@@ -146,9 +158,6 @@ class Debug:
             Whatever the user's code raises, as it is. RelaxError: what the runtime would say of it, as of a step that
             returns nonsense.
         """
-        from relax_rt.roles.agentic.settings import env_settings
-        from relax_rt.roles.data.order import sample_seed
-        from relax_rt.roles.evaluation.sampling import SEED_DOMAIN
 
         seed = sample_seed(self.config.run.seed, index, member, 0) | (SEED_DOMAIN if split == "held_out" else 0)
         generate = self._of_the_model if words is None else Scripted(self.tokenizer, words)
@@ -158,10 +167,9 @@ class Debug:
 
     # --- prompts
 
-    async def _answer(self, index: int, split: Split, seed: int, generate: Callable[[GenerationRequest], Any]) -> Shown:
-        from relax_rt.roles.rewards.dry_run import offered_info
-        from relax_rt.roles.rewards.scoring import Request
-
+    async def _answer(
+        self, index: int, split: Split, seed: int, generate: Callable[[GenerationRequest], Any]
+    ) -> DebugResult:
         held_out = split == "held_out"
         item = _one_of(self._source.held_out, index) if held_out else self._source.prompt(index)
         temperature = self.config.evaluation.temperature if held_out else self.config.sampling.temperature
@@ -184,7 +192,7 @@ class Debug:
         request = Request(self.tokenizer.decode(outcome.tokens), item.answer, info)
         score = await score_here(self.config, self.config.reward, request)
         turns = [("prompt", self.tokenizer.spell(item.tokens)), ("assistant", self.tokenizer.spell(outcome.tokens))]
-        return Shown(
+        return DebugResult(
             item.item, item.split, turns, score.total, score.components, list(score.turns), cut, len(outcome.tokens)
         )
 
@@ -192,14 +200,9 @@ class Debug:
 
     async def _episode(
         self, index: int, split: Split, seed: int, generate: Callable[[GenerationRequest], Any]
-    ) -> Shown:
-        from relax_rt.roles.agentic.chat_format import chat_format_of
-        from relax_rt.roles.agentic.errors import EnvironmentFailed
-        from relax_rt.roles.agentic.loading import load_factory
+    ) -> DebugResult:
         from relax_rt.roles.agentic.player import Player
         from relax_rt.roles.agentic.rewards import reward_table
-        from relax_rt.roles.agentic.settings import env_settings
-        from relax_rt.roles.agentic.tokens.chat_format import load_chat_template
 
         table = env_settings(self.config)
         assert table is not None
@@ -222,7 +225,7 @@ class Debug:
             sampling=self.config.sampling,
             stop_ids=self.tokenizer.stop_ids,
             lag=lambda oldest: 0,
-            told=lambda tokens: None,
+            on_tokens=lambda tokens: None,
             rewards=None if added is None else lambda request: score_here(self.config, added, request),
         )
         temperature = self.config.evaluation.temperature if split == "held_out" else None
@@ -234,10 +237,10 @@ class Debug:
             raised = error.__cause__ or error
         raise raised
 
-    def _shown(self, item: str, split: str, played: Played) -> Shown:
+    def _shown(self, item: str, split: str, played: PlayedEpisode) -> DebugResult:
         branches = played.episode.branches
         spell = self.tokenizer.spell
-        return Shown(
+        return DebugResult(
             item,
             split,
             [(turn.role, spell(branch.tokens[turn.start : turn.end])) for branch in branches for turn in branch.turns],
@@ -251,7 +254,7 @@ class Debug:
 
     async def _of_the_model(self, wanted: GenerationRequest) -> Outcome:
         if self._model is None:
-            self._model = Model(self.config)
+            self._model = LocalModel(self.config)
             await self._model.start()
         return await self._model.generate(wanted)
 
@@ -262,10 +265,6 @@ async def score_here(config: RLConfig, table: RewardTable, request: Request) -> 
     Raises:
         ValueError: one returned no reward.
     """
-    from relax_rt.roles.rewards.compose import combine, components_of
-    from relax_rt.roles.rewards.dry_run import task_of
-    from relax_rt.roles.rewards.scoring import Failed, read_score
-    from relax_rt.roles.rewards.worker import load_function, task_verifier
 
     components, found = components_of(table), []
     for one in components:
@@ -284,8 +283,6 @@ async def score_here(config: RLConfig, table: RewardTable, request: Request) -> 
 def _info_for(
     request: Request, verify: Callable[[str, dict[str, Any]], float] | None, *, group: bool
 ) -> dict[str, Any]:
-    from relax_rt.roles.rewards.scoring import PER_COMPLETION, SCORE
-
     info = dict(request.info)
     if verify is not None:
         info[SCORE] = lambda text: verify(text, request.info.get("metadata", {}))
@@ -300,8 +297,6 @@ class Scripted:
         self._said = 0
 
     async def __call__(self, wanted: GenerationRequest) -> Outcome:
-        from relax_rt.transport.queue.ledger.messages import VersionSpan
-
         words, number = self._words, self._said
         self._said += 1
         if callable(words):
@@ -320,7 +315,7 @@ class Scripted:
         )
 
 
-class Model:
+class LocalModel:
     """The model before its first step, in this process."""
 
     def __init__(self, config: RLConfig) -> None:
@@ -337,7 +332,6 @@ class Model:
             RelaxError: it cannot be loaded.
         """
         from relax_rt.roles.models.resolve import resolve_model
-        from relax_rt.roles.rollout.engines.base import Assembly
         from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 
         table = self._config.role("rollout", RolloutSettings)
@@ -358,7 +352,6 @@ class Model:
         Raises:
             Refused: the model cannot take it. Whatever ended the engine.
         """
-        from relax_rt.roles.rollout.engines.base import GroupRequest
 
         self._asked += 1
         request = GroupRequest(

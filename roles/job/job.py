@@ -8,22 +8,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.job import Column, GoldReport, InventoryPlan, Job, Pacing, PlanLine, TriedSample
-from relax_rt.config.problems import Problem
+from relax_rt.config.problems import BadInput, Problem
 from relax_rt.config.schema import RoleSettings, RunConfig, SupervisionTable
 from relax_rt.roles.agentic.settings import EnvSettings, env_settings, is_program
 from relax_rt.roles.base.settings import ProgressTable
+from relax_rt.roles.config.dtypes import choose_dtypes
+from relax_rt.roles.config.progress import advice, stall_after_s
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.evaluation.settings import EvaluatorSettings
-from relax_rt.roles.gateway.settings import GatewaySettings
+from relax_rt.roles.gateway.settings import GatewaySettings, check_gateway
+from relax_rt.roles.models.cache import stage
+from relax_rt.roles.models.tokenizer import load_tokenizer
+from relax_rt.roles.planning.division import divisible
 from relax_rt.roles.planning.placement import gpus_a_slot
+from relax_rt.roles.report.finish import finish
+from relax_rt.roles.report.summary import render_summary
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 from relax_rt.roles.rewards.settings import RewardSettings
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
-from relax_rt.roles.trackers.settings import WriterSettings
+from relax_rt.roles.trackers.settings import WriterSettings, not_writable
 from relax_rt.roles.training.algorithms.settings import SHARING
 from relax_rt.roles.training.backend.settings import TrainerSettings
+from relax_rt.roles.training.checkpoints.store import newest_step
 from relax_rt.roles.training.critic.settings import CriticSettings
 from relax_rt.roles.training.reference.settings import ReferenceSettings
+from relax_rt.transport.queue.ledger.policy import LedgerPolicy
 
 if TYPE_CHECKING:
     from relax_rt.config.inventory import Inventory
@@ -102,26 +111,23 @@ class RLJob(Job):
 
     def advice(self, config: Any, loss: Mapping[str, Any]) -> str:
         """Return the setting that helps against a loss in the queue."""
-        from relax_rt.roles.config.progress import advice
 
         return advice(config, loss)
 
     def stall_after_s(self, config: Any) -> float | None:
         """Derive the stall limit from the slowest role's own deadlines, with a margin."""
-        from relax_rt.roles.config.progress import stall_after_s
 
         return stall_after_s(config)
 
     def past(self, run_dir: Path) -> dict[str, str]:
         """Refuse a new learning rate for a cold start that has finished."""
-        from relax_rt.roles.training.checkpoints.cold_start import finished
+        from relax_rt.roles.training.checkpoints.cold_start import cold_start_weights
 
-        folder = finished(run_dir)
+        folder = cold_start_weights(run_dir)
         return {"cold_start.learning_rate": f"the cold start is over: {folder} has the weights"} if folder else {}
 
     def resumes_at(self, run_dir: Path) -> int | None:
         """Return the step of the newest checkpoint."""
-        from relax_rt.roles.training.checkpoints.store import newest_step
 
         return newest_step(run_dir / "checkpoints")
 
@@ -148,7 +154,6 @@ class RLJob(Job):
 
     def choose(self, config: Any, recorded: Mapping[str, Any], *, measured: bool, here: bool) -> RunConfig:
         """Resolve the dtypes that are "auto"."""
-        from relax_rt.roles.models.dtypes import choose_dtypes
 
         return choose_dtypes(config, recorded, measured=measured, here=here)
 
@@ -172,7 +177,6 @@ class RLJob(Job):
 
     def preflight(self, config: Any, config_dir: Path, *, golds: bool = True) -> list[Problem]:
         """Load tokenizer, data and reward function, and run them once."""
-        from relax_rt.roles.models.cache import stage
 
         with stage("quick checks passed; importing torch and transformers"):
             from relax_rt.roles.job.preflight import preflight
@@ -194,9 +198,6 @@ class RLJob(Job):
     def startable(self, config: Any) -> list[Problem]:
         """Return what this version can plan but not start."""
         from relax_rt.roles.config.checks import not_startable
-        from relax_rt.roles.gateway.settings import check_gateway
-        from relax_rt.roles.planning.division import divisible
-        from relax_rt.roles.trackers.checks import not_writable
 
         return [*divisible(config), *not_startable(config), *not_writable(config), *check_gateway(config)]
 
@@ -210,7 +211,6 @@ class RLJob(Job):
         """Return the policy of the queue's ledger. With data.epochs set, the data is read to count the prompts."""
         from relax_rt.roles.base.sample import task_fields
         from relax_rt.roles.data.media.sight import run_sees
-        from relax_rt.transport.queue.ledger.policy import LedgerPolicy
 
         table = config.algorithm
         return LedgerPolicy(
@@ -254,13 +254,11 @@ class RLJob(Job):
 
     def finish(self, run_dir: Path, config: Any) -> dict[str, Any]:
         """Write summary.json and the plots."""
-        from relax_rt.roles.report import finish
 
         return finish(run_dir, config)
 
     def closing(self, summary: dict[str, Any]) -> list[str]:
         """Render summary.json as lines for people."""
-        from relax_rt.roles.report import render_summary
 
         return render_summary(summary)
 
@@ -268,7 +266,6 @@ class RLJob(Job):
         self, config: Any, run_dir: Path | None, items: int, *, held_out: bool = False, prompts: Sequence[str] = ()
     ) -> list[TriedSample]:
         """Generate and score samples with the model of the config or of a checkpoint."""
-        from relax_rt.config.problems import BadInput
         from relax_rt.roles.job.try_out import sample
 
         env = env_settings(config)
@@ -291,7 +288,6 @@ def _with_time_to_start(table: RoleSettings, rules: SupervisionTable) -> RoleSet
 def _prompt_limit(config: RLConfig) -> int | None:
     from relax_rt.roles.data.source import PromptSource
     from relax_rt.roles.models.resolve import resolve_model
-    from relax_rt.roles.models.tokenizer import load_tokenizer
 
     config_dir = Path(config.config_dir)
     tokenizer = load_tokenizer(resolve_model(config.model.path, config_dir))

@@ -20,12 +20,12 @@ from relax_rt.roles.agentic.rewards import reward_table
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.config.algorithm_checks import check_own_parts
 from relax_rt.roles.config.cold_start_checks import preflight_cold_start
+from relax_rt.roles.config.evaluation_checks import preflight_evaluation
 from relax_rt.roles.config.model_checks import check_computed, check_engine_model, check_pictures, engine_warnings
 from relax_rt.roles.config.publication_checks import preflight_publication, wire_note
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.data.source import RECORD, PromptSource, check_data
-from relax_rt.roles.evaluation.checks import preflight_evaluation
 from relax_rt.roles.models.cache import say, stage
 from relax_rt.roles.models.precision import cpu_dtype
 from relax_rt.roles.models.resolve import resolve_model

@@ -13,9 +13,18 @@ import msgspec
 from relax_rt.config.job import TriedSample
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.items import PromptItem, RawItem, answer_text
+from relax_rt.roles.data.order import sample_seed
+from relax_rt.roles.data.source import PromptSource, conversation
+from relax_rt.roles.evaluation.sampling import SEED_DOMAIN
 from relax_rt.roles.evaluation.settings import EvaluatorSettings
+from relax_rt.roles.models.tokenizer import load_tokenizer
+from relax_rt.roles.rewards.compose import Rewards
+from relax_rt.roles.rewards.dry_run import offered_info, task_of
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
+from relax_rt.roles.rewards.scoring import Failed, Request, Score
+from relax_rt.roles.rollout.engines.base import GroupRequest, generate
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
+from relax_rt.roles.training.checkpoints.store import find_checkpoints
 from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError
 
 if TYPE_CHECKING:
@@ -30,7 +39,7 @@ OWN = "own"
 """Split of a prompt from the command line."""
 
 
-class Asked(msgspec.Struct, frozen=True):
+class PromptToSample(msgspec.Struct, frozen=True):
     """A prompt, its place in its split's order, and the seed and temperature of its one completion."""
 
     index: int
@@ -46,13 +55,12 @@ def newest_checkpoint(run_dir: Path) -> tuple[Path, int]:
         RelaxError: the run has no checkpoint yet, none can be read, or the weights are not those that were written, as
             far as it says.
     """
-    from relax_rt.roles.training.checkpoints.digests import compare
-    from relax_rt.roles.training.checkpoints.store import find_checkpoints
+    from relax_rt.roles.training.checkpoints.digests import verify_digests
 
     found = find_checkpoints(run_dir / "checkpoints")
     for folder, state, _ in found:
         if state is not None:
-            compare(folder, {name: of for name, of in state.files.items() if name.startswith("model")})
+            verify_digests(folder, {name: of for name, of in state.files.items() if name.startswith("model")})
             return folder, state.step
     if found:
         raise RelaxError(f"no checkpoint of {run_dir} can be read", why=f"{found[0].folder.name}: {found[0].why}")
@@ -76,7 +84,6 @@ def sample(
     from transformers.utils import logging
 
     from relax_rt.roles.models.resolve import resolve_model
-    from relax_rt.roles.models.tokenizer import load_tokenizer
 
     logging.disable_progress_bar()
     config_dir = Path(config.config_dir)
@@ -99,10 +106,7 @@ def sample(
     ]
 
 
-def _of_the_data(config: RLConfig, tokenizer: ChatTokenizer, items: int, *, held_out: bool) -> list[Asked]:
-    from relax_rt.roles.data.source import PromptSource
-    from relax_rt.roles.evaluation.sampling import SEED_DOMAIN
-
+def _of_the_data(config: RLConfig, tokenizer: ChatTokenizer, items: int, *, held_out: bool) -> list[PromptToSample]:
     source = PromptSource.load(config.data, tokenizer, seed=config.run.seed, config_dir=Path(config.config_dir))
     known = len(source.held_out) if held_out else source.limit
     most = min(items, MAX_ITEMS) if known is None else min(items, MAX_ITEMS, known)
@@ -110,16 +114,16 @@ def _of_the_data(config: RLConfig, tokenizer: ChatTokenizer, items: int, *, held
     for index in range(most):
         seed = source.sample_seed(index, 0, 0)
         if held_out:
-            asked.append(Asked(index, source.held_out[index], seed | SEED_DOMAIN, config.evaluation.temperature))
+            asked.append(
+                PromptToSample(index, source.held_out[index], seed | SEED_DOMAIN, config.evaluation.temperature)
+            )
         else:
-            asked.append(Asked(index, source.prompt(index), seed, config.sampling.temperature))
+            asked.append(PromptToSample(index, source.prompt(index), seed, config.sampling.temperature))
     return asked
 
 
-def _own(config: RLConfig, tokenizer: ChatTokenizer, prompts: Sequence[str]) -> list[Asked]:
+def _own(config: RLConfig, tokenizer: ChatTokenizer, prompts: Sequence[str]) -> list[PromptToSample]:
     """Each prompt put into the template as its question."""
-    from relax_rt.roles.data.order import sample_seed
-    from relax_rt.roles.data.source import conversation
 
     # A template of other fields of the items cannot be filled from a question alone.
     template = config.data.template if "{question}" in config.data.template else "{question}"
@@ -136,15 +140,16 @@ def _own(config: RLConfig, tokenizer: ChatTokenizer, prompts: Sequence[str]) -> 
             messages=messages,
             tokens=tokenizer.render(messages),
         )
-        asked.append(Asked(index, item, sample_seed(config.run.seed, index, 0, 0), config.sampling.temperature))
+        asked.append(
+            PromptToSample(index, item, sample_seed(config.run.seed, index, 0, 0), config.sampling.temperature)
+        )
     return asked
 
 
 def _complete(
-    folder: Path, config: RLConfig, asked: Sequence[Asked], stop_ids: frozenset[int], *, evaluating: bool
+    folder: Path, config: RLConfig, asked: Sequence[PromptToSample], stop_ids: frozenset[int], *, evaluating: bool
 ) -> list[Completion]:
     """One completion of each prompt."""
-    from relax_rt.roles.rollout.engines.base import GroupRequest, generate
     from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 
     table: EvaluatorSettings | RolloutSettings = (
@@ -178,13 +183,11 @@ def _complete(
 def _score(
     config: RLConfig,
     tokenizer: ChatTokenizer,
-    asked: Sequence[Asked],
+    asked: Sequence[PromptToSample],
     done: Sequence[Completion],
 ) -> tuple[list[Score | Failed], list[str]]:
     """What the reward role would make of the completions, and what a judge said of them."""
-    from relax_rt.roles.rewards.dry_run import offered_info
     from relax_rt.roles.rewards.judge import Verdict, with_verdict
-    from relax_rt.roles.rewards.scoring import Request
 
     requests = []
     for group, (one, completion) in enumerate(zip(asked, done, strict=True)):
@@ -212,9 +215,6 @@ def _score(
 
 
 async def _by_rewards(config: RLConfig, requests: Sequence[Request]) -> list[Score | Failed]:
-    from relax_rt.roles.rewards.compose import Rewards
-    from relax_rt.roles.rewards.dry_run import task_of
-
     rewards = Rewards(config.reward, Path(config.config_dir), task_of(config.data))
     try:
         await rewards.start()
@@ -226,7 +226,6 @@ async def _by_rewards(config: RLConfig, requests: Sequence[Request]) -> list[Sco
 def _verdicts(config: RLConfig, requests: Sequence[Request]) -> list[Verdict | Failed]:
     """The judge's verdicts, by an engine of this process."""
     from relax_rt.roles.rewards.judge import load_judging
-    from relax_rt.roles.rollout.engines.base import GroupRequest, generate
     from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 
     judging, table = load_judging(config, Path(config.config_dir)), config.role("genrm", GenrmSettings)
@@ -260,15 +259,13 @@ def _verdicts(config: RLConfig, requests: Sequence[Request]) -> list[Verdict | F
 def _tried(
     config: RLConfig,
     tokenizer: ChatTokenizer,
-    one: Asked,
+    one: PromptToSample,
     completion: Completion,
     result: Score | Failed | None,
     said: str,
     model: str,
     step: int | None,
 ) -> TriedSample:
-    from relax_rt.roles.rewards.scoring import Failed, Score
-
     prompt, sampled = one.item.tokens, completion.tokens
     scored = result if isinstance(result, Score) else None
     unscored = "no answer is known for it" if result is None else result.reason if isinstance(result, Failed) else ""

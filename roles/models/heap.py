@@ -18,7 +18,7 @@ def resident_bytes() -> int:
     return (resident - shared) * os.sysconf("SC_PAGESIZE")
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Give the pages of freed blocks back to the system, as far as the C library can.
 
     A role keeps what it has freed, for fresh pages are dear (KEEP_PAGES). But small blocks that stay, as the kernels
@@ -30,14 +30,14 @@ def give_back() -> None:
         trim(0)
 
 
-class Growth:
+class HeapTrimmer:
     """Gives back what steps have added to the heap, once it is much, however far apart checkpoints are.
 
     Args:
         resident: what this process holds, bytes. give: gives back.
     """
 
-    def __init__(self, resident: Callable[[], int] = resident_bytes, give: Callable[[], object] = give_back) -> None:
+    def __init__(self, resident: Callable[[], int] = resident_bytes, give: Callable[[], object] = trim_heap) -> None:
         self._resident, self._give = resident, give
         self._base: int | None = None
 

@@ -1,1 +1,1 @@
-"""Plans of runs on hardware that is not here: placement, ranks, ports, memory, the arithmetic of a step."""
+"""Plans of runs: memory and processes here; placement, ranks, ports, memory and figures on machines of an inventory."""

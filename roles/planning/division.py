@@ -1,20 +1,88 @@
-"""Sizes of parallelism that do not divide each other or the model, each at its key."""
+"""How roles divide their models over GPUs: each role's model, the sizes of gangs, and what does not divide."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
 
 from relax_rt.config.problems import KeyPath, Problem
+from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.models.parallel import Group, Sizes, groups
 from relax_rt.roles.models.settings import ShardedSettings
-from relax_rt.roles.models.shape import ModelShape
-from relax_rt.roles.planning.models import Shapes, is_pool
+from relax_rt.roles.models.shape import ModelShape, read_shape
+from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 from relax_rt.roles.rollout.engines.settings import EngineSettings
+from relax_rt.roles.training.reference.settings import ReferenceSettings
+from relax_rt.transport.rpc.errors import RelaxError
+
+
+def own_model(table: RoleSettings | None) -> str | None:
+    """Return a teacher's or judge's model as its table names it; None: the policy's."""
+    return table.model if isinstance(table, ReferenceSettings | GenrmSettings) else None
+
+
+def is_pool(table: ShardedSettings) -> bool:
+    """Whether each slot has the whole model and no rank knows of another: references of the torch backend."""
+    return isinstance(table, ReferenceSettings) and table.backend == "torch"
+
+
+class Shapes:
+    """The shape of each role's model.
+
+    Args:
+        policy: of model.path.
+
+    Attributes:
+        unknown: by role, why its shape is not known: its memory is not planned then.
+    """
+
+    def __init__(self, config: RLConfig, policy: ModelShape) -> None:
+        self._policy = policy
+        self._own: dict[str, ModelShape] = {}
+        self.unknown: dict[str, str] = {}
+        for kind, table in config.roles.items():
+            if (path := own_model(table)) is None:
+                continue
+            folder = Path(path).expanduser()
+            try:
+                self._own[kind] = read_shape(folder if folder.is_absolute() else Path(config.config_dir) / folder)
+            except RelaxError as error:
+                self.unknown[kind] = f"{error.what}: {error.why}" if error.why else error.what
+        if "critic" in config.roles:
+            self._own["critic"] = msgspec.structs.replace(policy, value_head=True, tied=False)
+
+    def of(self, kind: str) -> ModelShape | None:
+        """Return the shape of a role's model; None if it is not known."""
+        return None if kind in self.unknown else self._own.get(kind, self._policy)
+
+
+def gang_sizes(table: ShardedSettings) -> Sizes:
+    """Return the sizes of a gang by its settings; of a pool, those of one slot."""
+    if is_pool(table):
+        return Sizes(world=1)
+    if table.backend == "torch":
+        return Sizes(world=table.count)
+    return Sizes(
+        world=table.count,
+        tensor=table.tensor_parallel,
+        pipeline=table.pipeline_parallel,
+        context=table.context_parallel,
+        expert=table.expert_parallel,
+        expert_tensor=table.expert_tensor_parallel,
+    )
+
+
+def gang_groups(table: ShardedSettings, shape: ModelShape) -> list[Group]:
+    """Return the groups of ranks of a gang."""
+    return groups(gang_sizes(table), tied=shape.tied, experts=bool(shape.experts))
 
 
 def divisible(config: RLConfig) -> Iterator[Problem]:
-    """Sizes that do not divide each other, as far as that shows without the model."""
+    """Report sizes that do not divide each other, without reading the model."""
     for kind, table in config.roles.items():
         path = ("roles", kind)
         if isinstance(table, ShardedSettings):
@@ -33,7 +101,7 @@ def divisible(config: RLConfig) -> Iterator[Problem]:
 
 
 def _device(table: ShardedSettings, path: KeyPath) -> Iterator[Problem]:
-    """What the torch backend is to compute on, against the GPUs that its slots are given."""
+    """Report devices that do not fit the GPUs that the slots are given."""
     if 0 < table.gpus < 1 < table.count and not is_pool(table):
         message = f"gpus = {table.gpus:g}: {table.count} ranks of one gang that share a GPU; NCCL wants one for each"
         yield Problem((*path, "gpus"), message, "set gpus = 1, or count = 1")
@@ -71,7 +139,7 @@ def _gang_division(table: ShardedSettings, path: KeyPath) -> Iterator[Problem]:
 
 
 def divides_model(config: RLConfig, shape: ModelShape) -> Iterator[Problem]:
-    """Sizes that do not divide the model's heads, layers, widths or experts."""
+    """Report sizes that do not divide the model's heads, layers, widths or experts."""
     shapes = Shapes(config, shape)
     for kind, table in config.roles.items():
         path, own = ("roles", kind), shapes.of(kind)

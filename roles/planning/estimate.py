@@ -1,4 +1,4 @@
-"""What a run will need and do, in numbers, before it starts."""
+"""What a run on this machine will need: processes, steps, memory and shared memory (`relax-rt plan`)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from relax_rt.config.schema import MIB
 from relax_rt.observe.text import duration
 from relax_rt.roles.agentic.settings import longest_tokens
 from relax_rt.roles.config.checks import batch_samples, needed_bytes, retained_batches, sample_bytes
+from relax_rt.roles.config.dtypes import setting
 from relax_rt.roles.config.progress import SLACK, pausing, stall_after_s
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.evaluation.settings import EvaluatorSettings
 from relax_rt.roles.models.cache import cache_dir
-from relax_rt.roles.models.dtypes import setting
-from relax_rt.roles.planning.models import own_model
+from relax_rt.roles.planning.division import own_model
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 from relax_rt.roles.rollout.engines.communicator import communicator_of
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.publication.settings import wire_of
 from relax_rt.roles.training.reference.settings import ReferenceSettings
+from relax_rt.supervision.plan import plan_roles
 
 BYTES = {"float32": 4, "bfloat16": 2, "auto": 4}
 """Bytes of one number. auto: unresolved, as in the table of a role that a user's own role replaces."""
@@ -45,7 +46,7 @@ RUNTIME_MIB = {"torch": 420, "transformers": 250, "plain": 60}
 
 
 class ModelSize:
-    """What can be read of a model without loading it: parameters, and the shape of its KV cache."""
+    """Parameters and KV-cache shape of a model, read without loading it."""
 
     def __init__(self, parameters: int, kv_values_a_token: int, vocabulary: int, known: bool) -> None:
         self.parameters, self.kv_values_a_token = parameters, kv_values_a_token
@@ -59,7 +60,7 @@ PACKAGED = {
 
 
 def model_size(path: str, config_dir: Path) -> ModelSize:
-    """Size of the model that `model.path` names; of a package also before it was converted. Zeros if unknown."""
+    """Return the size of the model at `model.path`, also of a package before it is converted; zeros if unknown."""
     if path in PACKAGED:
         return PACKAGED[path]
     folder = Path(path).expanduser()
@@ -94,13 +95,13 @@ def published_bytes(config: RLConfig) -> int:
 
 
 def server_copies(config: RLConfig) -> int:
-    """Engines that are servers: each has a copy of the weights in shared memory, to load from."""
+    """Count engines that are servers: each has a copy of the weights in shared memory to load from."""
     tables = (table for table in config.roles.values() if isinstance(table, EngineSettings))
     return sum(table.count for table in tables if table.engine == "sglang")
 
 
 def received_copies(config: RLConfig) -> int:
-    """Engines that have memory to receive broadcasts into, in shared memory."""
+    """Count engines with shared memory to receive broadcasts into."""
     if config.publication.carrier != "collective" or communicator_of(config) == "nccl":
         return 0
     return config.role("rollout", RolloutSettings).count
@@ -123,7 +124,7 @@ def delta_bytes(config: RLConfig) -> int:
 
 
 def wire_bytes(config: RLConfig) -> int:
-    """Shared memory of versions in fewer bits at most: the committed one, and one that is written."""
+    """Most shared memory of versions in fewer bits: the committed one and the one being written."""
     published = config.role("rollout", RolloutSettings).dtype
     wire = wire_of(config.publication.wire_dtype, published)
     return 0 if wire is None else 2 * published_bytes(config) * (1 if wire != "bfloat16" else 2) // BYTES[published]
@@ -144,7 +145,7 @@ def stage_bytes(config: RLConfig) -> int:
 
 
 def plan(config: RLConfig) -> list[PlanLine]:
-    """Processes, steps, memory and shared memory of a run."""
+    """Return the processes, steps, memory and shared memory of a run."""
     return [*_processes(config), *_steps(config), *_dtypes(config), *_memory(config), *_shared_memory(config)]
 
 
@@ -155,8 +156,6 @@ def _dtypes(config: RLConfig) -> list[PlanLine]:
 
 
 def _processes(config: RLConfig) -> list[PlanLine]:
-    from relax_rt.supervision.plan import plan_roles
-
     lines = []
     for role in sorted(plan_roles(config), key=lambda role: role.tier):
         table = role.settings
@@ -194,7 +193,7 @@ def _steps(config: RLConfig) -> list[PlanLine]:
 
 
 def _stall(config: RLConfig) -> PlanLine:
-    """After how long without any progress the run ends by itself."""
+    """Return the line about the stall limit."""
     limit, name = stall_after_s(config), "ends when stalled"
     if config.progress.stall_after_s is not None:
         how = "progress.stall_after_s"
@@ -240,7 +239,7 @@ def _memory(config: RLConfig) -> list[PlanLine]:
 
 
 def _engine_memory(config: RLConfig, kind: str, table: EngineSettings) -> PlanLine:
-    """Of an engine while weights are swapped: then it has both versions."""
+    """Memory of an engine while weights are swapped: it holds both versions."""
     section, path = "memory, estimated", own_model(table) or config.model.path
     name = f"{kind}, each of {table.count}" if table.count > 1 else kind
     size = model_size(path, Path(config.config_dir))
@@ -266,7 +265,7 @@ def _engine_memory(config: RLConfig, kind: str, table: EngineSettings) -> PlanLi
 
 
 def _cold_memory(config: RLConfig, size: ModelSize) -> list[PlanLine]:
-    """What a cold start takes of the trainer beyond RL: there every token of a micro-batch may be learnt."""
+    """Extra trainer memory of a cold start: every token of a micro-batch may be trained."""
     table, trainer = config.cold_start, config.role("trainer", TrainerSettings)
     if not table.wanted:
         return []

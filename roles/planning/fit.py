@@ -1,4 +1,4 @@
-"""Memory of every GPU and host of a plan, and what does not fit on them."""
+"""Memory of every GPU and host of a plan, and problems where it does not suffice."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ from relax_rt.roles.config.checks import batch_samples
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.models.settings import ShardedSettings, TrainedSettings
 from relax_rt.roles.models.shape import ModelShape
+from relax_rt.roles.planning.communicators import (
+    Device,
+    PlannedCommunicator,
+    memberships,
+    published_width,
+    ranges,
+    senders,
+)
+from relax_rt.roles.planning.division import Shapes, gang_sizes
 from relax_rt.roles.planning.estimate import (
     DELTA_PART,
     FOLLOWERS,
@@ -22,28 +31,18 @@ from relax_rt.roles.planning.estimate import (
     delta_parts,
     served_parts,
 )
-from relax_rt.roles.planning.flow import cache_tokens, gpu_bytes, longest_sample, longest_trained
-from relax_rt.roles.planning.links import (
-    Communicator,
-    Device,
-    gang_sizes,
-    memberships,
-    published_width,
-    senders,
-    spans,
-)
+from relax_rt.roles.planning.figures import cache_tokens, gpu_bytes, longest_sample, longest_trained
 from relax_rt.roles.planning.memory import (
     GIB,
     MASTER,
     MIB,
     WIDTH,
-    Component,
+    MemoryPart,
     engine_memory,
     gang_memory,
     total_bytes,
 )
-from relax_rt.roles.planning.models import Shapes
-from relax_rt.roles.planning.placement import Placed
+from relax_rt.roles.planning.placement import PlacedSlot
 from relax_rt.roles.rollout.engines.communicator import communicator_of
 from relax_rt.roles.rollout.engines.settings import EngineSettings
 
@@ -64,11 +63,11 @@ ADVICE = {
 """For the largest component of a GPU that is too small: the key to show, and what to change."""
 
 
-class Share(msgspec.Struct, frozen=True):
-    """What one slot keeps on a GPU."""
+class SlotMemory(msgspec.Struct, frozen=True):
+    """The memory of one slot on a GPU."""
 
     slot: str
-    components: list[Component]
+    components: list[MemoryPart]
 
 
 class GpuAccount(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +77,7 @@ class GpuAccount(msgspec.Struct, frozen=True, kw_only=True):
     gpu: int
     kind: str
     capacity: int
-    shares: list[Share]
+    shares: list[SlotMemory]
     total: int
 
 
@@ -87,7 +86,7 @@ class HostAccount(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str
     capacity: int
-    components: list[Component]
+    components: list[MemoryPart]
     total: int
     shared_capacity: int
     shared: int
@@ -97,18 +96,20 @@ def gpu_accounts(
     config: RLConfig,
     inventory: Inventory,
     shape: ModelShape,
-    placed: Sequence[Placed],
-    communicators: Sequence[Communicator],
+    placed: Sequence[PlacedSlot],
+    communicators: Sequence[PlannedCommunicator],
 ) -> list[GpuAccount]:
-    """The memory of every GPU that is used."""
+    """Return the memory of every GPU that is used."""
     member, shapes = memberships(communicators), Shapes(config, shape)
-    shares: dict[Device, list[Share]] = {}
+    shares: dict[Device, list[SlotMemory]] = {}
     kinds = {node.name: node for node in inventory.nodes}
     for slot in placed:
         for gpu in slot.gpus:
             mine = shares.setdefault((slot.node, gpu), [])
             memory_bytes = gpu_bytes(inventory.kind_of(kinds[slot.node]).memory_gib)
-            mine.append(Share(slot.slot, _slot_memory(config, shapes, slot, gpu, memory_bytes, member[slot.node, gpu])))
+            mine.append(
+                SlotMemory(slot.slot, _slot_memory(config, shapes, slot, gpu, memory_bytes, member[slot.node, gpu]))
+            )
     order = {node.name: n for n, node in enumerate(inventory.nodes)}
     return [
         GpuAccount(
@@ -124,11 +125,11 @@ def gpu_accounts(
 
 
 def _slot_memory(
-    config: RLConfig, shapes: Shapes, slot: Placed, gpu: int, memory_bytes: int, communicators: int
-) -> list[Component]:
+    config: RLConfig, shapes: Shapes, slot: PlacedSlot, gpu: int, memory_bytes: int, communicators: int
+) -> list[MemoryPart]:
     table, shape = config.roles[slot.kind], shapes.of(slot.kind)
     if shape is None:
-        return [Component("model", 0, f"unknown: {shapes.unknown[slot.kind]}")]
+        return [MemoryPart("model", 0, f"unknown: {shapes.unknown[slot.kind]}")]
     if isinstance(table, EngineSettings):
         return engine_memory(
             shape,
@@ -150,18 +151,18 @@ def _slot_memory(
             tokens_a_step=batch_samples(config) * longest,
             communicators=communicators,
             sends=trains and slot.index in senders(sizes).values(),
-            shown=_shown(config, shape) if trains and slot.index == 0 else 0,
+            held_versions=_published_bytes(config, shape) if trains and slot.index == 0 else 0,
         )
-    return [Component("unknown", 0, "a role of your own: nothing is known of its memory")]
+    return [MemoryPart("unknown", 0, "a role of your own: nothing is known of its memory")]
 
 
-def _received(config: RLConfig, shape: ModelShape, slot: Placed) -> int:
+def _received(config: RLConfig, shape: ModelShape, slot: PlacedSlot) -> int:
     """Bytes of device memory that a rollout keeps for broadcasts."""
     over_nccl = config.publication.carrier == "collective" and communicator_of(config) == "nccl"
     return shape.parameters * published_width(config) if over_nccl and slot.kind == "rollout" else 0
 
 
-def _shown(config: RLConfig, shape: ModelShape) -> int:
+def _published_bytes(config: RLConfig, shape: ModelShape) -> int:
     """Bytes of device memory in which rank 0 of the trainer has versions: with cuda_ipc the committed one and the one
     that is written, with broadcasts over NCCL the latter."""
     copies = {"cuda_ipc": 2, "collective": int(communicator_of(config) == "nccl")}.get(config.publication.carrier, 0)
@@ -169,7 +170,7 @@ def _shown(config: RLConfig, shape: ModelShape) -> int:
 
 
 def gpu_problems(config: RLConfig, accounts: Sequence[GpuAccount]) -> list[Problem]:
-    """GPUs that are too small, those with the same contents as one problem."""
+    """Report GPUs that are too small; those with the same contents as one problem."""
     alike: dict[tuple[object, ...], list[GpuAccount]] = {}
     for account in accounts:
         if account.total > account.capacity:
@@ -186,7 +187,7 @@ def _too_small(config: RLConfig, found: Sequence[GpuAccount]) -> Problem:
     where: dict[str, list[int]] = {}
     for one in found:
         where.setdefault(one.node, []).append(one.gpu)
-    places = ", ".join(f"{node} GPU {spans(gpus)}" for node, gpus in where.items())
+    places = ", ".join(f"{node} GPU {ranges(gpus)}" for node, gpus in where.items())
     slots = ", ".join(dict.fromkeys(share.slot for one in found for share in one.shares))
     parts = [(part, share) for share in account.shares for part in share.components]
     shown = ", ".join(f"{part.name} {_gib(part.bytes)}" for part, _ in parts)
@@ -210,9 +211,9 @@ def _too_small(config: RLConfig, found: Sequence[GpuAccount]) -> Problem:
 
 
 def engine_problems(
-    config: RLConfig, inventory: Inventory, shape: ModelShape, placed: Sequence[Placed]
+    config: RLConfig, inventory: Inventory, shape: ModelShape, placed: Sequence[PlacedSlot]
 ) -> Iterator[Problem]:
-    """KV caches that do not hold one sample."""
+    """Report KV caches that do not hold one sample."""
     longest, nodes = longest_sample(config), {node.name: node for node in inventory.nodes}
     shapes = Shapes(config, shape)
     for kind, table in config.roles.items():
@@ -235,16 +236,20 @@ def engine_problems(
 
 
 def host_accounts(
-    config: RLConfig, inventory: Inventory, shape: ModelShape, placed: Sequence[Placed]
+    config: RLConfig, inventory: Inventory, shape: ModelShape, placed: Sequence[PlacedSlot]
 ) -> list[HostAccount]:
-    """The memory of every node that runs something."""
+    """Return the memory of every node that runs something."""
     found = []
     for number, node in enumerate(inventory.nodes):
         here = [slot for slot in placed if slot.node == node.name]
         if not here and number:
             continue
         shared = list(_shared(config, shape, here, head=number == 0))
-        components = [*_processes(config, shape, here), *_arriving(config, shape, here, head=number == 0), *shared]
+        components = [
+            *_processes(config, shape, here),
+            *_fetched_deltas(config, shape, here, head=number == 0),
+            *shared,
+        ]
         found.append(
             HostAccount(
                 node=node.name,
@@ -258,15 +263,15 @@ def host_accounts(
     return found
 
 
-def _processes(config: RLConfig, shape: ModelShape, here: Sequence[Placed]) -> Iterator[Component]:
+def _processes(config: RLConfig, shape: ModelShape, here: Sequence[PlacedSlot]) -> Iterator[MemoryPart]:
     on_gpus = sum(max(1, len(slot.gpus)) for slot in here if slot.gpus)
     if on_gpus:
-        yield Component("processes with a GPU", on_gpus * GPU_PROCESS_MIB * MIB, f"{on_gpus} x {GPU_PROCESS_MIB} MiB")
+        yield MemoryPart("processes with a GPU", on_gpus * GPU_PROCESS_MIB * MIB, f"{on_gpus} x {GPU_PROCESS_MIB} MiB")
     without = [slot for slot in here if not slot.gpus]
     models = [slot for slot in without if isinstance(config.roles[slot.kind], EngineSettings | ShardedSettings)]
     others = len(without) - len(models) + 1
     each = RUNTIME_MIB["transformers"]
-    yield Component("processes without", others * each * MIB, f"{others} x {each} MiB, the agent among them")
+    yield MemoryPart("processes without", others * each * MIB, f"{others} x {each} MiB, the agent among them")
     if models:
         shapes = Shapes(config, shape)
         known = [(config.roles[slot.kind], own) for slot in models if (own := shapes.of(slot.kind)) is not None]
@@ -274,7 +279,7 @@ def _processes(config: RLConfig, shape: ModelShape, here: Sequence[Placed]) -> I
         how = f"{len(known)} processes: weights, caches, optimizer state"
         unknown = sorted({slot.slot for slot in models if slot.kind in shapes.unknown})
         how += f"; not counted, of models that are not known: {', '.join(unknown)}" if unknown else ""
-        yield Component("models on cores", needed, how)
+        yield MemoryPart("models on cores", needed, how)
     trained = [slot for slot in here if slot.gpus and isinstance(config.roles[slot.kind], TrainedSettings)]
     if trained:
         copies: Mapping[str, int] = {
@@ -282,17 +287,17 @@ def _processes(config: RLConfig, shape: ModelShape, here: Sequence[Placed]) -> I
             for slot in trained
         }
         nbytes = sum(copies[slot.kind] // config.roles[slot.kind].count for slot in trained)
-        yield Component("checkpoint copies", nbytes, f"of {len(trained)} ranks, while they are written")
-    yield from _aside(config, shape, here)
+        yield MemoryPart("checkpoint copies", nbytes, f"of {len(trained)} ranks, while they are written")
+    yield from _publication_copies(config, shape, here)
 
 
-def _aside(config: RLConfig, shape: ModelShape, here: Sequence[Placed]) -> Iterator[Component]:
-    """What the trainer's ranks but the first keep of the weights, as published, until rank 0 has gathered them."""
+def _publication_copies(config: RLConfig, shape: ModelShape, here: Sequence[PlacedSlot]) -> Iterator[MemoryPart]:
+    """Yield what the trainer's other ranks keep of the published weights until rank 0 has gathered them."""
     copying = sum(slot.kind == "trainer" and slot.index > 0 for slot in here)
     trainer = config.roles.get("trainer")
     if copying and isinstance(trainer, ShardedSettings):
         nbytes = shape.parameters * published_width(config) * copying // gang_sizes(trainer).world
-        yield Component("publication copies", nbytes, f"of {copying} ranks, kept from one version to the next")
+        yield MemoryPart("publication copies", nbytes, f"of {copying} ranks, kept from one version to the next")
 
 
 def _cpu_model(config: RLConfig, shape: ModelShape, table: RoleSettings) -> int:
@@ -307,12 +312,12 @@ def _cpu_model(config: RLConfig, shape: ModelShape, table: RoleSettings) -> int:
     return base + math.ceil(shape.parameters * state / gang_sizes(table).world)
 
 
-def _shared(config: RLConfig, shape: ModelShape, here: Sequence[Placed], *, head: bool) -> Iterator[Component]:
+def _shared(config: RLConfig, shape: ModelShape, here: Sequence[PlacedSlot], *, head: bool) -> Iterator[MemoryPart]:
     """Arenas and weight stage of a node, in /dev/shm."""
     produces = any(slot.kind == "rollout" for slot in here)
     if head or produces:
         mib = config.queue.capacity_mib
-        yield Component("queue", mib * MIB, f"queue.capacity_mib {mib}, at most on one node")
+        yield MemoryPart("queue", mib * MIB, f"queue.capacity_mib {mib}, at most on one node")
     engines = [slot for slot in here if isinstance(config.roles[slot.kind], EngineSettings)]
     if engines or head:  # the trainer's own stage is there
         buffer = shape.parameters * published_width(config)
@@ -322,33 +327,35 @@ def _shared(config: RLConfig, shape: ModelShape, here: Sequence[Placed], *, head
         parts = 1 + 2 * DELTA_PART + (served_parts(config) if head else 0)
         base = int(parts * buffer) if config.publication.adapters else 0
         how += f"; {_gib(base)} GiB for adapters and their base" if base else ""
-        yield Component("weight stage", STAGE_BUFFERS * buffer + deltas + base, how)
+        yield MemoryPart("weight stage", STAGE_BUFFERS * buffer + deltas + base, how)
         yield from _engines_copies(config, engines, buffer)
 
 
-def _arriving(config: RLConfig, shape: ModelShape, here: Sequence[Placed], *, head: bool) -> Iterator[Component]:
+def _fetched_deltas(
+    config: RLConfig, shape: ModelShape, here: Sequence[PlacedSlot], *, head: bool
+) -> Iterator[MemoryPart]:
     """Deltas in processes' own memory before they are applied."""
     engines = sum(slot.kind in FOLLOWERS for slot in here)
     if config.publication.delta and engines:
         readers = engines if head else 1
         nbytes = readers * int(DELTA_PART * shape.parameters * published_width(config))
         where = f"at each of {engines} engines" if head else "at the one process that fetches"
-        yield Component("deltas as they come", nbytes, f"{where}, half a version at most")
+        yield MemoryPart("deltas as they come", nbytes, f"{where}, half a version at most")
 
 
-def _engines_copies(config: RLConfig, engines: Sequence[Placed], buffer: int) -> Iterator[Component]:
+def _engines_copies(config: RLConfig, engines: Sequence[PlacedSlot], buffer: int) -> Iterator[MemoryPart]:
     """Versions in shared memory that are an engine's own, beside those of the stage."""
     servers = sum(getattr(config.roles[slot.kind], "engine", "") == "sglang" for slot in engines)
     if servers:
         how = f"a version for each of {servers}, to load from while it is swapped"
-        yield Component("servers' copies", servers * buffer, how)
+        yield MemoryPart("servers' copies", servers * buffer, how)
     receivers = sum(slot.kind == "rollout" for slot in engines)
     if receivers and config.publication.carrier == "collective" and communicator_of(config) == "gloo":
-        yield Component("broadcast memory", receivers * buffer, f"a version for each of {receivers}, as it comes")
+        yield MemoryPart("broadcast memory", receivers * buffer, f"a version for each of {receivers}, as it comes")
 
 
 def host_problems(config: RLConfig, accounts: Sequence[HostAccount]) -> Iterator[Problem]:
-    """Nodes whose memory or shared memory does not suffice."""
+    """Report nodes whose memory or shared memory does not suffice."""
     for account in accounts:
         if account.total > account.capacity:
             parts = ", ".join(f"{part.name} {_gib(part.bytes)}" for part in account.components)

@@ -31,8 +31,8 @@ LOGIT_BYTES = {"megatron": 10, "torch": 14}
 in place, float32 gradient. torch: also their log-softmax."""
 
 
-class Component(msgspec.Struct, frozen=True):
-    """A part of a memory, in bytes, and where the number comes from."""
+class MemoryPart(msgspec.Struct, frozen=True):
+    """One part of a process's memory in bytes, and where the number comes from."""
 
     name: str
     bytes: int
@@ -155,15 +155,15 @@ def gang_memory(
     tokens_a_step: int,
     communicators: int,
     sends: bool,
-    shown: int = 0,
-) -> list[Component]:
-    """What one rank of a gang keeps on its GPU.
+    held_versions: int = 0,
+) -> list[MemoryPart]:
+    """Return what one rank of a gang keeps on its GPU.
 
     Args:
         longest: tokens of the longest sample.
         communicators: NCCL communicators that the rank is a member of.
         sends: it sends the weights to the engines.
-        shown: bytes of versions that it keeps on the GPU for engines to copy.
+        held_versions: bytes of versions that it keeps on the GPU for engines to copy.
     """
     trained = isinstance(table, TrainedSettings)
     if table.backend == "torch":
@@ -179,47 +179,47 @@ def gang_memory(
     moving = sum(part.bytes for part in (activations, logits) if part is not None)
     if sends:
         found.append(_bucket(shape, WIDTH["bfloat16"], "gathered and sent"))
-    if shown:
-        found.append(Component("published weights", shown, "whole versions, for the engines on its node"))
+    if held_versions:
+        found.append(MemoryPart("published weights", held_versions, "whole versions, for the engines on its node"))
     return [*found, *_overhead(communicators, moving)]
 
 
-def _state(table: ShardedSettings, sizes: Sizes, dense: int, experts: int) -> Iterator[Component]:
+def _state(table: ShardedSettings, sizes: Sizes, dense: int, experts: int) -> Iterator[MemoryPart]:
     held, width = dense + experts, WIDTH[table.dtype]
-    yield Component("weights", held * width, f"{held:,} parameters x {width} bytes ({table.dtype})")
+    yield MemoryPart("weights", held * width, f"{held:,} parameters x {width} bytes ({table.dtype})")
     if not isinstance(table, TrainedSettings):
         return
     gradient = WIDTH[table.gradient_dtype]
-    yield Component("gradients", held * gradient, f"{held:,} x {gradient} ({table.gradient_dtype})")
+    yield MemoryPart("gradients", held * gradient, f"{held:,} x {gradient} ({table.gradient_dtype})")
     # float32 weights are their own masters.
     master = MASTER if width < MASTER else 0
     each = master + 2 * WIDTH[table.optimizer_dtype]
     made_of = (f"float32 master {MASTER} + " if master else "") + f"two moments {WIDTH[table.optimizer_dtype]} each"
     if not table.distributed_optimizer:
-        yield Component("optimizer", held * each, f"{held:,} x {each} ({made_of}), not divided")
+        yield MemoryPart("optimizer", held * each, f"{held:,} x {each} ({made_of}), not divided")
         return
     over, expert_over = sizes.data * sizes.context, sizes.expert_data
     total = -(-dense * each // over) + -(-experts * each // expert_over)
     how = f"{each} bytes ({made_of}): {dense:,} over {over}"
-    yield Component("optimizer", total, how + (f", experts {experts:,} over {expert_over}" if experts else ""))
+    yield MemoryPart("optimizer", total, how + (f", experts {experts:,} over {expert_over}" if experts else ""))
 
 
-def _fsdp_state(shape: ModelShape, table: ShardedSettings, sizes: Sizes) -> Iterator[Component]:
+def _fsdp_state(shape: ModelShape, table: ShardedSettings, sizes: Sizes) -> Iterator[MemoryPart]:
     """FSDP2: everything divided over all ranks, and two layers gathered at a time. A model that is not trained has its
     weights in float32 as well, so that its numbers are those of the trainer."""
     total, over, held = shape.parameters, sizes.world, MASTER
     what = "float32 master" if isinstance(table, TrainedSettings) else "float32"
-    yield Component("weights", -(-total * held // over), f"{total:,} x {held} ({what}) over {over}")
+    yield MemoryPart("weights", -(-total * held // over), f"{total:,} x {held} ({what}) over {over}")
     if isinstance(table, TrainedSettings):
         lora = table.lora if isinstance(table, TrainerSettings) else None
         trained, of = (total, "") if lora is None else (adapter_elements(shape, lora), "adapters, ")
-        yield Component("gradients", -(-trained * MASTER // over), f"{of}{trained:,} x {MASTER} (float32) over {over}")
+        yield MemoryPart("gradients", -(-trained * MASTER // over), f"{of}{trained:,} x {MASTER} (float32) over {over}")
         how = f"{of}{trained:,} x 8 (two moments, float32) over {over}"
-        yield Component("optimizer", -(-trained * 8 // over), how)
+        yield MemoryPart("optimizer", -(-trained * 8 // over), how)
     if over > 1:
         layer = max(sum(part.elements for part in shape.layer_weights(n)) for n in range(shape.layers))
         gathered = max(layer, shape.vocabulary * shape.hidden)
-        yield Component("gathered layers", 2 * gathered * held, f"two of {gathered:,} x {held} ({what})")
+        yield MemoryPart("gathered layers", 2 * gathered * held, f"two of {gathered:,} x {held} ({what})")
 
 
 def adapter_elements(shape: ModelShape, lora: LoraTable) -> int:
@@ -252,8 +252,8 @@ def sequence_parallel(table: ShardedSettings) -> bool:
 
 def _activations(
     shape: ModelShape, table: ShardedSettings, sizes: Sizes, rank: int, tokens: int, longest: int, pending: int
-) -> Component:
-    """Of all layers of the rank's stage for each micro-batch in flight; a forward pass alone holds one layer's."""
+) -> MemoryPart:
+    """Activations of the stage's layers for each micro-batch in flight; a forward pass alone holds one layer's."""
     layers = stage_layers(shape.layers, sizes.pipeline, sizes.stage(rank))
     recompute = table.recompute if isinstance(table, TrainedSettings) else "none"
     stores = {
@@ -274,24 +274,24 @@ def _activations(
     }
     if not pending:
         one = max(store.kept + store.working for store in stores.values())
-        return Component("activations", round(one), f"one layer at a time, forward only, {tokens} tokens")
+        return MemoryPart("activations", round(one), f"one layer at a time, forward only, {tokens} tokens")
     kept = sum(stores[shape.sparse[layer]].kept for layer in layers)
     working = max(store.working for store in stores.values())
     how = f"{len(layers)} layers x {kept / len(layers) / MIB:.0f} MiB x {pending} micro-batch"
     how += f"{'es' if pending > 1 else ''} of {tokens} tokens, recompute {recompute}"
-    return Component("activations", round(kept * pending + working), how)
+    return MemoryPart("activations", round(kept * pending + working), how)
 
 
 def _logits(
     shape: ModelShape, table: ShardedSettings, sizes: Sizes, rank: int, tokens: int, *, training: bool
-) -> Component | None:
+) -> MemoryPart | None:
     if sizes.stage(rank) != sizes.pipeline - 1 or shape.value_head:
         return None
     here = -(-tokens // sizes.context)
     entry = LOGIT_BYTES[table.backend] if training else 6
     how = f"{here} tokens x vocabulary {shape.vocabulary}"
     how += f" / {sizes.tensor}" if sizes.tensor > 1 else ""
-    return Component("logits", here * -(-shape.vocabulary // sizes.tensor) * entry, f"{how} x {entry} bytes")
+    return MemoryPart("logits", here * -(-shape.vocabulary // sizes.tensor) * entry, f"{how} x {entry} bytes")
 
 
 def bucket_bytes(shape: ModelShape, width: int) -> int:
@@ -299,19 +299,19 @@ def bucket_bytes(shape: ModelShape, width: int) -> int:
     return max(BUCKET_BYTES, shape.largest_tensor * width)
 
 
-def _bucket(shape: ModelShape, width: int, doing: str) -> Component:
+def _bucket(shape: ModelShape, width: int, doing: str) -> MemoryPart:
     largest = bucket_bytes(shape, width)
-    return Component("transfer buckets", 2 * largest, f"2 x {largest / MIB:.0f} MiB, {doing}")
+    return MemoryPart("transfer buckets", 2 * largest, f"2 x {largest / MIB:.0f} MiB, {doing}")
 
 
-def _overhead(communicators: int, moving: int) -> Iterator[Component]:
-    yield Component("CUDA context", CONTEXT_BYTES, "context, kernels, workspaces; assumed")
+def _overhead(communicators: int, moving: int) -> Iterator[MemoryPart]:
+    yield MemoryPart("CUDA context", CONTEXT_BYTES, "context, kernels, workspaces; assumed")
     if communicators:
         how = f"{communicators} communicator{'s' if communicators > 1 else ''} x {COMMUNICATOR_BYTES // MIB} MiB"
-        yield Component("NCCL", communicators * COMMUNICATOR_BYTES, f"{how}; assumed")
+        yield MemoryPart("NCCL", communicators * COMMUNICATOR_BYTES, f"{how}; assumed")
     if moving:
         how = f"{FRAGMENTATION:.0%} of activations and logits; assumed"
-        yield Component("fragmentation", round(FRAGMENTATION * moving), how)
+        yield MemoryPart("fragmentation", round(FRAGMENTATION * moving), how)
 
 
 def engine_elements(shape: ModelShape, tensor: int) -> int:
@@ -344,8 +344,8 @@ def engine_memory(
     longest: int,
     communicators: int,
     received: int = 0,
-) -> list[Component]:
-    """What an engine keeps on each of its GPUs, also while weights are swapped.
+) -> list[MemoryPart]:
+    """Return what an engine keeps on each of its GPUs, also while weights are swapped.
 
     Args:
         memory_bytes: of the GPU.
@@ -357,13 +357,13 @@ def engine_memory(
     held, cache = engine_elements(shape, tensor), kv_bytes(shape, table, memory_bytes, longest)
     how = f"{held:,} parameters x {width} bytes ({table.dtype})"
     token = kv_token_bytes(shape, tensor, width)
-    extra = [Component("broadcast memory", received, "a version as it comes, before the engine copies it")]
+    extra = [MemoryPart("broadcast memory", received, "a version as it comes, before the engine copies it")]
     extra = extra if received else []
     if table.engine == "embedded":
         found = [
             *extra,
-            Component("weights", 2 * held * width, f"2 x {how}: serving, and being fetched"),
-            Component("KV cache", cache, f"{table.max_sequences} sequences x {longest} tokens x {token} bytes"),
+            MemoryPart("weights", 2 * held * width, f"2 x {how}: serving, and being fetched"),
+            MemoryPart("KV cache", cache, f"{table.max_sequences} sequences x {longest} tokens x {token} bytes"),
         ]
         return [*found, *_overhead(communicators, 0)]
     inside = 2 * shape.query + 2 * shape.key + 3 * _widest(shape)
@@ -372,15 +372,15 @@ def engine_memory(
     tokens = max(cache, 0) // token
     return [
         *extra,
-        Component("weights", held * width, how),
-        Component(
+        MemoryPart("weights", held * width, how),
+        MemoryPart(
             "KV cache",
             max(cache, 0),
             f"memory_fraction {table.memory_fraction:g} less the weights: {tokens:,} tokens x {token} bytes",
         ),
-        Component("activations", chunk, f"one layer, {table.prefill_tokens} prefill tokens"),
-        Component("logits", logits, f"{table.max_sequences} sequences x vocabulary {shape.vocabulary} x 8 bytes"),
-        Component("CUDA graphs", GRAPHS_BYTES, "assumed"),
+        MemoryPart("activations", chunk, f"one layer, {table.prefill_tokens} prefill tokens"),
+        MemoryPart("logits", logits, f"{table.max_sequences} sequences x vocabulary {shape.vocabulary} x 8 bytes"),
+        MemoryPart("CUDA graphs", GRAPHS_BYTES, "assumed"),
         _bucket(shape, width, "received and loaded"),
         *_overhead(communicators, 0),
     ]
@@ -392,6 +392,6 @@ def _widest(shape: ModelShape) -> int:
     return max(sparse, 0 if all(shape.sparse) else shape.ffn)
 
 
-def total_bytes(components: Iterable[Component]) -> int:
-    """All of them together."""
+def total_bytes(components: Iterable[MemoryPart]) -> int:
+    """Sum the bytes of these parts."""
     return sum(component.bytes for component in components)

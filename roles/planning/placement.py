@@ -1,4 +1,4 @@
-"""Which slot runs on which node and GPUs."""
+"""Placement: which slot runs on which node and GPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from relax_rt.config.inventory import Inventory, NodeTable
+from relax_rt.config.inventory import Inventory, InventoryNode
 from relax_rt.config.problems import KeyPath, Problem, did_you_mean
 from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.config.sections import RLConfig
@@ -23,7 +23,7 @@ SHARE = 1e-6
 """Shares of a GPU closer than this are the same."""
 
 
-class Placed(msgspec.Struct, frozen=True, kw_only=True):
+class PlacedSlot(msgspec.Struct, frozen=True, kw_only=True):
     """A slot and where it runs.
 
     Attributes:
@@ -40,8 +40,8 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     cores: int
 
 
-class Demand(msgspec.Struct, frozen=True):
-    """Slots that are placed as one: of `chunks` sets of `size` GPUs, each set within one NVLink group, all on one
+class GpuDemand(msgspec.Struct, frozen=True):
+    """Slots that are placed together: `chunks` sets of `size` GPUs, each set within one NVLink group, all on one
     node. A tensor-parallel group of a gang is one such set; an engine has one a replica."""
 
     kind: str
@@ -64,7 +64,7 @@ def gpus_a_slot(table: RoleSettings) -> float:
 
 
 def check_gpus(config: RLConfig, inventory: Inventory) -> Iterator[Problem]:
-    """Numbers of GPUs and names of nodes that cannot be."""
+    """Report impossible numbers of GPUs and unknown nodes."""
     names = [node.name for node in inventory.nodes]
     for kind, table in config.roles.items():
         path: KeyPath = ("roles", kind)
@@ -85,14 +85,14 @@ def check_gpus(config: RLConfig, inventory: Inventory) -> Iterator[Problem]:
             yield Problem((*path, "gpus"), f"gpus = {given:g}: the embedded engine uses one GPU at most")
 
 
-def place(config: RLConfig, inventory: Inventory) -> tuple[list[Placed], list[Problem]]:
-    """Every slot of the run on a node, and what found no place. No GPU or core is given out twice."""
+def place(config: RLConfig, inventory: Inventory) -> tuple[list[PlacedSlot], list[Problem]]:
+    """Place every slot on a node, and report what found no place. No GPU or core is given out twice."""
     demands = list(_demands(config))
-    board = _Board(inventory)
+    board = _FreeCapacity(inventory)
     placed, left = board.take_all(demands)
     if left:
         # The order of start is the order people expect; larger sets first leaves fewer gaps.
-        other = _Board(inventory)
+        other = _FreeCapacity(inventory)
         again, still = other.take_all(sorted(demands, key=lambda d: -d.size * d.chunks))
         if not still:
             board, placed, left = other, again, []
@@ -106,7 +106,7 @@ def place(config: RLConfig, inventory: Inventory) -> tuple[list[Placed], list[Pr
     return placed, problems
 
 
-def _demands(config: RLConfig) -> Iterator[Demand]:
+def _demands(config: RLConfig) -> Iterator[GpuDemand]:
     kinds = [*GPU_ORDER, *(kind for kind in config.roles if kind not in GPU_ORDER)]
     for kind in kinds:
         table = config.roles.get(kind)
@@ -116,23 +116,23 @@ def _demands(config: RLConfig) -> Iterator[Demand]:
             together = math.lcm(table.tensor_parallel, table.expert_tensor_parallel)
             together = together if table.count % together == 0 else 1
             for first in range(0, table.count, together):
-                yield Demand(kind, first, together, 1, together, min(each, 1.0), table.node)
+                yield GpuDemand(kind, first, together, 1, together, min(each, 1.0), table.node)
             continue
         chunks = table.data_parallel if isinstance(table, EngineSettings) and each > 1 else 1
         for index in range(table.count):
-            yield Demand(kind, index, 1, chunks, max(1, int(each) // chunks), min(each, 1.0), table.node)
+            yield GpuDemand(kind, index, 1, chunks, max(1, int(each) // chunks), min(each, 1.0), table.node)
 
 
-class _Board:
-    """What is still free."""
+class _FreeCapacity:
+    """GPUs and cores that are still free."""
 
     def __init__(self, inventory: Inventory) -> None:
         self.inventory = inventory
         self.free = {(node.name, gpu): 1.0 for node in inventory.nodes for gpu in range(node.gpus)}
         self.cores = {node.name: node.cores - AGENT_CORES for node in inventory.nodes}
 
-    def take_all(self, demands: Sequence[Demand]) -> tuple[list[Placed], list[Demand]]:
-        placed: list[Placed] = []
+    def take_all(self, demands: Sequence[GpuDemand]) -> tuple[list[PlacedSlot], list[GpuDemand]]:
+        placed: list[PlacedSlot] = []
         left = []
         for demand in demands:
             found = self._take(demand)
@@ -145,7 +145,7 @@ class _Board:
                 mine = gpus[n * each : (n + 1) * each]
                 index = demand.first + n
                 placed.append(
-                    Placed(
+                    PlacedSlot(
                         slot=f"{demand.kind}/{index}",
                         kind=demand.kind,
                         index=index,
@@ -157,7 +157,7 @@ class _Board:
                 )
         return placed, left
 
-    def _take(self, demand: Demand) -> tuple[str, tuple[int, ...]] | None:
+    def _take(self, demand: GpuDemand) -> tuple[str, tuple[int, ...]] | None:
         for node in self.inventory.nodes:
             if demand.pin not in (None, node.name):
                 continue
@@ -169,7 +169,7 @@ class _Board:
             return node.name, chosen
         return None
 
-    def _sets(self, node: NodeTable, demand: Demand) -> tuple[int, ...] | None:
+    def _sets(self, node: InventoryNode, demand: GpuDemand) -> tuple[int, ...] | None:
         """GPUs of a node for every set of the demand; None if one of them finds no place."""
         taken: list[int] = []
         for _ in range(demand.chunks):
@@ -179,7 +179,9 @@ class _Board:
             taken += found
         return tuple(taken)
 
-    def _set(self, node: NodeTable, group: Sequence[int], demand: Demand, taken: Sequence[int]) -> list[int] | None:
+    def _set(
+        self, node: InventoryNode, group: Sequence[int], demand: GpuDemand, taken: Sequence[int]
+    ) -> list[int] | None:
         room = [gpu for gpu in group if gpu not in taken and self.free[node.name, gpu] >= demand.share - SHARE]
         if demand.share < 1:
             # A GPU that is already shared first, so that whole ones stay whole.
@@ -187,7 +189,7 @@ class _Board:
         return room[: demand.size] if len(room) >= demand.size else None
 
 
-def _linked(node: NodeTable) -> list[list[int]]:
+def _linked(node: InventoryNode) -> list[list[int]]:
     """The GPUs of a node by NVLink group; all together if it has none."""
     if not node.nvlink:
         return [list(range(node.gpus))]
@@ -196,7 +198,11 @@ def _linked(node: NodeTable) -> list[list[int]]:
 
 
 def _no_room(
-    config: RLConfig, inventory: Inventory, board: _Board, demands: Sequence[Demand], left: Sequence[Demand]
+    config: RLConfig,
+    inventory: Inventory,
+    board: _FreeCapacity,
+    demands: Sequence[GpuDemand],
+    left: Sequence[GpuDemand],
 ) -> list[Problem]:
     if not left:
         return []
@@ -230,13 +236,13 @@ def _no_room(
     return problems
 
 
-def _free(board: _Board, node: NodeTable) -> str:
+def _free(board: _FreeCapacity, node: InventoryNode) -> str:
     free = [gpu for gpu in range(node.gpus) if board.free[node.name, gpu] > SHARE]
     return f"GPU {', '.join(map(str, free))}" if free else "none"
 
 
-def _on_cores(config: RLConfig, board: _Board) -> Iterator[Placed]:
-    """Roles without a GPU: the head's own on the head, the others where most cores are free."""
+def _on_cores(config: RLConfig, board: _FreeCapacity) -> Iterator[PlacedSlot]:
+    """Place roles without a GPU: the head's own on the head, the others where most cores are free."""
     nodes = board.inventory.nodes
     for kind, table in config.roles.items():
         if gpus_a_slot(table) or not table.count:
@@ -246,13 +252,13 @@ def _on_cores(config: RLConfig, board: _Board) -> Iterator[Placed]:
             if node is None or node not in board.cores:
                 node = max(nodes, key=lambda found: board.cores[found.name]).name
             board.cores[node] -= table.threads
-            yield Placed(
+            yield PlacedSlot(
                 slot=f"{kind}/{index}", kind=kind, index=index, node=node, gpus=(), share=0.0, cores=table.threads
             )
 
 
-def _cores(config: RLConfig, inventory: Inventory, placed: list[Placed]) -> list[Problem]:
-    """Fills in the cores of slots with GPUs, and says where cores do not suffice."""
+def _cores(config: RLConfig, inventory: Inventory, placed: list[PlacedSlot]) -> list[Problem]:
+    """Fill in the cores of slots with GPUs, and report nodes without enough cores."""
     problems = []
     for at, slot in enumerate(placed):
         placed[at] = msgspec.structs.replace(slot, cores=config.roles[slot.kind].threads)

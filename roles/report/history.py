@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,94 @@ import msgspec
 from relax_rt.observe.events import read_events
 from relax_rt.observe.losses import Losses, ReportedLoss
 from relax_rt.observe.metrics import read_metrics
-from relax_rt.roles.report.cold import ColdStart
-from relax_rt.roles.report.sets import SetScore, read_score, set_of
 
 NAN = float("nan")
+MAIN = "held_out"
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class ColdStartLosses(msgspec.Struct):
+    """The trainer's records of a cold start.
+
+    Attributes:
+        phase: sft or dpo. of: steps that it was to make.
+        losses, validation: by step; steps that a restart did again replace the earlier ones.
+    """
+
+    phase: str = ""
+    of: int = 0
+    losses: dict[int, float] = {}
+    validation: dict[int, float] = {}
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Add a record of kind `cold_start`."""
+        step, of = record.get("step"), record.get("of")
+        if not isinstance(step, int) or not isinstance(of, int):
+            return
+        self.phase, self.of = str(record.get("phase", "")), of
+        for key, found in (("loss", self.losses), ("validation_loss", self.validation)):
+            if isinstance(value := record.get(key), int | float):
+                found[step] = float(value)
+
+
+class SetScore(msgspec.Struct, frozen=True, kw_only=True):
+    """One evaluation of a set.
+
+    Attributes:
+        pass_at: by k: the value and the ends of its 95% interval.
+        reward: mean, where a reward function judges; greedy: share of right greedy completions; None: not measured.
+    """
+
+    when: str
+    step: int
+    items: int
+    samples: int
+    pass_at: dict[str, tuple[float, float, float]]
+    exact: float | None
+    reward: float | None
+    greedy: float | None
+
+
+def set_of(record: Mapping[str, Any]) -> str:
+    """Return the set of a record; empty where the summary's other lines cover it."""
+    if record.get("kind") == "evaluation_set":
+        return str(record.get("set", ""))
+    samples = record.get("samples")
+    several = isinstance(samples, int) and samples > 1
+    return MAIN if several or "greedy" in record else ""
+
+
+def read_score(record: Mapping[str, Any]) -> SetScore:
+    """Read an evaluation's record; malformed values are skipped."""
+    ends = [_inner_table(record, f"pass_at{end}") for end in ("", "_low", "_high")]
+    greedy = _inner_table(record, "greedy")
+    return SetScore(
+        when=str(record.get("when", "during")),
+        step=int(_finite(record, "step") or 0),
+        items=int(_finite(record, "items") or 0),
+        samples=int(_finite(record, "samples") or 1),
+        pass_at={
+            k: (value, low if low is not None else 0.0, high if high is not None else 1.0)
+            for k in ends[0]
+            if (value := _finite(ends[0], k)) is not None
+            for low, high in [(_finite(ends[1], k), _finite(ends[2], k))]
+        },
+        exact=_finite(record, "exact"),
+        reward=_finite(record, "reward"),
+        greedy=_finite(greedy, "success" if "success" in greedy else "exact"),
+    )
+
+
+def _inner_table(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = record.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _finite(record: Mapping[str, Any], key: str) -> float | None:
+    value = record.get(key)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step.
 
     Times in seconds, `t` wall-clock at its end; `staleness` counts samples by staleness; `skipped` says why the step
@@ -67,7 +148,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Mean over episodes, where held-out tasks are played."""
 
 
-class Life(msgspec.Struct, kw_only=True):
+class SlotLife(msgspec.Struct, kw_only=True):
     """One process in a slot. `ready` is None until it did its work; `failure` is the kind of a death, or empty; `cut`:
     it ended with the agent, which recorded no end."""
 
@@ -106,14 +187,14 @@ class History(msgspec.Struct):
         sessions: start and end of each `up` (wall-clock s); a resumed run has several.
     """
 
-    steps: list[Step] = []
-    redone: list[Step] = []
+    steps: list[StepRecord] = []
+    redone: list[StepRecord] = []
     evaluations: list[Evaluation] = []
     sets: dict[str, list[SetScore]] = {}
-    cold: ColdStart = msgspec.field(default_factory=ColdStart)
+    cold: ColdStartLosses = msgspec.field(default_factory=ColdStartLosses)
     generated_tokens: int = 0
     generated_s: float = 0.0
-    lives: list[Life] = []
+    lives: list[SlotLife] = []
     restarts: dict[str, Restarts] = {}
     account: dict[str, int] | None = None
     losses: list[ReportedLoss] = []
@@ -189,11 +270,11 @@ class _Path:
     """Finds the steps that count: a trainer that comes back throws away what it does again, and all after it."""
 
     def __init__(self, history: History) -> None:
-        self._kept: dict[int, Step] = {}
+        self._kept: dict[int, StepRecord] = {}
         self._redone = history.redone
         self._epoch = -1
 
-    def take(self, step: Step) -> None:
+    def take(self, step: StepRecord) -> None:
         if step.epoch < self._epoch:
             self._redone.append(step)
             return
@@ -203,7 +284,7 @@ class _Path:
                 self._redone.append(self._kept.pop(n))
         self._kept[step.step] = step
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[StepRecord]:
         return [self._kept[n] for n in sorted(self._kept)]
 
 
@@ -232,7 +313,7 @@ class _Supervision:
 
     def __init__(self, history: History) -> None:
         self._history = history
-        self._open: dict[str, Life] = {}
+        self._open: dict[str, SlotLife] = {}
         self._exits: dict[str, tuple[float, str]] = {}
         self._down: dict[str, float] = {}
 
@@ -246,7 +327,7 @@ class _Supervision:
                     counts = {k: v for k, v in event.items() if k not in ("t", "m") and isinstance(v, int)}
                     self._history.account = counts
                 case "slot_spawned":
-                    life = Life(slot=slot, start=t)
+                    life = SlotLife(slot=slot, start=t)
                     self._open[slot] = life
                     self._history.lives.append(life)
                 case "slot_ready":
@@ -295,10 +376,10 @@ class _Supervision:
         return self._history.restarts.setdefault(slot.partition("/")[0], Restarts())
 
 
-def _step(record: dict[str, Any]) -> Step:
+def _step(record: dict[str, Any]) -> StepRecord:
     staleness = record.get("staleness")
     keys = record.get("keys")
-    return Step(
+    return StepRecord(
         step=int(_number(record, "step", 0.0)),
         epoch=int(_number(record, "epoch", 0.0)),
         t=_t(record),

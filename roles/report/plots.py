@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from relax_rt.roles.report.history import Evaluation, History, Life, Step
+from relax_rt.roles.report.history import Evaluation, History, SlotLife, StepRecord
 
 # Okabe and Ito's palette: told apart with any colour vision.
 COLOURS = {
@@ -88,13 +88,13 @@ def _learning(figure: Any, history: History, *, by_step: bool) -> None:
     top, bottom = figure.subplots(2, 1, sharex=True)
     scale, unit = _time_unit(history.wall_s)
 
-    def at(point: Step | Evaluation) -> float:
+    def at(point: StepRecord | Evaluation) -> float:
         return point.step if by_step else history.active(point.t) / scale
 
     _reward(top, history, at)
     _accuracy(bottom, history.evaluations, at)
     bottom.set_xlabel("optimizer step" if by_step else f"time since the start ({unit})")
-    points: list[Step | Evaluation] = [*history.steps, *history.redone, *history.evaluations]
+    points: list[StepRecord | Evaluation] = [*history.steps, *history.redone, *history.evaluations]
     last = max((at(point) for point in points), default=1.0)
     bottom.set_xlim(-0.02 * last if by_step else 0.0, max(last * 1.04, 1e-9))
     if by_step:
@@ -103,7 +103,7 @@ def _learning(figure: Any, history: History, *, by_step: bool) -> None:
         _mark_trainer_deaths((top, bottom), history, scale)
 
 
-def _reward(axes: Any, history: History, at: Callable[[Step], float]) -> None:
+def _reward(axes: Any, history: History, at: Callable[[StepRecord], float]) -> None:
     axes.set_title("Reward, mean of the step's samples")
     axes.set_ylabel("reward")
     colour = COLOURS["trainer"]
@@ -189,7 +189,7 @@ def _smoothed(values: Sequence[float], window: int) -> list[float]:
     return smooth
 
 
-def _staleness(figure: Any, steps: Sequence[Step], bound: float | None) -> None:
+def _staleness(figure: Any, steps: Sequence[StepRecord], bound: float | None) -> None:
     axes = figure.subplots()
     samples: Counter[int] = Counter()
     for step in steps:
@@ -252,13 +252,13 @@ def _timeline(figure: Any, history: History) -> None:
     _timeline_legend(figure, history)
 
 
-def _timeline_rows(history: History) -> list[tuple[str, list[Life]]]:
+def _timeline_rows(history: History) -> list[tuple[str, list[SlotLife]]]:
     """Slots in the order first started, the trainer's steps under the trainer. Too many: those that died first."""
-    by_slot: dict[str, list[Life]] = {}
+    by_slot: dict[str, list[SlotLife]] = {}
     for life in history.lives:
         by_slot.setdefault(life.slot, []).append(life)
     shown = sorted(by_slot, key=lambda slot: -sum(bool(life.failure) for life in by_slot[slot]))[:MAX_ROWS]
-    rows: list[tuple[str, list[Life]]] = []
+    rows: list[tuple[str, list[SlotLife]]] = []
     for slot, lives in by_slot.items():
         if slot in shown:
             rows.append((slot, lives))
@@ -272,7 +272,7 @@ def _timeline_rows(history: History) -> list[tuple[str, list[Life]]]:
 Span = Callable[[float, float], tuple[float, float]]
 
 
-def _life_row(axes: Any, y: int, slot: str, lives: Sequence[Life], span: Span) -> None:
+def _life_row(axes: Any, y: int, slot: str, lives: Sequence[SlotLife], span: Span) -> None:
     colour = COLOURS.get(slot.partition("/")[0], OTHER_COLOUR)
     alive = [span(life.ready, life.end) for life in lives if life.ready is not None]
     starting = [span(life.start, life.ready if life.ready is not None else life.end) for life in lives]
@@ -289,7 +289,7 @@ def _phase_row(axes: Any, y: int, history: History, span: Span) -> None:
             axes.broken_barh(bars, (y - 0.3, 0.6), facecolors=colour, linewidth=0, alpha=alpha)
 
 
-def _phase_spans(steps: Sequence[Step]) -> list[list[tuple[float, float]]]:
+def _phase_spans(steps: Sequence[StepRecord]) -> list[list[tuple[float, float]]]:
     """Start and end of each step's wait, training and publication; the record is written at the end of the last."""
     spans: list[list[tuple[float, float]]] = [[], [], []]
     for step in steps:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import msgspec
+
 from relax_rt.observe.losses import ReportedLoss
 from relax_rt.observe.text import NOTHING, clip, count, duration, number
-from relax_rt.roles.report.cold import cold_lines, summarise_cold
-from relax_rt.roles.report.history import Evaluation, History, Step
-from relax_rt.roles.report.sets import set_lines, summarise_sets
+from relax_rt.roles.report.history import ColdStartLosses, Evaluation, History, SetScore, StepRecord
 from relax_rt.transport.queue.ledger.accounting import is_state
 from relax_rt.transport.queue.ledger.messages import Loss, describe_loss
 
@@ -92,7 +92,7 @@ def _time(history: History) -> dict[str, Any]:
     }
 
 
-def _step_times(history: History) -> list[tuple[Step, float]]:
+def _step_times(history: History) -> list[tuple[StepRecord, float]]:
     """Steps with their seconds, from the end of the one before by the same trainer: checkpoints are in it."""
     pairs = zip(history.steps, history.steps[1:], strict=False)
     between = [(b, b.t - a.t) for a, b in pairs if a.epoch == b.epoch and b.step == a.step + 1]
@@ -140,7 +140,7 @@ def _plain(evaluation: Evaluation | None) -> dict[str, Any] | None:
     return {name: _known(value) if isinstance(value, float) else value for name, value in values.items()}
 
 
-def _twice(steps: list[Step]) -> int:
+def _twice(steps: list[StepRecord]) -> int:
     """Samples that stand in more than one step of the path, by the trainer's own record."""
     seen = Counter(key for step in steps if not step.skipped for key in step.keys)
     return sum(times - 1 for times in seen.values())
@@ -330,3 +330,71 @@ def _file_lines(summary: dict[str, Any]) -> list[str]:
         names = [Path(name).name for name in plots["files"]]
         lines.append(f"  plots/: {', '.join(names)}")
     return lines
+
+
+def summarise_cold(cold: ColdStartLosses) -> dict[str, Any] | None:
+    """Return the numbers of the cold start; None: there was none."""
+    if not cold.phase:
+        return None
+    return {
+        "kind": cold.phase,
+        "done": max([*cold.losses, *cold.validation], default=0),
+        "of": cold.of,
+        "loss": _ends(cold.losses),
+        "validation_loss": _ends(cold.validation),
+    }
+
+
+def _ends(values: dict[int, float]) -> list[float] | None:
+    steps = sorted(values)
+    return [values[steps[0]], values[steps[-1]]] if steps else None
+
+
+def cold_lines(cold: dict[str, Any] | None) -> list[str]:
+    """Render the cold start's lines of the summary."""
+    if cold is None:
+        return []
+    losses = [
+        f"{name} {number(ends[0], '.4f')} -> {number(ends[1], '.4f')}"
+        for name, ends in (("loss", cold["loss"]), ("validation loss", cold["validation_loss"]))
+        if ends
+    ]
+    of = count(cold["of"])
+    return [", ".join([f"{cold['kind']}, {count(cold['done'])} of {of} steps", *losses])]
+
+
+def summarise_sets(sets: Mapping[str, Sequence[SetScore]]) -> dict[str, Any]:
+    """Return for each set the evaluations `before`, `after` and `newest`; None for those that were not made."""
+    return {
+        name: {
+            "before": _plain_score(next((s for s in scores if s.when == "before"), None)),
+            "after": _plain_score(next((s for s in reversed(scores) if s.when == "after"), None)),
+            "newest": _plain_score(next((s for s in reversed(scores) if s.when != "before"), None)),
+        }
+        for name, scores in sets.items()
+    }
+
+
+def set_lines(sets: Mapping[str, Any]) -> list[str]:
+    """Render a line for each set."""
+    return [f"{name}: {_set_line(one)}" for name, one in sets.items()]
+
+
+def _set_line(one: Mapping[str, Any]) -> str:
+    before, last = one["before"], one["after"] or one["newest"]
+    shown = last or before
+    parts = []
+    for k, (value, low, high) in shown["pass_at"].items():
+        first = f"{number(before['pass_at'][k][0], '.3f')} -> " if last and before and k in before["pass_at"] else ""
+        parts.append(f"pass@{k} {first}{number(value, '.3f')} [{number(low, '.3f')}, {number(high, '.3f')}]")
+    for key in ("greedy", "reward"):
+        if shown[key] is not None:
+            first = f"{number(before[key], '.3f')} -> " if last and before and before[key] is not None else ""
+            parts.append(f"{key} {first}{number(shown[key], '.3f')}")
+    each = f" x {shown['samples']}" if shown["samples"] > 1 else ""
+    at = "" if one["after"] else f" at step {shown['step']}"
+    return f"{', '.join(parts) or 'nothing measured'} on {count(shown['items'])} items{each}{at}"
+
+
+def _plain_score(score: SetScore | None) -> dict[str, Any] | None:
+    return None if score is None else msgspec.to_builtins(score)

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import xxhash
 
+from relax_rt.config.schema import RunConfig
 from relax_rt.roles.data.items import answer_text
+from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.roles.rewards.genrm.role import judge_folder
 from relax_rt.roles.rewards.scoring import Failed, Request
 from relax_rt.roles.rewards.settings import JudgeTable, RewardTable
@@ -24,8 +26,6 @@ from relax_rt.transport.rpc.errors import RelaxError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from relax_rt.config.schema import RunConfig
-    from relax_rt.roles.models.tokenizer import ChatTokenizer
 
 SHOWN = 200
 MAX_IN_FLIGHT = 256
@@ -199,7 +199,6 @@ def load_judging(config: RunConfig, config_dir: Path) -> Judging:
     Raises:
         RelaxError: there is no such model.
     """
-    from relax_rt.roles.models.tokenizer import load_tokenizer
 
     table = config.table(RewardTable).judge
     assert table is not None

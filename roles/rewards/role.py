@@ -6,23 +6,25 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
+from relax_rt.roles.base.locations import model_folder
 from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.base.sample import SampleMeta
 from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
+from relax_rt.roles.rewards.compose import Rewards
+from relax_rt.roles.rewards.dry_run import offered_info, task_of
+from relax_rt.roles.rewards.genrm.role import genrm_settings
+from relax_rt.roles.rewards.judge import Judge, Judging, LateVerdict, Verdict, load_judging, with_verdict
+from relax_rt.roles.rewards.scoring import Failed, Request, Score
 from relax_rt.roles.rewards.settings import RewardSettings, RewardTable
+from relax_rt.roles.rollout.router import Router
+from relax_rt.transport.queue.client import LeasedBatch, LeasedSample
+from relax_rt.transport.queue.ledger.messages import ABOUT, Failure
 from relax_rt.transport.rpc.errors import ProtocolError, RelaxError
-
-if TYPE_CHECKING:
-    from relax_rt.roles.base.sample import SampleMeta
-    from relax_rt.roles.models.tokenizer import ChatTokenizer
-    from relax_rt.roles.rewards.compose import Rewards
-    from relax_rt.roles.rewards.judge import Judge, Judging
-    from relax_rt.roles.rewards.scoring import Failed, Request, Score
-    from relax_rt.transport.queue.client import LeasedBatch, LeasedSample
-    from relax_rt.transport.queue.ledger.messages import Failure
 
 TASK = "reward"
 FETCH_S = 10.0
@@ -89,19 +91,11 @@ class RewardRole(RLRole[RewardSettings]):
         await self.open_queue(slab_bytes=SLAB_BYTES, capacity_bytes=CAPACITY_BYTES, fetch_s=FETCH_S)
 
     def _load(self) -> None:
-        from relax_rt.roles.base.locations import model_folder
-        from relax_rt.roles.models.tokenizer import load_tokenizer
-
         self.tokenizer = load_tokenizer(model_folder(self.ctx))
         if self.table(RewardTable).judge is not None:
-            from relax_rt.roles.rewards.judge import load_judging
-
             self.judging = load_judging(self.config, self.config_dir)
 
     def _composed(self) -> Rewards:
-        from relax_rt.roles.rewards.compose import Rewards
-        from relax_rt.roles.rewards.dry_run import task_of
-
         def lost(why: str) -> None:
             self.ctx.event("reward_worker_lost", reason=why[:500])
 
@@ -122,17 +116,12 @@ class RewardRole(RLRole[RewardSettings]):
         if self.judging is None:
             yield
             return
-        from relax_rt.roles.rewards.genrm.role import genrm_settings
-        from relax_rt.roles.rewards.judge import Judge
-        from relax_rt.roles.rollout.router import Router
 
         async with Router(self.ctx, "genrm", frozen=not genrm_settings(self.config).follow) as router:
             self.judge = Judge(self.judging, router.generate)
             yield
 
     async def _score(self, batch: LeasedBatch) -> None:
-        from relax_rt.roles.rewards.scoring import Failed
-
         began = time.monotonic()
         requests = [self._request(sample) for sample in batch.samples]
         results = await self._results(requests)
@@ -153,7 +142,6 @@ class RewardRole(RLRole[RewardSettings]):
 
     async def _results(self, requests: list[Request]) -> list[Score | Failed]:
         """Scores in order; a sample without a verdict fails before the function is called."""
-        from relax_rt.roles.rewards.judge import Verdict, with_verdict
 
         def advance() -> None:
             self.ctx.progress.advance(1, "scoring")
@@ -168,10 +156,6 @@ class RewardRole(RLRole[RewardSettings]):
         return [next(scores) if isinstance(verdict, Verdict) else verdict for verdict in verdicts]
 
     def _request(self, sample: LeasedSample) -> Request:
-        from relax_rt.roles.base.sample import SampleMeta
-        from relax_rt.roles.rewards.dry_run import offered_info
-        from relax_rt.roles.rewards.scoring import Request
-
         meta = sample.decode("meta", SampleMeta)
         if meta.tokenizer_digest != self.tokenizer.tokenizer_digest:
             raise ProtocolError(
@@ -202,7 +186,6 @@ class RewardRole(RLRole[RewardSettings]):
 
     def _report_unreadable(self, requests: list[Request], results: list[Score | Failed]) -> None:
         """Emit an event for each item whose right answer cannot be read, once per item."""
-        from relax_rt.roles.rewards.scoring import Score
 
         for request, result in zip(requests, results, strict=True):
             item = str(request.info.get("item", ""))
@@ -219,8 +202,6 @@ class RewardRole(RLRole[RewardSettings]):
 
     def _judge(self, results: list[Score | Failed]) -> None:
         """Raise if the process, not a sample, is at fault; the role then restarts."""
-        from relax_rt.roles.rewards.judge import LateVerdict
-        from relax_rt.roles.rewards.scoring import Failed
 
         for result in results:
             if isinstance(result, LateVerdict):
@@ -271,7 +252,6 @@ class Tally:
 
     def add(self, results: list[Score | Failed], seconds: float) -> None:
         """Count a batch."""
-        from relax_rt.roles.rewards.scoring import Failed
 
         self.seconds += seconds
         for result in results:
@@ -303,9 +283,6 @@ class Tally:
 
 
 def _failure(sample: LeasedSample, failed: Failed) -> Failure:
-    from relax_rt.roles.base.sample import SampleMeta
-    from relax_rt.roles.rewards.judge import LateVerdict
-    from relax_rt.transport.queue.ledger.messages import ABOUT, Failure
 
     meta = sample.decode("meta", SampleMeta)
     late, about = failed.excess or isinstance(failed, LateVerdict), str(meta.info.get("question", ""))[:ABOUT]

@@ -213,11 +213,11 @@ class RolloutRole(RLRole[RolloutSettings]):
                     await self.queue.release_groups(list(self.queue.groups), LEFT, losses=int(self._doubtful))
 
     async def _follow(self) -> None:
-        from relax_rt.roles.training.checkpoints.cold_start import wait_for_weights
+        from relax_rt.roles.training.checkpoints.cold_start import report_cold_start_wait
         from relax_rt.roles.training.publication.follower import committed_versions
 
         self.ctx.progress.waiting("the first committed weights")
-        await wait_for_weights(self.ctx)
+        await report_cold_start_wait(self.ctx)
         async for record in committed_versions(self.ctx):
             async with self.gate.inside():
                 # On its way back from the trainer's turn the engine may have got it already.

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relax_rt.roles.models.heap import give_back
+from relax_rt.roles.models.heap import trim_heap
 from relax_rt.roles.rollout.engines.settings import ColocationTable
 from relax_rt.roles.rollout.engines.turns import EngineTurns
 from relax_rt.transport.base.versions import VersionRecord
@@ -43,7 +43,7 @@ class SharedDevice:
         before = _resident()
         # A version was committed to it, and will be again: they need not be kept.
         await engine.release_memory(keep_weights=not role.follower.record.version)
-        await asyncio.to_thread(give_back)
+        await asyncio.to_thread(trim_heap)
         role.ctx.event("engine_memory", resident_mib=_resident(), before_mib=before)
 
     async def _back(self) -> None:

@@ -1,23 +1,134 @@
-"""One sink and how far it has come in the metrics file. A mark beside its files lets a resumed run go on there."""
+"""Moves metrics records to a sink; a position file beside the sink's files lets a resumed run continue there."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 
-from relax_rt.observe.metrics import METRICS
-from relax_rt.observe.tail import Tail
-from relax_rt.roles.trackers.scalars import Scalars
-from relax_rt.roles.trackers.sinks import Sink
+from relax_rt.observe.metrics import METRICS, Tail
 
-MARK = "relax-mark.json"
+MOST = 256
+"""Numbers of one record; a reward function may have many components."""
+NAME_CHARACTERS = 200
+LEFT_OUT = frozenset(
+    {
+        "t",
+        "m",
+        "by",
+        "kind",
+        "step",
+        "slot",
+        "epoch",
+        "keys",
+        "digests",
+        "prompts",
+        "versions",
+        "samples",
+        "set",
+        "when",
+    }
+)
+"""Identity and evidence, not measurements; `samples` is a list of names in some records."""
+SPREAD = frozenset({"staleness"})
+"""Lists of numbers of which mean and maximum are told."""
+POSITION_FILE = "relax-position.json"
 READ_BYTES, LINE_BYTES = 1 << 20, 16 << 20
 """Of one turn, and of one record: what is held in memory."""
 
 
-class Mark(msgspec.Struct, frozen=True):
-    """Bytes of the metrics file that were told, and the last step among them."""
+class Point(msgspec.Struct, frozen=True):
+    """Numbers of one record.
+
+    Attributes:
+        step: optimizer step that they belong to. t: wall-clock time, s since 1970.
+        values: by name, `train/reward_mean`; all finite.
+        redone: the trainer went back: earlier points of this step and later ones no longer count.
+    """
+
+    step: int
+    t: float
+    values: dict[str, float]
+    redone: bool = False
+
+
+class Scalars:
+    """Turns metrics records into named numbers at a step.
+
+    Args:
+        step: of the last step that was told before.
+    """
+
+    def __init__(self, step: int = 0) -> None:
+        self.step = step
+
+    def take(self, record: Mapping[str, Any]) -> Point | None:
+        """Return the numbers of one record; None if it has none."""
+        kind, own = str(record.get("kind", "")), record.get("step")
+        prefix, redone = _prefix(kind, record), False
+        if prefix is None:
+            return None
+        step = own if isinstance(own, int) and not isinstance(own, bool) else self.step
+        if kind == "step":
+            redone = step <= self.step
+            self.step = step
+        values = dict(_first(_numbers(prefix, record), MOST))
+        t = record.get("t")
+        if not values:
+            return None
+        return Point(step, float(t) if isinstance(t, int | float) else 0.0, values, redone)
+
+
+def _prefix(kind: str, record: Mapping[str, Any]) -> str | None:
+    """Return the prefix of the record's numbers; None: it has none to show."""
+    if kind in ("", "produced"):
+        return None
+    if kind == "step":
+        return "train"
+    if kind in ("evaluation", "evaluation_set"):
+        return str(record.get("set") or "held_out")
+    slot = record.get("slot")
+    return f"{kind}/{str(slot).rpartition('/')[2]}" if slot else kind
+
+
+def _first(pairs: Iterator[tuple[str, float]], most: int) -> Iterator[tuple[str, float]]:
+    for _, pair in zip(range(most), pairs, strict=False):
+        yield pair
+
+
+def _numbers(prefix: str, record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in record.items():
+        name = f"{prefix}/{key}"[:NAME_CHARACTERS]
+        if key in LEFT_OUT:
+            continue
+        if isinstance(value, Mapping):
+            yield from _numbers(name, value)
+        elif key in SPREAD and isinstance(value, list):
+            found = [float(one) for one in value if isinstance(one, int | float) and math.isfinite(one)]
+            if found:
+                yield f"{name}_mean", math.fsum(one / len(found) for one in found)
+                yield f"{name}_max", max(found)
+        elif isinstance(value, int | float) and math.isfinite(value):
+            yield name, float(value)
+
+
+class Sink(Protocol):
+    """Writes points somewhere. An exception closes this sink alone."""
+
+    name: str
+
+    def write(self, points: Sequence[Point]) -> None:
+        """Write these points; they are on disk, or in another process, when it returns."""
+
+    def close(self) -> None:
+        """Flush and close."""
+
+
+class FeedPosition(msgspec.Struct, frozen=True):
+    """Bytes of the metrics file that were written to the sink, and the last step among them."""
 
     bytes: int = 0
     step: int = 0
@@ -27,12 +138,12 @@ class Feed:
     """Moves what is new in the metrics file to a sink.
 
     Args:
-        folder: of the sink's files. Without a mark in it everything is told from the start.
+        folder: of the sink's files. Without a position in it everything is written from the start.
     """
 
     def __init__(self, run_dir: Path, folder: Path, sink: Sink) -> None:
-        self.sink, self._path = sink, folder / MARK
-        mark = read_mark(self._path)
+        self.sink, self._path = sink, folder / POSITION_FILE
+        mark = read_position(self._path)
         self._tail = Tail(run_dir / METRICS, start=mark.bytes, read_bytes=READ_BYTES, line_bytes=LINE_BYTES)
         self._scalars = Scalars(mark.step)
         self._marked = mark
@@ -42,8 +153,8 @@ class Feed:
         """Records that were too long."""
         return self._tail.skipped
 
-    def turn(self) -> int:
-        """Tell some of what is new; answers with the bytes done, 0 if there is nothing.
+    def poll(self) -> int:
+        """Write some of the new records; return the bytes handled, 0 if there are none.
 
         Raises:
             Exception: whatever the sink, or writing the mark, raises.
@@ -51,11 +162,11 @@ class Feed:
         points = [point for record in self._tail.poll() if (point := self._scalars.take(record)) is not None]
         if points:
             self.sink.write(points)
-        mark = Mark(self._tail.position, self._scalars.step)
+        mark = FeedPosition(self._tail.position, self._scalars.step)
         done = mark.bytes - self._marked.bytes
         if mark != self._marked:
-            # Points between the sink's write and this one are told again after a crash: the same numbers twice.
-            fresh = self._path.with_name(f".{MARK}")
+            # A crash between the sink's write and this one writes the same points twice.
+            fresh = self._path.with_name(f".{POSITION_FILE}")
             fresh.write_bytes(msgspec.json.encode(mark))
             fresh.replace(self._path)
             self._marked = mark
@@ -67,9 +178,9 @@ class Feed:
         self.sink.close()
 
 
-def read_mark(path: Path) -> Mark:
-    """What was told before; nothing, if there is no mark or it cannot be read."""
+def read_position(path: Path) -> FeedPosition:
+    """Read the position; the start of the file if there is none or it cannot be read."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Mark)
+        return msgspec.json.decode(path.read_bytes(), type=FeedPosition)
     except (OSError, msgspec.DecodeError):
-        return Mark()
+        return FeedPosition()

@@ -1,4 +1,4 @@
-"""The writer role: tells TensorBoard and W&B what metrics.jsonl says. Its end is no one else's."""
+"""The writer role: writes metrics.jsonl to TensorBoard and W&B. Its failure affects no other role."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from typing import TYPE_CHECKING, ClassVar
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.trackers.feed import Feed
 from relax_rt.roles.trackers.settings import WriterSettings
+from relax_rt.roles.trackers.sinks import TensorBoardSink, WandbSink
 
 if TYPE_CHECKING:
-    from relax_rt.roles.trackers.feed import Feed
-    from relax_rt.roles.trackers.sinks import Sink
+    from relax_rt.roles.trackers.feed import Feed, Sink
 
 LOOK_EVERY_S = 1.0
 OPEN_ALLOWANCE_S = 120.0
-LAST_TURNS_S = 8.0
-"""What is left is told within this time once the run ends; a resumed run tells the rest."""
+DRAIN_S = 8.0
+"""Remaining records are written within this time once the run ends; a resumed run writes the rest."""
 
 
 class WriterRole(RLRole[WriterSettings]):
     """Follows the metrics file and feeds one sink after the other.
 
-    A sink that fails (a full disk, a package that is gone) is closed and told in an event; the others go on. Without
+    A sink that fails (a full disk, a missing package) is closed and reported in an event; the others continue. Without
     any left the role has finished. It is never restarted within a run, and no process waits for it.
     """
 
@@ -45,10 +46,10 @@ class WriterRole(RLRole[WriterSettings]):
         over: float | None = None
         while self._feeds:
             if over is None and self.ctx.stopping.is_set():
-                over = time.monotonic() + LAST_TURNS_S
+                over = time.monotonic() + DRAIN_S
             self.ctx.progress.waiting("")
-            done = await asyncio.to_thread(self._turn)
-            self.ctx.progress.advance(done, "telling metrics")
+            done = await asyncio.to_thread(self._poll)
+            self.ctx.progress.advance(done, "writing metrics")
             if over is not None and (not done or time.monotonic() > over):
                 break
             if not done:
@@ -61,7 +62,7 @@ class WriterRole(RLRole[WriterSettings]):
         await super().teardown()
 
     async def _wait(self) -> None:
-        self.ctx.progress.waiting("records to tell")
+        self.ctx.progress.waiting("new records")
         try:
             async with asyncio.timeout(LOOK_EVERY_S):
                 await self.ctx.stopping.wait()
@@ -69,9 +70,6 @@ class WriterRole(RLRole[WriterSettings]):
             pass
 
     def _open(self) -> None:
-        from relax_rt.roles.trackers.feed import Feed
-        from relax_rt.roles.trackers.sinks import TensorBoardSink, WandbSink
-
         def tensorboard() -> Sink:
             return TensorBoardSink(self.ctx.run_dir / "tensorboard")
 
@@ -90,12 +88,12 @@ class WriterRole(RLRole[WriterSettings]):
                 except Exception as error:  # noqa: BLE001 whatever a sink raises ends that sink alone
                     self._failed(name, error)
 
-    def _turn(self) -> int:
-        """One turn of each sink; answers with the bytes done."""
+    def _poll(self) -> int:
+        """Write new records to each sink; return the bytes handled."""
         done = 0
         for feed in list(self._feeds):
             try:
-                done += feed.turn()
+                done += feed.poll()
             except Exception as error:  # noqa: BLE001 whatever a sink raises ends that sink alone
                 self._feeds.remove(feed)
                 self._failed(feed.sink.name, error)

@@ -1,4 +1,4 @@
-"""Where points go: an event file of TensorBoard, an offline run of W&B. Their packages are imported on demand."""
+"""Sinks: a TensorBoard event file, an offline W&B run. Their packages are imported on demand."""
 
 from __future__ import annotations
 
@@ -7,27 +7,15 @@ import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from relax_rt.roles.trackers.scalars import Point
+from relax_rt.roles.trackers.feed import Point
 from relax_rt.transport.rpc.errors import RelaxError
-
-
-class Sink(Protocol):
-    """Takes points. Whatever it raises ends it, and nothing else."""
-
-    name: str
-
-    def write(self, points: Sequence[Point]) -> None:
-        """Take these; they are on disk, or in another process, when it returns."""
-
-    def close(self) -> None:
-        """Take no more."""
 
 
 class TensorBoardSink:
     """One event file, written with tensorboard's own records, without its background thread: a full disk is an error
-    here and now.
+    at once.
 
     Raises:
         RelaxError: tensorboard is not installed. OSError: the file cannot be made.
@@ -51,7 +39,7 @@ class TensorBoardSink:
         self._file.flush()
 
     def write(self, points: Sequence[Point]) -> None:
-        """See Sink.write."""
+        """Write these points to the file or the run, and flush."""
         for point in points:
             if point.redone:
                 # Readers then forget this step and later ones (purge of orphaned data).
@@ -65,7 +53,7 @@ class TensorBoardSink:
         self._records.write(event.SerializeToString())
 
     def close(self) -> None:
-        """See Sink.close."""
+        """Flush and close."""
         self._file.close()
 
 
@@ -108,10 +96,10 @@ class WandbSink:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, points: Sequence[Point]) -> None:
-        """See Sink.write."""
+        """Write these points to the file or the run, and flush."""
         for point in points:
             self._run.log({**point.values, "step": point.step})
 
     def close(self) -> None:
-        """See Sink.close."""
+        """Flush and close."""
         self._run.finish()

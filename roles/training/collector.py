@@ -7,27 +7,27 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from relax_rt.roles.base.sample import read_sample
-from relax_rt.roles.training.algorithms.registry import OwnPartFailed
-from relax_rt.roles.training.step import Batch, Spent
+from relax_rt.roles.training.algorithms.registry import UserPartFailed
+from relax_rt.roles.training.step import StepBatch, StepTimer
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.interfaces.role import Progress
-    from relax_rt.roles.training.dynamic_sampling import Sieve
+    from relax_rt.roles.training.dynamic_sampling import GroupFilter
     from relax_rt.transport.queue.client import LeasedBatch, QueueClient
 
 
-TAKE_WAIT_S = 1.0
+LEASE_WAIT_S = 1.0
 """Short, so that a request to stop is soon seen."""
 
 
 class Collector:
-    """Takes the groups of one step after the other.
+    """Leases the groups of one step after the other.
 
     Args:
-        groups: of a step.
-        parts: take groups as they become ready, instead of all of a step at once.
-        sieve: judges them as they come; goes with `parts`.
+        groups: number of groups of a step.
+        parts: lease groups as they become ready, instead of all of a step at once.
+        group_filter: dynamic sampling; implies `parts`.
     """
 
     def __init__(
@@ -37,45 +37,45 @@ class Collector:
         *,
         groups: int,
         parts: bool = False,
-        sieve: Sieve | None = None,
+        group_filter: GroupFilter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._queue, self._progress, self._groups, self._clock = queue, progress, groups, clock
-        self._parts, self.sieve = parts or sieve is not None, sieve
-        self._batch: Batch | None = None
-        self.waiting_on = ""
-        """What the last call waited for when it timed out."""
+        self._parts, self.group_filter = parts or group_filter is not None, group_filter
+        self._batch: StepBatch | None = None
+        self.waiting_for = ""
+        """What the last call of `collect` waited for when it timed out."""
 
-    async def collect(self, step: int) -> Batch | None:
-        """Take what is ready of a step's groups; None if nothing is. Waits for a second at most.
+    async def collect(self, step: int) -> StepBatch | None:
+        """Lease what is ready of a step's groups, waiting for a second at most.
 
         Returns:
-            All that the step has so far; when it is full, the next call begins another one.
+            All that the step has so far, or None if nothing came. After a full batch the next call begins a new one.
 
         Raises:
-            OwnPartFailed: a filter of a user's own failed; what it was to judge is given back.
+            UserPartFailed: a user's filter failed; the lease that it was to judge is released.
         """
         if self._batch is None:
-            # A wait may take many calls; it counts from the first of them.
-            self._batch = Batch(Spent(self._clock))
-            if self.sieve is not None:
-                await self.sieve.begin()
+            # A wait may take many calls; the timer starts with the first of them.
+            self._batch = StepBatch(StepTimer(self._clock))
+            if self.group_filter is not None:
+                await self.group_filter.begin()
         batch = self._batch
         lacking = self._groups - batch.groups
-        lease = await self._queue.lease("train", groups=lacking, at_least=int(self._parts), wait_s=TAKE_WAIT_S)
+        lease = await self._queue.lease("train", groups=lacking, at_least=int(self._parts), wait_s=LEASE_WAIT_S)
         if not lease:
             there = f"{batch.groups} of {self._groups} groups are there; " if batch.groups else ""
-            self.waiting_on = there + (lease.waiting_on or "whole groups with rewards")
-            self._progress.waiting(self.waiting_on)
+            self.waiting_for = there + (lease.waiting_on or "whole groups with rewards")
+            self._progress.waiting(self.waiting_for)
             return None
         self._progress.waiting("")
-        batch.spent.on("wait")
-        if self.sieve is None:
+        batch.timer.lap("wait")
+        if self.group_filter is None:
             batch.add(lease, [read_sample(one) for one in lease.samples])
         else:
             try:
-                await self.sieve.sift(lease, batch, step)
-            except OwnPartFailed:
+                await self.group_filter.filter_lease(lease, batch, step)
+            except UserPartFailed:
                 await self._queue.release(lease, "a filter failed")
                 raise
         batch.full = batch.full or batch.groups >= self._groups
@@ -83,18 +83,18 @@ class Collector:
             self._batch = None
         return batch
 
-    async def give_up(self, reason: str) -> None:
-        """Give back what was taken for a step that will not be taken. Raises as `give_back` does."""
-        await give_back(self._queue, self.let_go(), reason)
+    async def release(self, reason: str) -> None:
+        """Release the leases of a step that will not be taken. Raises as `release_leases` does."""
+        await release_leases(self._queue, self.pop_leases(), reason)
 
-    def let_go(self) -> list[LeasedBatch]:
-        """The leases of a step that will not be taken; whoever asks gives them back."""
+    def pop_leases(self) -> list[LeasedBatch]:
+        """Return the leases of a step that will not be taken, and forget them; the caller releases them."""
         batch, self._batch = self._batch, None
         return batch.leases if batch is not None else []
 
 
-async def give_back(queue: QueueClient, leases: Sequence[LeasedBatch], reason: str) -> None:
-    """Give leases back undone: each of them, though others fail.
+async def release_leases(queue: QueueClient, leases: Sequence[LeasedBatch], reason: str) -> None:
+    """Release each of the leases undone, also when others fail.
 
     Raises:
         RelaxError: the first failure, when all have been tried.

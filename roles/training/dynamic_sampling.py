@@ -1,4 +1,7 @@
-"""Dynamic sampling in a run: what comes for a step is judged, and others are made for what is left out."""
+"""Dynamic sampling: groups without a learning signal are filtered out of a step, and further groups replace them.
+
+`algorithms.filters` decides; this module applies the decisions to leases. Used by the collector.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_rt.roles.base.sample import read_sample
-from relax_rt.roles.training.algorithms.filters import Refill, ScoredGroup
+from relax_rt.roles.training.algorithms.filters import RefillPolicy, ScoredGroup
 from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
-from relax_rt.roles.training.algorithms.registry import Bound, bind
+from relax_rt.roles.training.algorithms.registry import BoundPart, bind
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable, RefillOptions
 from relax_rt.transport.rpc.errors import Refused
 
@@ -17,20 +20,20 @@ if TYPE_CHECKING:
     from relax_rt.config.schema import RunConfig
     from relax_rt.roles.base.sample import Sample
     from relax_rt.roles.training.algorithms.objective import Objective
-    from relax_rt.roles.training.step import Batch
+    from relax_rt.roles.training.step import StepBatch
     from relax_rt.transport.queue.client import LeasedBatch, QueueClient
 
 
-MOST_ASKED = 65_536
-"""Groups beyond the bound that a queue admits at all."""
+MAX_EXTRA_GROUPS = 65_536
+"""Most groups beyond the staleness bound that a queue admits."""
 
 
-class Sieve:
-    """Puts into a step's batch what the filters let through, and tells the queue of the rest.
+class GroupFilter:
+    """Adds the groups that pass the filters to a step's batch, and reports the others to the queue.
 
     Args:
-        groups: of a step. rules: filters, the first that gives a reason decides.
-        ahead: groups that the staleness bound lets be under way for later steps; they will do for this one as well.
+        groups: number of groups of a step. rules: filters; the first that gives a reason decides.
+        ahead: groups that the staleness bound admits for later steps; they serve this step as well.
         event: writes into the run's events.
     """
 
@@ -38,7 +41,7 @@ class Sieve:
         self,
         queue: QueueClient,
         objective: Objective,
-        rules: Sequence[Bound],
+        rules: Sequence[BoundPart],
         options: RefillOptions,
         *,
         groups: int,
@@ -47,13 +50,16 @@ class Sieve:
     ) -> None:
         self._queue, self._objective, self._groups, self._ahead, self._event = queue, objective, groups, ahead, event
         self.history = PromptHistory()
-        self.refill = Refill(groups, rules, self.history, options)
-        self._settled = self.refill
-        self._asked = self._told = 0
+        self.refill = RefillPolicy(groups, rules, self.history, options)
+        # The policy as a checkpoint may have it. While a step is not full it counts only the groups that were filtered
+        # out: they never come again. Those that passed return to the queue if the step is not taken, and are judged
+        # when they come again.
+        self._saved = self.refill
+        self._requested = self._reported = 0
 
     @classmethod
-    def of(cls, config: RunConfig, queue: QueueClient, objective: Objective, event: Callable[..., None]) -> Sieve:
-        """The sieve of a run with filters.
+    def of(cls, config: RunConfig, queue: QueueClient, objective: Objective, event: Callable[..., None]) -> GroupFilter:
+        """Make the filter of a run's config.
 
         Raises:
             Refused: a filter is unknown or wrong.
@@ -68,72 +74,68 @@ class Sieve:
         return cls(queue, objective, rules, table.refill, groups=groups, ahead=ahead, event=event)
 
     async def begin(self) -> None:
-        """A step begins."""
-        # What was asked for ended with the step before.
-        self._asked = 0
+        """Start a step."""
+        # The surplus that was requested ended with the step before.
+        self._requested = 0
         self.refill.begin()
-        self._settled = self.refill.copy()
-        await self._ask()
+        self._saved = self.refill.copy()
+        await self._request_surplus()
 
-    async def sift(self, lease: LeasedBatch, batch: Batch, step: int) -> None:
-        """Put the groups that are kept into the batch; it is full when the step is to be taken with what there is."""
-        kept, left_out = self._judge(lease, batch, step)
-        for why, keys in left_out.items():
+    async def filter_lease(self, lease: LeasedBatch, batch: StepBatch, step: int) -> None:
+        """Add the groups that pass to the batch; it is full when the step is to be taken with what there is."""
+        passed, filtered = self._judge(lease, batch, step)
+        for why, keys in filtered.items():
             lease = await self._queue.filter_groups(lease, keys, why)
         if lease:
-            batch.add(lease, kept)
+            batch.add(lease, passed)
         self._conclude(batch, step)
-        await self._ask()
+        await self._request_surplus()
 
-    def _judge(self, lease: LeasedBatch, batch: Batch, step: int) -> tuple[list[Sample], dict[str, list[int]]]:
-        """The samples that are kept, in order, and the groups that are not, by the reason."""
-        kept: list[Sample] = []
-        left_out: dict[str, list[int]] = {}
+    def _judge(self, lease: LeasedBatch, batch: StepBatch, step: int) -> tuple[list[Sample], dict[str, list[int]]]:
+        """Return the samples that pass, in order, and the filtered groups by reason."""
+        passed: list[Sample] = []
+        filtered: dict[str, list[int]] = {}
         for key, members in lease.groups().items():
             samples = [read_sample(one) for one in members]
-            cut = [sample.meta.truncated for sample in samples]
-            group = ScoredGroup(key, samples[0].meta.item, self._objective.rewards(samples), cut)
-            drop = self.refill.scored(group, step)
+            truncated = [sample.meta.truncated for sample in samples]
+            group = ScoredGroup(key, samples[0].meta.item, self._objective.rewards(samples), truncated)
+            verdict = self.refill.scored(group, step)
             batch.scored += 1
-            if drop is None:
-                kept += samples
+            if verdict is None:
+                passed += samples
             else:
-                left_out.setdefault(drop.why, []).append(key)
-                self._settled.left_out(group, step, drop)
-                batch.filtered[drop.rule] = batch.filtered.get(drop.rule, 0) + 1
-        return kept, left_out
+                filtered.setdefault(verdict.why, []).append(key)
+                self._saved.filtered(group, step, verdict)
+                batch.filtered[verdict.rule] = batch.filtered.get(verdict.rule, 0) + 1
+        return passed, filtered
 
-    def _conclude(self, batch: Batch, step: int) -> None:
+    def _conclude(self, batch: StepBatch, step: int) -> None:
         state = self.refill.state
         batch.full = state in ("full", "short")
         if batch.full:
-            self._settled, self._told = self.refill, 0
+            self._saved, self._reported = self.refill, 0
         facts = {"scored": batch.scored, "filtered": dict(batch.filtered)}
         if state == "short":
             self._event("step_short", step=step, groups=batch.groups, of=self._groups, **facts)
-        if state == "barren" and batch.scored >= 2 * self._told:
+        if state == "none_passed" and batch.scored >= 2 * self._reported:
             # The next group that passes makes a step; until then each doubling is reported.
-            self._told = batch.scored
-            rate = self.refill.share
+            self._reported = batch.scored
+            rate = self.refill.pass_rate
             self._event("groups_filtered", step=step, **facts, pass_rate=rate, passing=f"{rate:.1%}")
 
-    async def _ask(self) -> None:
-        """Have admission let more groups be under way, where the staleness bound lets too few."""
-        more = int(min(max(0.0, self.refill.spare - self._ahead), MOST_ASKED))
-        if more != self._asked:
+    async def _request_surplus(self) -> None:
+        """Have admission let more groups be under way, where the staleness bound admits too few."""
+        more = int(min(max(0.0, self.refill.spare - self._ahead), MAX_EXTRA_GROUPS))
+        if more != self._requested:
             await self._queue.request_surplus(more)
-            self._asked = more
+            self._requested = more
 
     def state(self) -> dict[str, Any]:
-        """Plain data for the checkpoint.
-
-        Of a step that is not full it has the groups that were left out, which never come again. Those that were kept go
-        back to the queue if the step is not taken, and are judged when they come again.
-        """
-        return {"refill": self._settled.save(), "history": self._settled.history.state()}
+        """Return plain data for the checkpoint."""
+        return {"refill": self._saved.save(), "history": self._saved.history.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`; anew from one that is empty.
+        """Resume from `state`; an empty one starts anew.
 
         Raises:
             Refused: it is not what `state` gave.

@@ -1,8 +1,8 @@
-"""How far the policy that is trained is from the one that was sampled from, where no gradients tell it.
+"""Trainer-engine mismatch of tokens whose gradients are not computed.
 
 Samples whose advantages are all zero, as those of a group with equal rewards, have no part in the gradient of a loss
-that goes by them, and are not computed with it. What a step says of the two policies is then of the others alone,
-unless these are measured as well.
+that depends on advantages, and are not computed with it. A step's mismatch metrics would then be of the other samples
+alone, unless these are measured as well.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MEANS = {"ratio_mean": "ratio", "kl_behaviour": "kl", "difference_mean": "differ
 LARGEST = {"ratio_max_deviation": "ratio_deviation_max", "difference_max": "difference_max"}
 
 
-def beside_gradients(
+def idle_token_metrics(
     samples: Sequence[Sample], backend: TrainerBackend, objective: Objective, over: Literal["trained", "all"]
 ) -> Metrics:
     """Sums over trained tokens that are not computed with the gradients; empty where there are none, or where they are
@@ -45,14 +45,14 @@ def beside_gradients(
         found = [one.proximal_logprobs for one in idle if one.proximal_logprobs is not None]
         if len(found) == len(idle):
             # They are there already.
-            return sums(idle, found)
+            return mismatch_sums(idle, found)
     if over == "trained" and any(not objective.idle(one) for one in samples):
         return {}
-    return sums(idle, backend.log_probabilities(idle))
+    return mismatch_sums(idle, backend.log_probabilities(idle))
 
 
-def sums(samples: Sequence[Sample], logprobs: Sequence[NDArray[np.float32]]) -> Metrics:
-    """Of the trained tokens: those sums of `Objective.loss` that compare the two policies.
+def mismatch_sums(samples: Sequence[Sample], logprobs: Sequence[NDArray[np.float32]]) -> Metrics:
+    """Return those sums of `Objective.loss` over the trained tokens that compare the two policies.
 
     Args:
         logprobs: under the trained policy, float32 [T] for each sample.
@@ -76,8 +76,8 @@ def sums(samples: Sequence[Sample], logprobs: Sequence[NDArray[np.float32]]) -> 
     }
 
 
-def completed(result: StepResult, rest: Mapping[str, float]) -> StepResult:
-    """The result with what it says of the two policies over its own tokens and those of `beside_gradients`.
+def with_idle_tokens(result: StepResult, rest: Mapping[str, float]) -> StepResult:
+    """The result with what it says of the two policies over its own tokens and those of `idle_token_metrics`.
 
     A token without advantage is never clipped: no clip moves a gradient of zero.
     """
@@ -90,10 +90,10 @@ def completed(result: StepResult, rest: Mapping[str, float]) -> StepResult:
     return msgspec.structs.replace(result, measured_tokens=int(every), **means, **largest)
 
 
-def before_updates(result: StepResult, samples: Sequence[Sample]) -> StepResult:
+def measured_before_updates(result: StepResult, samples: Sequence[Sample]) -> StepResult:
     """The result with what it says of the two policies by the proximal log-probabilities of these samples, which are of
     the weights before the step's first update: without what its updates have moved."""
-    found = sums(samples, [one.proximal_logprobs for one in samples if one.proximal_logprobs is not None])
+    found = mismatch_sums(samples, [one.proximal_logprobs for one in samples if one.proximal_logprobs is not None])
     every = found["tokens"]
     if not every:
         return result
@@ -104,8 +104,8 @@ def before_updates(result: StepResult, samples: Sequence[Sample]) -> StepResult:
 
 
 def sampled_entropy(samples: Sequence[Sample]) -> float:
-    """Of the behaviour policy, estimated by all trained tokens that it sampled: minus their mean log-probability, nats
-    a token; 0 without any."""
+    """Estimate the entropy of the behaviour policy: minus the mean log-probability of the trained tokens that it
+    sampled, nats a token; 0 without any."""
     drawn = [one.behaviour_logprobs[1:][one.loss_mask[1:] != 0] for one in samples]
     values = np.concatenate([np.zeros(0, np.float32), *drawn])
     return -float(values.mean(dtype=np.float64)) if len(values) else 0.0

@@ -17,10 +17,10 @@ from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend.gang import Follower, Leader
 from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.batch.budget import Budget
+from relax_rt.roles.training.batch.budget import TokenBudget
 from relax_rt.roles.training.megatron.backend import MegatronBackend
 from relax_rt.roles.training.megatron.model import LayerChoice, choose_layers, sizes_of
-from relax_rt.roles.training.megatron.ranks import Ranks
+from relax_rt.roles.training.megatron.ranks import MegatronRanks
 from relax_rt.roles.training.torch.backend import TorchBackend
 from relax_rt.roles.training.torch.checks import CANNOT_PACK, PACKS
 from relax_rt.roles.training.torch.sharding import TorchRanks
@@ -40,7 +40,7 @@ def open_torch(ctx: RoleContext, objective: Objective) -> TorchBackend | Leader 
     device = open_device(ctx, table)
     ranks = _join(device) if table.count > 1 else None
 
-    folder, budget = model_folder(ctx), Budget.of(ctx, table.tokens_per_micro_batch, TORCH_REMEDY)
+    folder, budget = model_folder(ctx), TokenBudget.of(ctx, table.tokens_per_micro_batch, TORCH_REMEDY)
     with refused_for_good():
         backend = TorchBackend(
             folder,
@@ -105,8 +105,10 @@ def open_megatron(ctx: RoleContext, objective: Objective) -> Leader | Follower:
     if gang.local_world_size == gang.world_size:
         # Nobody outside this machine has to reach the ranks.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    ranks = Ranks(sizes_of(ctx.settings), gang.store(), gang.rank, local_rank=gang.local_rank, seed=ctx.config.run.seed)
-    folder, budget = model_folder(ctx), Budget.of(ctx, ctx.settings.tokens_per_micro_batch, MEGATRON_REMEDY)
+    ranks = MegatronRanks(
+        sizes_of(ctx.settings), gang.store(), gang.rank, local_rank=gang.local_rank, seed=ctx.config.run.seed
+    )
+    folder, budget = model_folder(ctx), TokenBudget.of(ctx, ctx.settings.tokens_per_micro_batch, MEGATRON_REMEDY)
     with refused_for_good():
         choice = choose_layers(ctx.settings.layers)
         if gang.local_rank == 0:

@@ -1,4 +1,4 @@
-"""Prompt samplers in a run: before a step and after it the queue is told which prompts come next."""
+"""Prompt samplers (curriculum, replay) in a run: the trainer assigns the next prompts before and after each step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
 from relax_rt.roles.training.algorithms.registry import bind
-from relax_rt.roles.training.algorithms.samplers import Ahead, PromptSampler
+from relax_rt.roles.training.algorithms.samplers import PromptLookahead, PromptSampler
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.rpc.errors import Refused
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from relax_rt.roles.training.algorithms.objective import Objective
     from relax_rt.transport.queue.client import QueueClient
 
-MOST_AHEAD = 4096
-"""Places of the prompt order for which a choice is made at once."""
+MAX_LOOKAHEAD = 4096
+"""Most places of the prompt order that are assigned at once."""
 
 
-class PromptChoices:
-    """What a trainer with a sampler tells the queue.
+class PromptCurriculum:
+    """Assigns prompts to the next places of the run's order, by the outcomes of earlier ones.
 
     Args:
-        ahead: chooses. recorded: somebody else, as the filters, writes the history that it chooses by.
+        lookahead: chooses the prompts. recorded: the filters write the history that it chooses by.
     """
 
-    def __init__(self, queue: QueueClient, objective: Objective, ahead: Ahead, *, recorded: bool) -> None:
+    def __init__(self, queue: QueueClient, objective: Objective, lookahead: PromptLookahead, *, recorded: bool) -> None:
         self._queue, self._objective, self._recorded = queue, objective, recorded
-        self.ahead = ahead
+        self.lookahead = lookahead
 
     @classmethod
     def of(
@@ -43,11 +43,11 @@ class PromptChoices:
         queue: QueueClient,
         objective: Objective,
         history: PromptHistory | None,
-    ) -> PromptChoices:
-        """The choices of a run with a sampler. Reads the data, so call it in a thread.
+    ) -> PromptCurriculum:
+        """Make the curriculum of a run's config. Reads the data, so call it in a thread.
 
         Args:
-            history: what the filters keep; None: there are none.
+            history: of the filters; None: there are none.
 
         Raises:
             Refused: the sampler is unknown or wrong.
@@ -67,30 +67,30 @@ class PromptChoices:
         known = PromptHistory() if history is None else history
         ids = source.train.ids
         sampler = PromptSampler(rule, ids, source.place, seed=seed, history=known, places=Places(ids))
-        ahead = Ahead(sampler, known, places=places(table), end=source.limit)
-        return cls(queue, objective, ahead, recorded=history is not None)
+        lookahead = PromptLookahead(sampler, known, places=lookahead_places(table), end=source.limit)
+        return cls(queue, objective, lookahead, recorded=history is not None)
 
     async def choose(self, step: int) -> None:
-        """Say which prompts come next, by what is known after `step`."""
+        """Assign the next prompts, by what is known after `step`."""
         first = (await self._queue.assign_items({})).next_index
-        await self._queue.assign_items(self.ahead.after_step(step, first))
+        await self._queue.assign_items(self.lookahead.after_step(step, first))
 
     async def after_step(self, samples: list[Sample], step: int) -> None:
-        """The samples of a step were trained on."""
+        """Record the samples of a step that was trained, and assign the next prompts."""
         if not self._recorded:
             groups: dict[int, list[Sample]] = {}
             for sample in samples:
                 groups.setdefault(sample.meta.group, []).append(sample)
             for members in groups.values():
-                self.ahead.history.record(members[0].meta.item, self._objective.rewards(members), step)
+                self.lookahead.history.record(members[0].meta.item, self._objective.rewards(members), step)
         await self.choose(step)
 
 
-def places(table: AlgorithmTable) -> int:
-    """Places that admission may give out before the next choice, and a batch more; beyond them the run's order holds.
+def lookahead_places(table: AlgorithmTable) -> int:
+    """Return how many places of the run's order admission may give out before the next choice, and a batch more.
 
-    With filters a step may cost several times its groups.
+    Beyond them the run's own order holds. With filters a step may cost several times its groups.
     """
     steps = table.max_staleness + 2 + (table.refill.most if table.filters else 0)
     most = steps * table.prompts_per_step + table.over_provision
-    return MOST_AHEAD if math.isinf(most) else min(math.ceil(most), MOST_AHEAD)
+    return MAX_LOOKAHEAD if math.isinf(most) else min(math.ceil(most), MAX_LOOKAHEAD)

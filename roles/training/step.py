@@ -13,8 +13,13 @@ import numpy as np
 from relax_rt.roles.base.sample import Sample, content_digest
 from relax_rt.roles.training.algorithms.tensors import Metrics, merge
 from relax_rt.roles.training.backend.interface import StepResult
-from relax_rt.roles.training.batch.rows import chosen, mini_batches
-from relax_rt.roles.training.mismatch import before_updates, beside_gradients, completed, sampled_entropy
+from relax_rt.roles.training.batch.rows import mini_batches, pick
+from relax_rt.roles.training.mismatch import (
+    idle_token_metrics,
+    measured_before_updates,
+    sampled_entropy,
+    with_idle_tokens,
+)
 from relax_rt.transport.base.versions import VersionRecord
 
 if TYPE_CHECKING:
@@ -23,16 +28,16 @@ if TYPE_CHECKING:
     from relax_rt.transport.queue.client import LeasedBatch, LeasedSample
 
 
-class Spent:
-    """Where the time of a step goes, without gaps, in seconds."""
+class StepTimer:
+    """Charges the time of a step to its activities, without gaps; seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.since = clock()
         self.seconds: dict[str, float] = {}
 
-    def on(self, what: str) -> None:
-        """The time since the last call, or the beginning, went into this."""
+    def lap(self, what: str) -> None:
+        """Charge the time since the last call, or since the start, to this activity."""
         now = self._clock()
         self.seconds[what] = self.seconds.get(what, 0.0) + now - self.since
         self.since = now
@@ -42,24 +47,25 @@ class Spent:
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
-    """The groups of one step, as far as they are there.
+class StepBatch:
+    """The groups of one step, as far as they have arrived.
 
     Attributes:
-        full: no more are waited for.
-        leases: what they were taken under; the step finishes them together.
+        timer: laps `wait`, `train` and `publish`.
+        full: no more groups are waited for.
+        leases: under which the samples are held; the step completes them together.
         leased, samples: the same samples, as they were leased and as they were read. digests: of what was read.
-        groups: how many there are.
-        accumulated: so many samples, from the first on, have had their gradients computed, in so many parts.
-        count: what the gradients so far are to be divided by.
-        scored: groups that came, also those that filters left out. filtered: groups left out, by filter.
-        beside: what compares the policies over tokens without gradients (`mismatch.beside_gradients`).
-        left_out_tokens: whose advantage the loss took away before the update.
-        refused_tokens: of samples that the queue refused as over-stale since the step before.
-        spent: on `wait`, `train` and `publish`. stage_wait_s: how long the update waited for the weights to be copied.
+        groups: number of groups in the batch.
+        accumulated: number of samples, from the first on, whose gradients are computed, in so many `parts`.
+        count: divisor of the gradients so far.
+        scored: groups that arrived, filtered ones included. filtered: groups that were filtered out, by filter.
+        idle_metrics: trainer-engine mismatch over tokens without gradients (`mismatch.idle_token_metrics`).
+        masked_tokens: tokens whose advantage the loss set to 0 before the update.
+        refused_tokens: tokens of samples that the queue refused as over-stale since the step before.
+        stage_wait_s: how long the update waited for the weights to be copied to the stage.
     """
 
-    spent: Spent = field(default_factory=Spent)
+    timer: StepTimer = field(default_factory=StepTimer)
     full: bool = False
     leases: list[LeasedBatch] = field(default_factory=list)
     leased: list[LeasedSample] = field(default_factory=list)
@@ -71,52 +77,54 @@ class Batch:
     count: float = 0.0
     scored: int = 0
     filtered: dict[str, int] = field(default_factory=dict)
-    beside: Metrics = field(default_factory=dict)
-    left_out_tokens: int = 0
+    idle_metrics: Metrics = field(default_factory=dict)
+    masked_tokens: int = 0
     refused_tokens: int = 0
     stage_wait_s: float = 0.0
 
     def add(self, lease: LeasedBatch, samples: list[Sample]) -> None:
-        """Further groups: those of a lease, with its samples as they were read."""
+        """Add the groups of a lease, with its samples as they were read."""
         self.leases.append(lease)
         self.leased += lease.samples
         self.samples += samples
         self.digests += [content_digest(sample) for sample in samples]
         self.groups += len(lease.groups())
 
-    def waiting_tokens(self) -> int:
+    def pending_tokens(self) -> int:
         """Tokens whose gradients are not there yet; those of a common prompt count once."""
         prompts = {(s.meta.group, s.prompt_length) for s in self.samples[self.accumulated :]}
         own = sum(len(s.tokens) - s.prompt_length for s in self.samples[self.accumulated :])
         return own + sum(length for _, length in prompts)
 
 
-def accumulate(batch: Batch, backend: TrainerBackend, objective: Objective, version: int) -> None:
-    """Forward and backward of those samples of a batch whose gradients are not there yet. Blocks.
+def accumulate(batch: StepBatch, backend: TrainerBackend, objective: Objective, version: int) -> None:
+    """Compute the gradients of those samples of a batch that have none yet. Blocks.
 
     Args:
         batch: all groups of the step, unless the objective streams.
-        version: the published one that the step, or the first of its publication, begins with.
+        version: the published policy version that the step begins with.
     """
     samples = batch.samples[batch.accumulated :]
     if "proximal" in objective.needs:
-        set_proximal(samples, backend, version, wanted=objective.proximal_first)
-    batch.left_out_tokens += objective.advantages(samples)
+        set_proximal_logprobs(samples, backend, version, wanted=objective.proximal_first)
+    batch.masked_tokens += objective.advantages(samples)
     batch.count += backend.accumulate(samples).count
     batch.accumulated = len(batch.samples)
     batch.parts += 1
 
 
-def set_proximal(samples: Sequence[Sample], backend: TrainerBackend, version: int, *, wanted: bool = True) -> None:
+def set_proximal_logprobs(
+    samples: Sequence[Sample], backend: TrainerBackend, version: int, *, wanted: bool = True
+) -> None:
     """Give samples the proximal log-probabilities of the backend's weights, or none. Blocks.
 
-    What was computed under another version, by an engine or for an earlier publication, has lapsed; what is of this
-    one stays. So whoever takes several updates to a publication (`take_updates`) calls this before the first, with the
-    samples of all: each update is then compared with the weights before the first. For a single update the pass that
-    computes gradients finds them itself (`Objective.proximal_first`).
+    Values of another version, from an engine or an earlier publication, have lapsed; those of this version stay. With
+    several updates to a publication (`take_updates`) this is called before the first one, with the samples of all, so
+    that each update is compared with the weights before the first. For a single update the pass that computes
+    gradients finds them itself (`Objective.proximal_first`).
 
     Args:
-        version: of the weights, as they were published. wanted: compute those that are not there.
+        version: published version of the weights. wanted: compute missing values.
     """
     for sample in samples:
         if sample.proximal_version != version:
@@ -128,15 +136,15 @@ def set_proximal(samples: Sequence[Sample], backend: TrainerBackend, version: in
 
 T = TypeVar("T")
 
-OVER_MEASURED = ("ratio_mean", "clip_fraction", "kl_behaviour", "difference_mean", "sampled_entropy")
+TOKEN_MEANS = ("ratio_mean", "clip_fraction", "kl_behaviour", "difference_mean", "sampled_entropy")
 """Fields of a StepResult that are means over its measured tokens; so are those that may be None."""
-PERHAPS = ("drift_mean", "entropy", "kl_reference")
-ADDED = ("tokens", "measured_tokens", "rejected_tokens", "updates")
-LARGEST = ("ratio_max_deviation", "difference_max")
+OPTIONAL_MEANS = ("drift_mean", "entropy", "kl_reference")
+SUMS = ("tokens", "measured_tokens", "rejected_tokens", "updates")
+MAXIMA = ("ratio_max_deviation", "difference_max")
 
 
 def take_updates(
-    batch: Batch,
+    batch: StepBatch,
     backend: TrainerBackend,
     objective: Objective,
     *,
@@ -154,33 +162,33 @@ def take_updates(
 
     Args:
         version: the published one that the step begins with. number: of the step; all its updates have its rate.
-        over: see `beside_gradients`. before_update: called, and may block, before each update.
+        over: see `idle_token_metrics`. before_update: called, and may block, before each update.
     """
     proximal = "proximal" in objective.needs
     if proximal:
-        set_proximal(batch.samples, backend, version)
-    batch.left_out_tokens = objective.advantages(batch.samples)
+        set_proximal_logprobs(batch.samples, backend, version)
+    batch.masked_tokens = objective.advantages(batch.samples)
     if not proximal:
-        batch.beside = beside_gradients(batch.samples, backend, objective, over)
+        batch.idle_metrics = idle_token_metrics(batch.samples, backend, objective, over)
     parts, results = list(_parts(batch.samples, updates)), []
     for part in parts:
         count = backend.accumulate(part).count
         results.append(backend.apply(count, number, before_update))
         batch.parts += 1
     batch.accumulated = len(batch.samples)
-    result = together(results)
+    result = combine_results(results)
     if not proximal:
         return result
     counted = [part for part, one in zip(parts, results, strict=True) if one.applied or not result.applied]
-    return before_updates(result, [sample for part in counted for sample in part])
+    return measured_before_updates(result, [sample for part in counted for sample in part])
 
 
 def _parts(samples: Sequence[Sample], updates: int) -> Iterator[list[Sample]]:
     for places in mini_batches([sample.meta.group for sample in samples], updates):
-        yield chosen(samples, places)
+        yield pick(samples, places)
 
 
-def together(results: Sequence[StepResult]) -> StepResult:
+def combine_results(results: Sequence[StepResult]) -> StepResult:
     """The result of a step with these updates.
 
     Of updates that were thrown away only that they were: what they measured may be no numbers. If all were, the step
@@ -198,10 +206,12 @@ def together(results: Sequence[StepResult]) -> StepResult:
     if moved:
         others["grad_norm_max"] = max(one.grad_norm for one in moved)
     bad = [f"update {place} of {len(results)}: {one.why}" for place, one in enumerate(results, 1) if not one.applied]
-    fields: dict[str, Any] = {name: _mean(counted, name) for name in OVER_MEASURED}
-    fields |= {name: _mean(counted, name) for name in PERHAPS if any(getattr(one, name) is not None for one in counted)}
-    fields |= {name: sum(getattr(one, name) for one in counted) for name in ADDED}
-    fields |= {name: max(getattr(one, name) for one in counted) for name in LARGEST}
+    fields: dict[str, Any] = {name: _mean(counted, name) for name in TOKEN_MEANS}
+    fields |= {
+        name: _mean(counted, name) for name in OPTIONAL_MEANS if any(getattr(one, name) is not None for one in counted)
+    }
+    fields |= {name: sum(getattr(one, name) for one in counted) for name in SUMS}
+    fields |= {name: max(getattr(one, name) for one in counted) for name in MAXIMA}
     return StepResult(
         applied=bool(applied),
         changed=bool(moved),
@@ -224,7 +234,7 @@ def _mean(results: Sequence[StepResult], name: str) -> float:
 
 
 def step_record(
-    batch: Batch, result: StepResult, *, step: int, weights: VersionRecord, epoch: int, elapsed_s: float
+    batch: StepBatch, result: StepResult, *, step: int, weights: VersionRecord, epoch: int, elapsed_s: float
 ) -> dict[str, Any]:
     """The record of a step that is done.
 
@@ -234,7 +244,7 @@ def step_record(
     samples = batch.samples
     rewards = np.array([s.reward or 0.0 for s in samples])
     names = sorted({name for s in samples for name in s.rewards})
-    result = completed(result, batch.beside)
+    result = with_idle_tokens(result, batch.idle_metrics)
     return {
         "kind": "step",
         "step": step,
@@ -255,20 +265,20 @@ def step_record(
         "sampled_entropy": sampled_entropy(samples),
         "refused_tokens": batch.refused_tokens,
         "stale_tokens": sum(end - start for s in batch.leased for start, end in s.masked),
-        "masked_tokens": batch.left_out_tokens,
+        "masked_tokens": batch.masked_tokens,
         "parts": batch.parts,
         **_filtered(batch),
         "skipped": "" if result.applied else result.why,
-        "wait_s": batch.spent["wait"],
-        "train_s": batch.spent["train"],
+        "wait_s": batch.timer["wait"],
+        "train_s": batch.timer["train"],
         "stage_wait_s": batch.stage_wait_s,
-        "publish_s": batch.spent["publish"],
+        "publish_s": batch.timer["publish"],
         "elapsed_s": elapsed_s,
         "digests": batch.digests,
     }
 
 
-def _filtered(batch: Batch) -> dict[str, Any]:
+def _filtered(batch: StepBatch) -> dict[str, Any]:
     """What filters did, where there are any: groups that came, those left out by filter, the share kept."""
     if not batch.scored:
         return {}

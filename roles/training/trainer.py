@@ -1,64 +1,67 @@
-"""The trainer role: leases whole groups, takes the step, publishes the weights, writes checkpoints."""
+"""The trainer role: leases whole groups, takes the step, publishes the weights, writes checkpoints.
+
+`_one_step` is the whole step. What it uses: `collector` (groups from the queue), `step` (gradients and updates),
+`publication` (weights to the engines), `checkpointing`, `critic`, and a backend (`torch`, `megatron`).
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar
 
 from relax_rt.config.problems import BadInput
-from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.base.locations import MODEL_CODE, model_folder
+from relax_rt.roles.base.locations import MODEL_CODE, model_folder, stage_folder
 from relax_rt.roles.base.progress import NoProgress, no_progress
 from relax_rt.roles.base.role import RLRole
-from relax_rt.roles.base.settings import ProgressTable
 from relax_rt.roles.models.opening import refused_for_good
 from relax_rt.roles.rollout.engines.communicator import communicator_of
 from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable
 from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable, ColdStartTable
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.checkpoints.settings import CheckpointTable
-from relax_rt.roles.training.empty_steps import no_advantage, no_token
+from relax_rt.roles.training.critic.client import CriticClient
 from relax_rt.roles.training.publication.settings import PublicationTable
+from relax_rt.roles.training.waiting import wait_for_peer
 from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.queue.ledger.messages import failure_summary
-from relax_rt.transport.rpc.errors import DeadlineExceeded, GivenUp, RelaxError, Unreachable
+from relax_rt.transport.rpc.errors import GivenUp, RelaxError
+from relax_rt.transport.weights.stage import WeightStage
 
 if TYPE_CHECKING:
     from relax_rt.roles.rollout.engines.turns import TrainerTurns
     from relax_rt.roles.training.algorithms.objective import Objective
     from relax_rt.roles.training.backend.gang import Follower
     from relax_rt.roles.training.backend.interface import StepResult, TrainerBackend
-    from relax_rt.roles.training.checkpoints.store import CheckpointState, CheckpointStore
+    from relax_rt.roles.training.checkpointing import Checkpointer
+    from relax_rt.roles.training.checkpoints.store import CheckpointState
     from relax_rt.roles.training.collector import Collector
-    from relax_rt.roles.training.critic.client import CriticLink
-    from relax_rt.roles.training.dynamic_sampling import Sieve
-    from relax_rt.roles.training.prompt_sampling import PromptChoices
+    from relax_rt.roles.training.dynamic_sampling import GroupFilter
+    from relax_rt.roles.training.empty_steps import EmptySteps
+    from relax_rt.roles.training.prompt_sampling import PromptCurriculum
     from relax_rt.roles.training.publication.files import WeightFiles
     from relax_rt.roles.training.publication.publisher import Publisher
-    from relax_rt.roles.training.step import Batch
-    from relax_rt.transport.weights.stage import WeightStage
+    from relax_rt.roles.training.step import StepBatch
 
-T = TypeVar("T")
-
-REGISTRY_WAIT_S = 600.0
 FETCH_S = 10.0
-"""Wait for payload of another node before the samples are given back: its owner may be dead."""
-GIVE_BACK_S = 10.0
-"""A trainer that cannot go on waits so long for the queue to take its groups back."""
+"""Wait for payload of another node before the leases are released: its owner may be dead."""
+RELEASE_S = 10.0
+"""Wait of a trainer that cannot continue for the queue to take its leases back."""
 LOAD_ALLOWANCE_S = 180.0
-SAVE_ALLOWANCE_S = STEP_ALLOWANCE_S = 120.0
+STEP_ALLOWANCE_S = 120.0
 SKIPPED_IN_A_ROW = 5
-"""Steps one after the other that were thrown away, or one of whose updates was, before the run ends."""
+"""Consecutive steps that were skipped, or one of whose updates was, before the run ends."""
 
 
 class TrainerRole(RLRole[TrainerSettings]):
-    """Its weights count as the next policy version from the optimizer step on. When it dies, the steps since the last
-    checkpoint are done again; the rollouts go on up to the staleness bound."""
+    """Trains the policy. Its weights count as the next policy version from the optimizer step on.
+
+    When it dies, the steps since the last checkpoint are done again; the rollouts continue up to the staleness bound.
+    In a gang, rank 0 does all that is written here; the other ranks follow its commands (`backend.gang`).
+    """
 
     kind: ClassVar[str] = "trainer"
     tier: ClassVar[int] = 40
@@ -69,240 +72,393 @@ class TrainerRole(RLRole[TrainerSettings]):
         "torch",
         "transformers",
         "relax_rt.roles.training.torch.backend",
-        "relax_rt.roles.training.checkpoints.resume",
-        "relax_rt.roles.training.step",
-        "relax_rt.roles.training.publication.publisher",
-        "relax_rt.roles.training.algorithms.objective",
-        "relax_rt.transport.queue.client",
+        "relax_rt.roles.training.checkpointing",
+        "relax_rt.roles.training.empty_steps",
         *MODEL_CODE,
     )
     Settings: ClassVar[type[RoleSettings]] = TrainerSettings
-    critic: CriticLink | None = None
+    objective: Objective
+    backend: TrainerBackend
+    collector: Collector
+    stage: WeightStage
+    publisher: Publisher
+    checkpoints: Checkpointer
+    critic: CriticClient | None = None
     turns: TrainerTurns | None = None
+    _follower: Follower | None = None
+    _group_filter: GroupFilter | None = None
+    _curriculum: PromptCurriculum | None = None
+    _empty_steps: EmptySteps
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
+        self.algorithm = self.table(AlgorithmTable)
         self.step = 0
         self.weights = VersionRecord(ROOT, ROOT, 0)
-        self._held: Batch | None = None
-        self._saving: asyncio.Task[None] | None = None
-        self._saved_version: asyncio.Task[VersionRecord] | None = None
-        self._skipped = self._empty = 0
+        self._held: StepBatch | None = None
+        self._skipped = 0
         self._worked = False
         self._longest_s = 0.0
-        self._early = self._skipped_checkpoints = self._empty_why = ""
-        self._trained_before_s = 0.0
-        self._started = time.monotonic()
-        self.objective: Objective
-        self._follower: Follower | None = None
-        self.backend: TrainerBackend
-        self.collector: Collector
-        self._sieve: Sieve | None = None
-        self._choices: PromptChoices | None = None
-        self.stage: WeightStage
-        self.publisher: Publisher
-        self.store: CheckpointStore
+        self._early_checkpoint = ""
 
     @classmethod
     def is_gang(cls, settings: RoleSettings) -> bool:
         return isinstance(settings, TrainerSettings) and (settings.backend == "megatron" or settings.count > 1)
 
-    async def setup(self) -> None:
-        algorithm = self.table(AlgorithmTable)
-        from relax_rt.roles.base.locations import stage_folder
-        from relax_rt.roles.training.algorithms.objective import Objective
-        from relax_rt.roles.training.checkpoints.digests import identity_of
-        from relax_rt.roles.training.checkpoints.store import CheckpointStore
-        from relax_rt.transport.weights.stage import WeightStage
+    # The step.
 
-        self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
-        with refused_for_good():
-            # A user's file may have changed since validation.
-            self.objective = Objective.of(
-                algorithm,
-                base=Path(self.config.config_dir),
-                longest=self.table(SamplingTable).max_new_tokens,
-            )
-        await asyncio.to_thread(self._load)
-        if self._follower is not None:
+    async def _one_step(self) -> None:
+        """Continue a step; returns also when its groups are not all there yet, so that a request to stop is seen."""
+        self.publisher.check()
+        batch = await self._collect()
+        if batch is None:
             return
-        if algorithm.mode in SHARING:
-            from relax_rt.roles.rollout.engines.turns import TrainerTurns, TurnsApi
+        if not batch.full:
+            if self._streams and batch.pending_tokens() >= self._part_tokens:
+                self._report_phase(f"computing on {batch.groups} of {self.algorithm.prompts_per_step} groups")
+                await asyncio.to_thread(self._accumulate, batch)
+                batch.timer.lap("train")
+            return
+        self._held = batch
+        self._report_phase("computing")
+        if self.critic is not None:
+            await self.critic.compute_values(batch.samples, self.step)
+        async with self._own_device():
+            result = await asyncio.to_thread(self._train, batch)
+            batch.timer.lap("train")
+            await self._complete(batch, result)
+        if self.critic is not None:
+            # The engines have the new weights by now: the critic learns while they sample.
+            await self.critic.learn(batch.samples, self.objective.returns(batch.samples), self.step - 1)
+        batch.timer.lap("publish")
+        self._longest_s = max(self._longest_s, batch.timer["train"] + batch.timer["publish"])
+        self._record(batch, result)
+        final = self.step >= self.algorithm.steps
+        await self.checkpoints.save_if_due(self.step, final=final, early=self._early_checkpoint)
 
-            self.turns = TrainerTurns(self.ctx, self.table(ColocationTable).give_way_s)
-            self.ctx.serve(TurnsApi, self.turns)
-        model = await asyncio.to_thread(identity_of, model_folder(self.ctx))
-        folder, keep = self.ctx.run_dir / "checkpoints", self.table(CheckpointTable).keep
-        self.store = CheckpointStore(folder, self.ctx.who.epoch, keep, model)
-        self.stage = WeightStage(stage_folder(self.ctx), self.ctx.who.epoch)
-        self.resources.callback(self.stage.close)
-        await self.open_queue(fetch_s=FETCH_S)
-        self._open_collector()
-        if algorithm.sampler is not None:
-            from relax_rt.roles.training.prompt_sampling import PromptChoices
+    async def _collect(self) -> StepBatch | None:
+        """Return what is there of the step's groups; None if nothing came.
 
-            history = self._sieve.history if self._sieve is not None else None
-            make, objective = PromptChoices.of, self.objective
-            with refused_for_good():
-                self._choices = await asyncio.to_thread(make, self.ctx, self.config, self.queue, objective, history)
-        if "values" in self.objective.needs:
-            from relax_rt.roles.training.critic.client import CriticLink
+        Raises:
+            NoProgress: so many groups failed in a row that the run is to end; all that was learnt is saved.
+        """
+        try:
+            batch = await self.collector.collect(self.step + 1)
+            if batch is None:
+                report = await self.queue.progress()
+                if report.ended:
+                    raise no_progress(self.config, report)
+                if lost := failure_summary(report):
+                    self.ctx.progress.waiting(f"{self.collector.waiting_for}; {lost}")
+            return batch
+        except NoProgress:
+            await self.checkpoints.save_rest(self.step)
+            raise
 
-            self.critic = CriticLink(self.ctx)
+    def _accumulate(self, batch: StepBatch) -> None:
+        from relax_rt.roles.training.step import accumulate
 
-    def _open_collector(self) -> None:
-        from relax_rt.roles.training.collector import Collector
+        accumulate(batch, self.backend, self.objective, self.weights.version)
 
-        table = self.table(AlgorithmTable)
-        if table.filters:
-            from relax_rt.roles.training.dynamic_sampling import Sieve
+    def _train(self, batch: StepBatch) -> StepResult:
+        """Compute the gradients that are not there yet, and take the step's update or updates. Blocks."""
+        from relax_rt.roles.training.mismatch import idle_token_metrics
+        from relax_rt.roles.training.step import take_updates
 
-            with refused_for_good():
-                self._sieve = Sieve.of(self.config, self.queue, self.objective, self.ctx.event)
-        self.collector = Collector(
-            self.queue,
-            self.ctx.progress,
-            groups=table.prompts_per_step,
-            parts=self._streams,
-            sieve=self._sieve,
-        )
+        def before_update() -> None:
+            batch.stage_wait_s += self.publisher.weights_may_change()
+
+        number, over = self.step + 1, self.settings.mismatch
+        if self.algorithm.updates_per_step > 1:
+            return take_updates(
+                batch,
+                self.backend,
+                self.objective,
+                updates=self.algorithm.updates_per_step,
+                version=self.weights.version,
+                number=number,
+                over=over,
+                before_update=before_update,
+            )
+        self._accumulate(batch)
+        batch.idle_metrics = idle_token_metrics(batch.samples, self.backend, self.objective, over)
+        return self.backend.apply(batch.count, number, before_update)
+
+    async def _complete(self, batch: StepBatch, result: StepResult) -> None:
+        """Complete the step in the queue first, then publish the weights while the next step is made."""
+        self._check_skipped(result)
+        empty = result.applied and not result.changed and not result.tokens
+        self._empty_steps.note(batch, result, self.step + 1, empty=empty)
+        self.step += 1
+        # Other roles take the last step's version for the end of the run, whatever is in it.
+        publishes = not empty or self.step >= self.algorithm.steps
+        if publishes:
+            version = await wait_for_peer(self.ctx, self.ctx.registry.issue_version)
+            self.weights = VersionRecord(version, self.weights.version, self.step, changed=result.changed)
+        skipped = empty or not result.applied
+        advice = await self.queue.complete_step(batch.leases, self.step, self.weights, skipped=skipped)
+        self._held = None
+        batch.refused_tokens = advice.refused_tokens
+        if self._curriculum is not None:
+            await self._curriculum.after_step(batch.samples, self.step)
+        if publishes:
+            await self.publisher.begin(self.weights)
+        self._early_checkpoint = advice.checkpoint_now
+
+    def _check_skipped(self, result: StepResult) -> None:
+        """Count consecutive steps with a skipped update.
+
+        Raises:
+            GivenUp: too many in a row.
+        """
+        if not result.updates_skipped:
+            self._skipped = 0
+            return
+        self._skipped += 1
+        self.ctx.event("update_skipped" if result.applied else "step_skipped", step=self.step + 1, why=result.why)
+        if self._skipped >= SKIPPED_IN_A_ROW:
+            which = "had an update that was thrown away" if result.applied else "were thrown away"
+            hint = "lower the learning rate (algorithm.learning_rate); `relax-rt up` goes on from a checkpoint"
+            raise GivenUp(f"{self._skipped} steps in a row {which}", why=result.why, hint=hint)
+
+    @asynccontextmanager
+    async def _own_device(self) -> AsyncIterator[None]:
+        """Around all that the trainer computes in a step: engines that share its device release it meanwhile."""
+        if self.turns is None:
+            yield
+            return
+        async with self.turns.training():
+            yield
+            # The engines come back to the new weights, not to the old ones first.
+            await self.publisher.through()
 
     @property
     def _streams(self) -> bool:
         """Whether gradients are computed before the last group of a step is there."""
-        return self.table(AlgorithmTable).streaming and self.objective.streams
+        return self.algorithm.streaming and self.objective.streams
 
-    def _load(self) -> None:
-        """Of a gang, rank 0 does all that a trainer does; the others do as it tells them."""
-        from relax_rt.roles.training.backend.gang import Follower
+    @property
+    def _part_tokens(self) -> int:
+        """Tokens from which computing a part of a step is worthwhile: a micro-batch of every replica."""
+        table = self.settings
+        divided = table.tensor_parallel * table.pipeline_parallel * table.context_parallel
+        return table.tokens_per_micro_batch * max(1, table.count // divided)
 
-        opened: TrainerBackend | Follower
-        if self.settings.backend == "megatron":
-            from relax_rt.roles.training.open_backend import open_megatron
+    def _report_phase(self, phase: str) -> None:
+        self.ctx.progress.advance(0, f"step {self.step + 1} of {self.algorithm.steps}: {phase}{self._quarantine_note}")
 
-            opened = open_megatron(self.ctx, self.objective)
-        else:
-            from relax_rt.roles.training.open_backend import open_torch
+    @property
+    def _quarantine_note(self) -> str:
+        names = self.checkpoints.quarantined
+        return f" (skipped, and set aside: {', '.join(names)})" if names else ""
 
-            opened = open_torch(self.ctx, self.objective)
-        if isinstance(opened, Follower):
-            self._follower = opened
-        else:
-            self.backend = opened
+    def _record(self, batch: StepBatch, result: StepResult) -> None:
+        """Write the step's metrics and a log line."""
+        from relax_rt.roles.training.step import step_record
+
+        record = step_record(
+            batch,
+            result,
+            step=self.step,
+            weights=self.weights,
+            epoch=self.ctx.who.epoch,
+            elapsed_s=self.checkpoints.elapsed_s,
+        )
+        record |= self._empty_steps.record()
+        self.ctx.metrics(record)
+        if not self._worked:
+            self._worked = True
+            self.ctx.event("first_work", what=f"step {self.step}")
+        shown = {name: round(record[name], 4) for name in ("reward_mean", "loss", "grad_norm", "wait_s", "train_s")}
+        done = f"step {self.step} of {self.algorithm.steps}"
+        self.ctx.log.info(done, version=self.weights.version, **shown)
+        self.ctx.progress.advance(1, f"{done} is done{self._quarantine_note}")
+
+    # The run.
 
     async def run(self) -> None:
-        finishing = asyncio.create_task(self._time_to_finish())
+        if self._follower is not None:
+            await self.ctx.ready()
+            await asyncio.to_thread(self._follower.run)
+            return
+        finishing = asyncio.create_task(self._allow_finishing())
         try:
             await self._work()
         finally:
             finishing.cancel()
 
-    async def _time_to_finish(self) -> None:
-        """Asked to stop, it has a step in hand, of which one micro-batch may take longer than other roles have to stop.
-        The step may take what steps have taken, and as much again."""
+    async def _allow_finishing(self) -> None:
+        """When asked to stop, extend the deadline: one micro-batch of the step in hand may take longer than other roles
+        have to stop. The step may take what steps have taken, and as much again."""
         await self.ctx.stopping.wait()
         self.ctx.progress.extend(max(STEP_ALLOWANCE_S, 2 * self._longest_s), "asked to stop: finishing the step")
 
     async def _work(self) -> None:
-        algorithm = self.table(AlgorithmTable)
-        if self._follower is not None:
-            await self.ctx.ready()
-            await asyncio.to_thread(self._follower.run)
-            return
-        if not await self._resume():
+        if not await self._start():
             await asyncio.to_thread(self.backend.close)
             return
         try:
-            while self.step < algorithm.steps and not self.ctx.stopping.is_set():
+            while self.step < self.algorithm.steps and not self.ctx.stopping.is_set():
                 await self._one_step()
         except BadInput:
-            # It is nothing that the samples have done: no death may count against their prompts.
-            try:
-                async with asyncio.timeout(GIVE_BACK_S):
-                    await self._give_back("the trainer cannot go on")
-            except (TimeoutError, RelaxError) as error:
-                self.ctx.log.warning("groups of the step are not given back: their leases lapse", why=str(error))
+            await self._release_leases("the trainer cannot go on")
             raise
-        await self.collector.give_up("the run ends")
-        await self._saved()
-        if self.step > self._newest_step():
-            await self._save(final=True)
+        await self.collector.release("the run ends")
+        await self.checkpoints.save_rest(self.step)
         await self.publisher.through()
         await self.publisher.filed()
         await asyncio.to_thread(self.backend.close)
-        self.ctx.event("training_finished", step=self.step, target=algorithm.steps)
+        self.ctx.event("training_finished", step=self.step, target=self.algorithm.steps)
 
-    async def _give_back(self, reason: str) -> None:
-        """All groups that were taken and not trained on."""
-        from relax_rt.roles.training.collector import give_back
+    async def _release_leases(self, reason: str) -> None:
+        """Release the leases of the step in hand. The samples are not to blame: without this, the trainer's death would
+        count against their prompts."""
+        from relax_rt.roles.training.collector import release_leases
 
         held, self._held = self._held, None
         leases = held.leases if held is not None else []
-        await give_back(self.queue, [*leases, *self.collector.let_go()], reason)
+        try:
+            async with asyncio.timeout(RELEASE_S):
+                await release_leases(self.queue, [*leases, *self.collector.pop_leases()], reason)
+        except (TimeoutError, RelaxError) as error:
+            self.ctx.log.warning("groups of the step are not given back: their leases lapse", why=str(error))
 
     async def teardown(self) -> None:
-        if self._saving is not None:
-            # It waits for a version that, as it looks, never comes.
-            if self.publisher.overdue and self._saved_version is self.publisher.current:
-                self._saving.cancel()
-            # Its failure was raised in `run`, or `run` has a failure of its own to report.
-            await asyncio.gather(self._saving, return_exceptions=True)
+        if hasattr(self, "publisher"):
+            await self.checkpoints.close()
         await super().teardown()
 
-    async def _resume(self) -> bool:
-        """Start from the newest checkpoint; tell the queue, then publish these weights as a new version.
+    # The start.
+
+    async def setup(self) -> None:
+        from relax_rt.roles.training.algorithms.objective import Objective
+
+        self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
+        with refused_for_good():
+            # A user's file may have changed since validation.
+            longest = self.table(SamplingTable).max_new_tokens
+            self.objective = Objective.of(self.algorithm, base=self.config_dir, longest=longest)
+        await asyncio.to_thread(self._load)
+        if self._follower is not None:
+            return
+        if self.algorithm.mode in SHARING:
+            from relax_rt.roles.rollout.engines.turns import TrainerTurns, TurnsApi
+
+            self.turns = TrainerTurns(self.ctx, self.table(ColocationTable).give_way_s)
+            self.ctx.serve(TurnsApi, self.turns)
+        self.stage = WeightStage(stage_folder(self.ctx), self.ctx.who.epoch)
+        self.resources.callback(self.stage.close)
+        await self.open_queue(fetch_s=FETCH_S)
+        if "values" in self.objective.needs:
+            self.critic = CriticClient(self.ctx)
+        await self._open_sampling()
+        await self._open_checkpoints()
+
+    def _load(self) -> None:
+        from relax_rt.roles.training.backend.gang import Follower
+        from relax_rt.roles.training.open_backend import open_megatron, open_torch
+
+        opened = (open_megatron if self.settings.backend == "megatron" else open_torch)(self.ctx, self.objective)
+        if isinstance(opened, Follower):
+            self._follower = opened
+        else:
+            self.backend = opened
+
+    async def _open_sampling(self) -> None:
+        """Open the collector, with filters or a prompt sampler if the algorithm has them."""
+        from relax_rt.roles.training.collector import Collector
+        from relax_rt.roles.training.dynamic_sampling import GroupFilter
+        from relax_rt.roles.training.prompt_sampling import PromptCurriculum
+
+        table = self.algorithm
+        with refused_for_good():
+            if table.filters:
+                self._group_filter = GroupFilter.of(self.config, self.queue, self.objective, self.ctx.event)
+            if table.sampler is not None:
+                history = self._group_filter.history if self._group_filter is not None else None
+                self._curriculum = await asyncio.to_thread(
+                    PromptCurriculum.of, self.ctx, self.config, self.queue, self.objective, history
+                )
+        self.collector = Collector(
+            self.queue,
+            self.ctx.progress,
+            groups=table.prompts_per_step,
+            parts=self._streams,
+            group_filter=self._group_filter,
+        )
+
+    async def _open_checkpoints(self) -> None:
+        from relax_rt.roles.training.checkpointing import Checkpointer
+        from relax_rt.roles.training.checkpoints.digests import identity_of
+        from relax_rt.roles.training.checkpoints.store import CheckpointStore
+        from relax_rt.roles.training.empty_steps import EmptySteps
+
+        table = self.table(CheckpointTable)
+        model = await asyncio.to_thread(identity_of, model_folder(self.ctx))
+        self.checkpoints = Checkpointer(
+            self.ctx,
+            CheckpointStore(self.ctx.run_dir / "checkpoints", self.ctx.who.epoch, table.keep, model),
+            self.queue,
+            self.backend,
+            self.objective,
+            critic=self.critic,
+            sampling=self._group_filter or (self._curriculum.lookahead if self._curriculum is not None else None),
+            every_steps=table.every_steps,
+        )
+        self._empty_steps = EmptySteps(self.ctx, self.objective)
+
+    async def _start(self) -> bool:
+        """Resume from the newest checkpoint, tell the queue, and publish these weights as a new version.
 
         The version is a re-publication of the checkpoint's: it adds nothing to any distance.
-        False: the role was asked to stop before there were any weights to publish.
+
+        Returns:
+            False: the role was asked to stop before there were any weights to publish.
         """
         from relax_rt.roles.training.publication.files import WeightFiles
 
-        parent = ROOT
         known = await self.ctx.registry.versions()
         files = await asyncio.to_thread(WeightFiles.of, self.ctx)
-        self.publisher = self._publisher(known[-1].version if known else ROOT, files)
+        self.publisher = self._open_publisher(known[-1].version if known else ROOT, files)
         self.resources.push_async_callback(self.publisher.close)
-        self.store.published = {one.version: one.digest for one in known}
-        found = await self._restore()
+        self.checkpoints.publisher = self.publisher
+        self.checkpoints.store.published = {one.version: one.digest for one in known}
+        found = await self.checkpoints.restore()
         if found is not None:
             self.step, parent = found.step, found.version
-            self._trained_before_s = found.elapsed_s
-            if found.objective:
-                self.objective.restore(found.objective)
         else:
-            # The initial weights were published before, by an incarnation that died before its first checkpoint.
+            # The initial weights may have been published by an incarnation that died before its first checkpoint.
             parent = known[0].version if known else ROOT
         if not await self._cold_start(found):
             return False
-        version = await self._patiently(self.ctx.registry.issue_version)
+        version = await wait_for_peer(self.ctx, self.ctx.registry.issue_version)
         self.weights = VersionRecord(version, parent, self.step, changed=parent == ROOT)
-        if self._choices is not None:
+        if self._curriculum is not None:
             # Before anything is admitted.
-            await self._choices.choose(self.step)
+            await self._curriculum.choose(self.step)
         await self.queue.rollback(found.ledger_step if found is not None else self.step, self.weights)
         await self.publisher.begin(self.weights)
-        self._doing("its groups are gathered")
+        self._report_phase("its groups are gathered")
         return True
 
     async def _cold_start(self, found: CheckpointState | None) -> bool:
-        """What comes before the first publication. False: the role was asked to stop before it was done.
+        """Run the cold start that precedes the first publication, unless a checkpoint of RL is there already.
 
-        Args:
-            found: the checkpoint that the trainer goes on from; what came before is done then.
+        Returns:
+            False: the role was asked to stop before it was done.
         """
         if found is not None or not self.table(ColdStartTable).wanted:
             return True
-        from relax_rt.roles.training.sft.phase import ColdStart
+        from relax_rt.roles.training.sft.phase import ColdStartPhase
 
-        phase = ColdStart(self.ctx, self.config, self.backend, self.store.model)
-        async with self._device():
+        phase = ColdStartPhase(self.ctx, self.config, self.backend, self.checkpoints.store.model)
+        async with self._own_device():
             done = await phase.run()
-        if not done:
-            return False
-        await phase.take_up(self.objective)
-        return True
+        if done:
+            await phase.adopt(self.objective)
+        return done
 
-    def _publisher(self, committed: int, files: WeightFiles | None) -> Publisher:
+    def _open_publisher(self, committed: int, files: WeightFiles | None) -> Publisher:
         from relax_rt.roles.training.publication.publisher import Publisher
 
         engines = [name for name, settings in self.config.roles.items() if isinstance(settings, RolloutSettings)]
@@ -310,324 +466,11 @@ class TrainerRole(RLRole[TrainerSettings]):
             self.ctx,
             self.stage,
             self.backend,
-            dtype=published_dtype(self.config),
+            # One dtype for all engines: validation sees to that.
+            dtype=self.config.roles["rollout"].dtype,
             table=self.table(PublicationTable),
             engines=engines,
             committed=committed,
             files=files,
             communicator=communicator_of(self.config),
         )
-
-    async def _restore(self) -> CheckpointState | None:
-        """Take the newest checkpoint that can be read; those skipped are reported, and no longer count.
-
-        Raises:
-            BadInput: the run has checkpoints, and none can be read. GivenUp: the queue forgot what one was trained on.
-        """
-        from relax_rt.roles.training.checkpoints.resume import take_newest
-        from relax_rt.roles.training.checkpoints.store import read_sampling
-
-        async def take(folder: Path, state: CheckpointState) -> None:
-            await asyncio.to_thread(self.backend.restore, folder)
-            if self.critic is not None:
-                await self.critic.begin(state.step, folder)
-            # An older checkpoint may be taken after this one was refused: what it knows of prompts comes last.
-            if self._sieve is not None:
-                self._sieve.restore(read_sampling(folder))
-            elif self._choices is not None:
-                self._choices.ahead.restore(read_sampling(folder))
-
-        found, passed = await take_newest(self.ctx, self.store, take)
-        self._skipped_checkpoints = f" (skipped, and set aside: {', '.join(passed)})" if passed else ""
-        if found is None:
-            if self.critic is not None:
-                await self.critic.begin(0, None)
-            return None
-        folder, state = found
-        await self._covered(folder, state.ledger_step)
-        self.ctx.event("resumed", checkpoint=folder.name, step=state.step, version=state.version)
-        return state
-
-    async def _covered(self, folder: Path, step: int) -> None:
-        """See that the queue knows what a checkpoint was trained on.
-
-        Raises:
-            GivenUp: it does not, and would give out those prompts again.
-        """
-        known = (await self._patiently(self.queue.api.stats, of="the queue")).step
-        if known >= step:
-            return
-        why = f"the queue knows of no step after {known}: its journal has lost what came then, as if its host went down"
-        hint = (
-            f"move the checkpoints of steps after {known} out of {folder.parent}, and `relax-rt up` goes on from the "
-            f"one before; if there is none, begin a run of another run.name with model.path = {str(folder)!r}"
-        )
-        raise GivenUp(f"checkpoint {folder.name} of step {step}", why=why, hint=hint)
-
-    async def _one_step(self) -> None:
-        """Go on with a step; returns also when its groups are not all there yet, so that a request to stop is seen."""
-        self.publisher.check()
-        batch = await self._collect()
-        if batch is None:
-            return
-        if not batch.full:
-            if self._streams and batch.waiting_tokens() >= self._part_tokens:
-                self._doing(f"computing on {batch.groups} of {self.table(AlgorithmTable).prompts_per_step} groups")
-                await asyncio.to_thread(self._accumulate, batch)
-                batch.spent.on("train")
-            return
-        self._held = batch
-        self._doing("computing")
-        if self.critic is not None:
-            await self.critic.judge(batch.samples, self.step)
-        async with self._device():
-            result = await asyncio.to_thread(self._train, batch)
-            batch.spent.on("train")
-            await self._account(batch, result)
-        if self.critic is not None:
-            # The engines have the new weights by now: it learns while they sample.
-            await self.critic.learn(batch.samples, self.objective.returns(batch.samples), self.step - 1)
-        batch.spent.on("publish")
-        self._longest_s = max(self._longest_s, batch.spent["train"] + batch.spent["publish"])
-        self._record(batch, result)
-        await self._save_if_due()
-
-    def _doing(self, what: str) -> None:
-        """Say what is done for the step that is being made."""
-        step, steps = self.step + 1, self.table(AlgorithmTable).steps
-        self.ctx.progress.advance(0, f"step {step} of {steps}: {what}{self._skipped_checkpoints}")
-
-    async def _collect(self) -> Batch | None:
-        try:
-            batch = await self.collector.collect(self.step + 1)
-            if batch is None:
-                await self._look_at_losses()
-            return batch
-        except NoProgress:
-            # Whoever looks into it finds all that was learnt.
-            await self._saved()
-            if self.step > self._newest_step():
-                await self._save(final=True)
-            raise
-
-    async def _look_at_losses(self) -> None:
-        """No group came: say what is lost meanwhile.
-
-        Raises:
-            NoProgress: so many groups failed in a row that the run is to end.
-        """
-        report = await self.queue.progress()
-        if report.ended:
-            raise no_progress(self.config, report)
-        if lost := failure_summary(report):
-            self.ctx.progress.waiting(f"{self.collector.waiting_on}; {lost}")
-
-    @asynccontextmanager
-    async def _device(self) -> AsyncIterator[None]:
-        """Around all that the trainer computes in a step: engines that share its device give way."""
-        if self.turns is None:
-            yield
-            return
-        async with self.turns.training():
-            yield
-            # They come back to the new weights, not to the old ones first.
-            await self.publisher.through()
-
-    def _train(self, batch: Batch) -> StepResult:
-        """The gradients that are not there yet, and the update; or all updates of the step. Blocks."""
-        from relax_rt.roles.training.mismatch import beside_gradients
-        from relax_rt.roles.training.step import take_updates
-
-        def before_update() -> None:
-            batch.stage_wait_s += self.publisher.weights_may_change()
-
-        number, over, updates = self.step + 1, self.settings.mismatch, self.table(AlgorithmTable).updates_per_step
-        if updates > 1:
-            return take_updates(
-                batch,
-                self.backend,
-                self.objective,
-                updates=updates,
-                version=self.weights.version,
-                number=number,
-                over=over,
-                before_update=before_update,
-            )
-        self._accumulate(batch)
-        batch.beside = beside_gradients(batch.samples, self.backend, self.objective, over)
-        return self.backend.apply(batch.count, number, before_update)
-
-    def _accumulate(self, batch: Batch) -> None:
-        from relax_rt.roles.training.step import accumulate
-
-        accumulate(batch, self.backend, self.objective, self.weights.version)
-
-    @property
-    def _part_tokens(self) -> int:
-        """Tokens for which it is worth while to begin before the rest is there: a micro-batch of every replica."""
-        table = self.settings
-        divided = table.tensor_parallel * table.pipeline_parallel * table.context_parallel
-        return table.tokens_per_micro_batch * max(1, table.count // divided)
-
-    async def _account(self, batch: Batch, result: StepResult) -> None:
-        """The step is done: the queue hears of it first, then the weights are published while the next one is made."""
-        if result.updates_skipped:
-            self._skipped += 1
-            self.ctx.event("update_skipped" if result.applied else "step_skipped", step=self.step + 1, why=result.why)
-            if self._skipped >= SKIPPED_IN_A_ROW:
-                which = "had an update that was thrown away" if result.applied else "were thrown away"
-                what = f"{self._skipped} steps in a row {which}"
-                hint = "lower the learning rate (algorithm.learning_rate); `relax-rt up` goes on from a checkpoint"
-                raise GivenUp(what, why=result.why, hint=hint)
-        else:
-            self._skipped = 0
-        empty = result.applied and not result.changed and not result.tokens
-        self._note_empty(batch, result, empty=empty)
-        self.step += 1
-        # The last step's version is what the other roles take for the end of the run, whatever is in it.
-        publishes = not empty or self.step >= self.table(AlgorithmTable).steps
-        if publishes:
-            version = await self._patiently(self.ctx.registry.issue_version)
-            self.weights = VersionRecord(version, self.weights.version, self.step, changed=result.changed)
-        skipped = empty or not result.applied
-        advice = await self.queue.complete_step(batch.leases, self.step, self.weights, skipped=skipped)
-        self._held = None
-        batch.refused_tokens = advice.refused_tokens
-        if self._choices is not None:
-            await self._choices.after_step(batch.samples, self.step)
-        if publishes:
-            await self.publisher.begin(self.weights)
-        self._early = advice.checkpoint_now
-
-    def _note_empty(self, batch: Batch, result: StepResult, *, empty: bool) -> None:
-        """Count consecutive steps that trained nothing: no sample of them had a part in the gradient.
-
-        They are reported after `progress.empty_steps` of them, and whenever their number has doubled. A step whose
-        update was thrown away says nothing of its samples: the count stays.
-        """
-        if not result.applied:
-            return
-        self._empty_why = ""
-        if empty:
-            self._empty_why = no_token(self.config, batch.samples)
-            self.ctx.event("step_empty", step=self.step + 1, why=self._empty_why)
-        elif all(self.objective.idle(sample) for sample in batch.samples):
-            self._empty_why = no_advantage(self.config, batch.samples, batch.left_out_tokens)
-        self._empty = self._empty + 1 if self._empty_why else 0
-        times, rest = divmod(self._empty, self.table(ProgressTable).empty_steps)
-        if times and not rest and not times & (times - 1):
-            self.ctx.event("steps_empty", step=self.step + 1, steps=self._empty, why=self._empty_why)
-            self.ctx.log.warning("steps that trained nothing", steps=self._empty, why=self._empty_why)
-
-    def _record(self, batch: Batch, result: StepResult) -> None:
-        """The step's record, and a line of the log."""
-        from relax_rt.roles.training.step import step_record
-
-        epoch, steps = self.ctx.who.epoch, self.table(AlgorithmTable).steps
-        elapsed_s = self._trained_before_s + time.monotonic() - self._started
-        record = step_record(batch, result, step=self.step, weights=self.weights, epoch=epoch, elapsed_s=elapsed_s)
-        reported = self._empty >= self.table(ProgressTable).empty_steps
-        record |= {"empty_steps": self._empty, "empty_reason": self._empty_why if reported else ""}
-        self.ctx.metrics(record)
-        if not self._worked:
-            self._worked = True
-            self.ctx.event("first_work", what=f"step {self.step}")
-        shown = {name: round(record[name], 4) for name in ("reward_mean", "loss", "grad_norm", "wait_s", "train_s")}
-        self.ctx.log.info(f"step {self.step} of {steps}", version=self.weights.version, **shown)
-        self.ctx.progress.advance(1, f"step {self.step} of {steps} is done{self._skipped_checkpoints}")
-
-    async def _save_if_due(self) -> None:
-        if self._saving is not None and self._saving.done():
-            # A save that failed ends the trainer now, not at the next checkpoint.
-            self._saving.result()
-        final = self.step >= self.table(AlgorithmTable).steps
-        due = final or self.step % self.table(CheckpointTable).every_steps == 0
-        if self._early and not due and (self._saving is None or self._saving.done()):
-            self.ctx.event("early_checkpoint", step=self.step, why=self._early)
-            due = True
-        if due:
-            await self._save(final=final)
-
-    async def _patiently(self, call: Callable[[], Awaitable[T]], of: str = "the registry") -> T:
-        """A call that waits out the far end's absence: the step that was just taken must not be lost for it."""
-        deadline = time.monotonic() + REGISTRY_WAIT_S
-        while True:
-            try:
-                answer = await call()
-            except (Unreachable, DeadlineExceeded) as error:
-                if time.monotonic() > deadline:
-                    raise
-                self.ctx.progress.waiting(f"{of}: {error}")
-                continue
-            self.ctx.progress.waiting("")
-            return answer
-
-    async def _save(self, *, final: bool) -> None:
-        """Copy the state aside and write it while training goes on; the last one is waited for."""
-        await self._saved()
-        self.ctx.progress.extend(SAVE_ALLOWANCE_S, "taking a checkpoint")
-        await asyncio.to_thread(self.backend.snapshot)
-        if self.critic is not None:
-            await self.critic.snapshot(self.step)
-        elapsed = self._trained_before_s + time.monotonic() - self._started
-        assert self.publisher.current is not None
-        sampling = self._choices.ahead.state() if self._choices is not None else {}
-        if self._sieve is not None:
-            sampling = self._sieve.state()
-        self._saved_version = self.publisher.current
-        self._saving = asyncio.create_task(
-            self._write(self.step, elapsed, self._saved_version, self.objective.state(), sampling)
-        )
-        if final:
-            await self._saved()
-
-    async def _saved(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one."""
-        from relax_rt.roles.training.checkpoints.resume import through
-        from relax_rt.roles.training.critic.client import SCRATCH
-
-        if self._saving is not None:
-            # Until its version is committed nothing of it is written.
-            await self.publisher.through(self._saved_version)
-            critics = self.ctx.run_dir / SCRATCH if self.critic is not None else None
-            await through(self._saving, self.store, self.ctx.progress.advance, critics)
-
-    async def _write(
-        self,
-        step: int,
-        elapsed_s: float,
-        publication: asyncio.Task[VersionRecord],
-        objective: dict[str, float],
-        sampling: dict[str, Any],
-    ) -> None:
-        from relax_rt.roles.training.checkpoints.store import CheckpointState, write_sampling
-
-        # The checkpoint names the version by its digest, so it is complete only after the version is.
-        await asyncio.wait([publication])
-        version = publication.result()
-        state = CheckpointState(step, version.version, version.digest, self.ctx.who.epoch, step, elapsed_s, objective)
-        began = time.monotonic()
-        critic = await self.critic.written(step) if self.critic is not None else None
-        # The steps that it covers must not be lost to the queue if this host goes down right after.
-        await self.queue.flush()
-
-        def fill(folder: Path) -> None:
-            self.backend.write(folder)
-            write_sampling(folder, sampling)
-            if critic is not None:
-                critic.move(folder)
-
-        folder: Path = await asyncio.to_thread(self.store.save, state, fill)
-        await self.queue.commit(state.step, folder.name)
-        self.ctx.event("checkpoint", step=state.step, folder=folder.name, seconds=round(time.monotonic() - began, 2))
-        self._skipped_checkpoints = ""
-
-    def _newest_step(self) -> int:
-        found = self.store.newest()
-        return found[1].step if found else 0
-
-
-def published_dtype(config: RunConfig) -> str:
-    """The dtype of published weights: that of the engines, which validation holds to one."""
-    dtype: str = config.roles["rollout"].dtype
-    return dtype

@@ -16,14 +16,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "toys"))
 
 from toy_run import ToyRun
 
-from relax_rt.chaos.checker import breaches, check
-from relax_rt.chaos.disk import Filling
 from relax_rt.chaos.evidence import gather
-from relax_rt.chaos.faults import FAULTS
-from relax_rt.chaos.injector import Injector
-from relax_rt.chaos.intensity import Intensity
-from relax_rt.chaos.schedule import Strike
+from relax_rt.chaos.faults import FAULTS, Strike
+from relax_rt.chaos.injector import Filling, Injector, Intensity
 from relax_rt.chaos.session import play
+from relax_rt.chaos.verdict import breaches, check
 from relax_rt.transport.rpc.errors import Refused
 
 pytestmark = pytest.mark.chaos

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 from tiny_run import RELAX, TinyRun
 
-from relax_rt.chaos.checker import breaches, check
 from relax_rt.chaos.evidence import gather
-from relax_rt.chaos.faults import FAULTS
-from relax_rt.chaos.schedule import poisson
+from relax_rt.chaos.faults import FAULTS, poisson
+from relax_rt.chaos.verdict import breaches, check
 from relax_rt.roles.models.resolve import resolve_model
 
 pytest.importorskip("torch")

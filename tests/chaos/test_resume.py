@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "soak"))
 import resume
 from resume_account import SABOTAGES, Account, Job, account, path_of
 
-from relax_rt.chaos.findings import Checkpoint, Evidence
+from relax_rt.chaos.evidence import Checkpoint, Evidence
 
 STEPS = 60
 JOB = Job(steps=STEPS, prompts_per_step=2, group_size=2, max_staleness=1)

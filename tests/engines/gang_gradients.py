@@ -13,7 +13,7 @@ from gang_objectives import FAMILIES, TABLES, arrivals, cut, episodes, judged, o
 
 from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.training.algorithms.objective import Objective
-from relax_rt.roles.training.batch.rows import share
+from relax_rt.roles.training.batch.rows import replica_share
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "roles" / "training"))
 from packing_ways import alone, gradients_alone, load_exactly
@@ -122,7 +122,7 @@ def _differs_by_share(objective: Objective, batch: list[Sample], whole: list[Sam
     """Whether a replica that computed advantages of its own share would find others."""
     parts = copy.deepcopy(batch)
     for place in range(2):
-        objective.advantages([sample for _, sample in share(parts, place, 2, whole_groups=True)])
+        objective.advantages([sample for _, sample in replica_share(parts, place, 2, whole_groups=True)])
     return any(
         not np.allclose(ours.advantages, theirs.advantages, atol=1e-3)
         for ours, theirs in zip(parts, whole, strict=True)

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from relax_rt.roles.base.sample import Sample, bare_meta
-from relax_rt.roles.training.checkpoints.digests import BESIDE, compare, digest_of, digests_of
-from relax_rt.roles.training.checkpoints.optimizer_state import file_of
+from relax_rt.roles.training.checkpoints.digests import DIGEST_SUFFIX, collect_digests, digest_of, verify_digests
+from relax_rt.roles.training.checkpoints.optimizer_state import rank_file
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Corrupt
 
@@ -170,14 +170,14 @@ def near(random: np.random.Generator, mask: np.ndarray) -> np.ndarray:
 
 def check_digests(folder: Path, world: int) -> None:
     """Every rank has left the digest of its file, and a bit that is flipped in the last one's is found."""
-    left = {path.name for path in folder.glob(f"*{BESIDE}")}
-    parts = [file_of(folder, rank, world) for rank in range(world)]
-    assert left == {path.name + BESIDE for path in parts}
-    found = digests_of(folder)
+    left = {path.name for path in folder.glob(f"*{DIGEST_SUFFIX}")}
+    parts = [rank_file(folder, rank, world) for rank in range(world)]
+    assert left == {path.name + DIGEST_SUFFIX for path in parts}
+    found = collect_digests(folder)
     assert all(found[path.name] == digest_of(path) for path in parts) and "model.safetensors" in found
-    compare(folder, found)
+    verify_digests(folder, found)
     content = bytearray(parts[-1].read_bytes())
     content[-1] ^= 1
     parts[-1].write_bytes(content)
     with pytest.raises(Corrupt, match=f"{parts[-1].name} is not what was written"):
-        compare(folder, found)
+        verify_digests(folder, found)

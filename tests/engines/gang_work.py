@@ -17,8 +17,8 @@ from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend.gang import Follower, Leader
 from relax_rt.roles.training.backend.interface import StepResult
-from relax_rt.roles.training.batch.rows import share
-from relax_rt.roles.training.step import Batch, accumulate, take_updates
+from relax_rt.roles.training.batch.rows import replica_share
+from relax_rt.roles.training.step import StepBatch, accumulate, take_updates
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 STEP_S = 60.0
@@ -56,8 +56,8 @@ def mine(here: Here, samples: list[Sample]) -> tuple[list[int], list[Sample]]:
     """This replica's share of a batch."""
     if here.ranks is None:
         return list(range(len(samples))), samples
-    whole = here.backend.together(samples)
-    found = share(samples, here.ranks.replica, here.ranks.replicas, whole_groups=whole)
+    whole = here.backend.keeps_groups_together(samples)
+    found = replica_share(samples, here.ranks.replica, here.ranks.replicas, whole_groups=whole)
     return [index for index, _ in found], [sample for _, sample in found]
 
 
@@ -99,7 +99,7 @@ def streamed(here: Here, parts: list[list[Sample]]) -> dict[str, Any]:
     """This rank's gradient sums of a step whose groups come in parts, driven by rank 0 as the trainer role drives it;
     then forgotten."""
     if here.rank == 0:
-        leader, batch = Leader(here.backend), Batch()
+        leader, batch = Leader(here.backend), StepBatch()
         for part in parts:
             batch.samples += part
             accumulate(batch, leader, here.backend.objective, 1)
@@ -117,7 +117,7 @@ def updates(here: Here, batch: list[Sample], number: int = 1, parts: int = 2, ve
         Follower(here.backend).run()
         return None
     backend = Leader(here.backend) if here.ranks is not None else here.backend
-    step = Batch(samples=batch)
+    step = StepBatch(samples=batch)
     found = take_updates(step, backend, here.backend.objective, updates=parts, version=version, number=number)
     if here.ranks is not None:
         backend.close()
@@ -145,7 +145,7 @@ def whole(here: Here, batches: list[list[Sample]]) -> dict[str, Any]:
 def stepped(here: Here, parts: list[list[Sample]], version: int) -> dict[str, Any]:
     """`whole` of a step whose samples come in parts and without advantages, driven by rank 0 as the trainer role
     drives it; and on rank 0 what they are to be divided by."""
-    batch = Batch()
+    batch = StepBatch()
     if here.rank == 0:
         leader = Leader(here.backend)
         for part in parts:

@@ -17,9 +17,9 @@ import transformers
 
 from relax_rt.roles.models.parallel import Sizes
 from relax_rt.roles.models.shape import shape_of
-from relax_rt.roles.training.resharding.layout import Division, naming_of
+from relax_rt.roles.training.resharding.layout import ModelDivision, naming_of
 from relax_rt.roles.training.resharding.plan import plan_buckets
-from relax_rt.roles.training.resharding.transfer import assemble, check_shards, contribute
+from relax_rt.roles.training.resharding.transfer import check_shards, extract_part, place_part
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
@@ -90,12 +90,12 @@ def megatron_model() -> Any:
 def resharded(model: Any) -> dict[str, torch.Tensor]:
     """Its weights by their Hugging Face names."""
     shards = [dict(model.named_parameters())]
-    division = Division(sizes=Sizes(world=1), naming=naming_of(shards[0].keys()))
+    division = ModelDivision(sizes=Sizes(world=1), naming=naming_of(shards[0].keys()))
     plan = plan_buckets(shape_of(CONFIG), division, dtype="bfloat16")
     check_shards(plan, 0, shards)
     into = bytearray(plan.layout.nbytes)
     for bucket in plan.buckets:
-        assemble(plan, bucket, 0, contribute(plan, bucket, 0, shards), memoryview(into))
+        place_part(plan, bucket, 0, extract_part(plan, bucket, 0, shards), memoryview(into))
     flat = torch.frombuffer(into, dtype=torch.uint8)
     return {
         e.name: flat[e.offset : e.offset + e.nbytes].view(torch.bfloat16).view(e.shape) for e in plan.layout.entries

@@ -18,7 +18,7 @@ from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.models.device import CPU, generator_states, on_host, set_generator_states
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend.settings import LoraTable
-from relax_rt.roles.training.batch.budget import Budget
+from relax_rt.roles.training.batch.budget import TokenBudget
 from relax_rt.roles.training.critic.model import CriticModel
 from relax_rt.roles.training.critic.settings import CriticSettings
 from relax_rt.roles.training.reference.model import FrozenModel
@@ -94,7 +94,7 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_the_cpu(conformance_model: Path
 def test_a_micro_batch_without_memory_is_halved_and_the_step_is_the_same(conformance_model: Path) -> None:
     batch = drawn(8)
     wanted = backend(conformance_model, CUDA).step(batch, 1)
-    trainer = backend(conformance_model, CUDA, budget=Budget(1 << 20))
+    trainer = backend(conformance_model, CUDA, budget=TokenBudget(1 << 20))
     predicted, held, sizes = trainer._predicted, [], []
 
     def scarce(micro: Any, **options: Any) -> Any:

@@ -19,7 +19,7 @@ from gang_harness import samples
 from harness import VOCABULARY
 
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.batch.rows import share
+from relax_rt.roles.training.batch.rows import replica_share
 from relax_rt.roles.training.torch.backend import TorchBackend
 from relax_rt.roles.training.torch.sharding import TorchRanks
 
@@ -42,7 +42,11 @@ def main(model: Path, folder: Path, rank: int, world: int) -> None:
     batch = samples(9)
     for sample in batch:
         sample.tokens %= VOCABULARY
-    mine = batch if ranks is None else [s for _, s in share(batch, rank, world, whole_groups=trainer.together(batch))]
+    mine = (
+        batch
+        if ranks is None
+        else [s for _, s in replica_share(batch, rank, world, whole_groups=trainer.keeps_groups_together(batch))]
+    )
     trainer.accumulate(mine)
     result = trainer.apply(40.0, 1)
     into = bytearray(trainer.layout("float32").nbytes) if rank == 0 else None

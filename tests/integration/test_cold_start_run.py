@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny_run import TinyRun, steps_that_count
 
-from relax_rt.roles.training.checkpoints.cold_start import finished, read_mark
+from relax_rt.roles.training.checkpoints.cold_start import cold_start_weights, read_progress
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.integration, pytest.mark.long]
@@ -65,7 +65,7 @@ def test_a_killed_cold_start_goes_on_where_it_was_and_is_never_done_again(start:
     losses = {step: r["validation_loss"] for step, r in path.items() if r.get("validation_loss") is not None}
     assert list(losses) == [0, 20, 40, 60] and losses[60] < 0.8 * losses[0]
 
-    folder = finished(run.run_dir)
+    folder = cold_start_weights(run.run_dir)
     assert folder is not None and folder.name == f"step-{COLD:06d}"
     # The second death was of RL: its weights come from the cold start's end, which is not repeated.
     assert len(run.events("cold_start_adopted")) == 2 and len(run.events("cold_start_finished")) == 1
@@ -89,7 +89,7 @@ def test_a_stopped_cold_start_leaves_a_checkpoint_of_its_last_step(start: Any, t
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130, run.text()
     reached = at(run)
-    mark = read_mark(run.run_dir / "cold_start" / f"step-{reached:06d}")
+    mark = read_progress(run.run_dir / "cold_start" / f"step-{reached:06d}")
     assert mark is not None and (mark.step, mark.done) == (reached, False) and reached < COLD
     assert not run.records("step") and not run.events("published")
     run.start()

@@ -59,7 +59,7 @@ def test_a_drained_node_says_so_and_takes_slots_again_once_it_is_restarted(tmp_p
         control.drain(run.run_dir, "b")
         until("it is empty", lambda: state() == "drained")
         assert "restart b" in slots(run)["echo/0"].waiting
-        with pytest.raises(Refused, match="can have no room"):
+        with pytest.raises(Refused, match="there can be no room for it"):
             control.restart(run.run_dir, "echo/0")
         control.restart(run.run_dir, "b")
         run.event("slot_ready", slot="echo/0", nth=1)

@@ -18,7 +18,7 @@ from tiny_run import TinyRun
 
 from relax_rt.transport.base.journal import Journal
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.events import JournalEntry
 from relax_rt.transport.queue.ledger.messages import PartialChunk, SampleKey
 
 pytest.importorskip("torch")
@@ -66,9 +66,9 @@ class Held:
         recovered = Journal(copy).recover()
         assert not recovered.snapshot, "the run is too long for this test: its first events are in a snapshot"
         for _, payload in recovered.records:
-            event = msgspec.msgpack.decode(payload, type=Entry).event
+            event = msgspec.msgpack.decode(payload, type=JournalEntry).event
             if isinstance(event, ev.SavePartials):
-                for mark in event.marks:
+                for mark in event.chunks:
                     self._add(mark)
             elif isinstance(event, ev.ProcessExited | ev.ReleaseGroups | ev.Lapse):
                 self.when_ended.append({key: len(tokens) // 4 for key, tokens in self.marks.items()})

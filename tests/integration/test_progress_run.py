@@ -212,7 +212,7 @@ ALL_FAIL: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "the reward raises": (rewarded(REAL + "raise KeyError(answer)"), {}, "reward.py:3"),
     "the reward is no number": (rewarded(REAL + "return float('nan')"), {}, "must be finite"),
     "the reward is text": (rewarded(REAL + "return 'good'"), {}, "must be a number"),
-    "the reward ends its process": (rewarded(REAL + "os._exit(3)"), FEW, "its process ended with exit code 3"),
+    "the reward ends its process": (rewarded(REAL + "os._exit(3)"), FEW, "its process ended: exit code 3"),
     "every reward is late": (
         rewarded(REAL + "time.sleep(1e6)"),
         FEW | {"reward.timeout_s": 1},

@@ -19,7 +19,7 @@ from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.transport.base.journal import Journal
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.events import JournalEntry
 from relax_rt.transport.queue.ledger.machine import Ledger
 
 pytest.importorskip("torch")
@@ -66,7 +66,7 @@ def trained_items(run: TinyRun) -> tuple[list[tuple[int, int]], dict[int, set[in
     recovered = Journal(copy).recover()
     ledger, chosen = Ledger(recovered.snapshot), dict[int, set[int]]()
     for _, payload in recovered.records:
-        entry = msgspec.msgpack.decode(payload, type=Entry)
+        entry = msgspec.msgpack.decode(payload, type=JournalEntry)
         ledger.apply(entry)
         if isinstance(entry.event, ev.AssignItems):
             for index, item in entry.event.items.items():

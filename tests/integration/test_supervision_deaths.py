@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 FAST = "[supervision.restart]\nmax_restarts = 2\nbackoff_first_s = 0.05\nbackoff_max_s = 0.1\n"
 
 
-def test_killed_role_comes_back_with_a_new_epoch_and_the_others_stay(tmp_path: Path) -> None:
+def test_killed_role_restarts_with_a_new_epoch_and_the_others_stay(tmp_path: Path) -> None:
     with LiveRun(tmp_path, "[roles.worker]\ncount = 2\n[roles.aide]") as run:
         run.ready("worker/0", "worker/1", "aide/0")
         before = {slot: run.pid(slot) for slot in ("worker/0", "worker/1", "aide/0")}

@@ -51,7 +51,7 @@ def test_role_that_does_not_stop_is_killed_at_its_deadline(tmp_path: Path) -> No
         assert end["kind"] == "killed" and "asked to stop" in end["cause"]
 
 
-def test_what_no_restart_would_mend_ends_the_run_at_once(tmp_path: Path) -> None:
+def test_failure_that_no_restart_would_fix_ends_the_run_at_once(tmp_path: Path) -> None:
     with LiveRun(tmp_path, "[roles.refuser]\nafter_s = 0.2\n[roles.worker]") as run:
         assert run.ends() == 1
         (end,) = [
@@ -157,7 +157,7 @@ if sys.orig_argv[1:3] == ["-m", "relax_rt.cluster.head"]:
 """
 
 
-def test_agent_whose_own_work_breaks_ends_the_run_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_the_agent_ends_the_run_and_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(BROKEN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with LiveRun(tmp_path, "[roles.worker]") as run:

@@ -18,7 +18,7 @@ TABLES = "[supervision.restart]\nmax_restarts = 3\nbackoff_first_s = 0.05\nbacko
 ROLES = "[roles.worker]\n[roles.ranks]\ncount = 2\n"
 
 
-def test_gang_that_lost_a_rank_comes_back_as_a_whole_and_computes_on(tmp_path: Path) -> None:
+def test_gang_that_lost_a_rank_restarts_as_a_whole_and_continues_to_compute(tmp_path: Path) -> None:
     with LiveRun(tmp_path, ROLES, TABLES) as run:
         run.ready("worker/0", "ranks/0", "ranks/1")
         run.event("added", generations=2, ranks=2, step=20)

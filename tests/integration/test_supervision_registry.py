@@ -58,7 +58,7 @@ def test_registry_dies_and_the_others_go_on(tmp_path: Path) -> None:
         assert exits[-1]["slot"] == "registry/0" and not any(e["diagnosis"]["kind"] == "exception" for e in exits)
 
 
-def test_registry_is_told_of_an_end_before_the_lease_lapses(tmp_path: Path) -> None:
+def test_exit_is_reported_to_the_registry_before_the_lease_lapses(tmp_path: Path) -> None:
     with LiveRun(tmp_path, "[roles.once]\n[roles.worker]", "[supervision]\nlease_s = 600", system=("registry",)) as run:
         run.ready("once/0", "worker/0")
         until("it is a member", lambda: members(run)["once/0"].state == "ready")
@@ -77,7 +77,7 @@ def test_fenced_role_exits_and_says_why(tmp_path: Path) -> None:
         run.event("slot_ready", slot="worker/0", nth=1)
 
 
-def test_queue_is_told_of_an_end_through_its_own_death(tmp_path: Path) -> None:
+def test_exit_is_reported_to_the_queue_across_its_own_death(tmp_path: Path) -> None:
     tables = "[supervision.restart]\nbackoff_first_s = 0.05\n[queue]\ncapacity_mib = 16\n"
     with LiveRun(tmp_path, "[roles.holder]\n[roles.worker]", tables, system=("registry", "queue")) as run:
         run.ready("registry/0", "queue/0", "worker/0")

@@ -50,7 +50,7 @@ def test_drained_role_stays_down_until_it_is_restarted(tmp_path: Path) -> None:
         assert control.status(run.run_dir).status == "running"
 
 
-def test_stopped_idle_role_is_found_by_its_silence(tmp_path: Path) -> None:
+def test_stopped_idle_role_is_found_by_its_missing_reports(tmp_path: Path) -> None:
     with LiveRun(tmp_path, "[roles.idler]\nhang_after_s = 0.5") as run:
         run.ready("idler/0")
         until("it says why it is idle", lambda: control.status(run.run_dir).slots[0].waiting)
@@ -59,7 +59,7 @@ def test_stopped_idle_role_is_found_by_its_silence(tmp_path: Path) -> None:
         run.event("slot_ready", slot="idler/0", nth=1)
 
 
-def test_what_a_failing_server_sends_to_its_parent_does_not_end_the_run(tmp_path: Path) -> None:
+def test_signal_of_a_failing_server_to_its_parent_does_not_end_the_run(tmp_path: Path) -> None:
     """SGLang's processes send SIGQUIT to their parent; orphaned ones are the agent's."""
     with LiveRun(tmp_path, "[roles.worker]\n[roles.aide]") as run:
         run.ready("worker/0", "aide/0")

@@ -298,7 +298,7 @@ class Agent(Process):
             return self._local.bind() if executor is not None else None
         box = Box(self)
         executor._binding[first.slot, gang.generation] = box  # type: ignore[assignment]
-        if not executor._give(BindRendezvous(first.slot, gang.generation)):
+        if not executor._order(BindRendezvous(first.slot, gang.generation)):
             return None
         self.let_go()
         self.later(3.0, lambda: box.promise.settle(None))

@@ -16,9 +16,9 @@ from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.memory.refs import BlockRef
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.messages import (
+    BlockPut,
     LeaseGrant,
     LeaseRequest,
-    Put,
     RowPut,
     SampleKey,
     Ticket,
@@ -213,7 +213,7 @@ class Rollout(Role):
         while True:
             version = self.version
             try:
-                answer = yield from self.call(ev.Admit(version, rng.randint(1, 2)), may_refuse=True)
+                answer = yield from self.call(ev.RequestTickets(version, rng.randint(1, 2)), may_refuse=True)
             except StaleEpoch:
                 raise
             except Refused:
@@ -274,7 +274,7 @@ class Rollout(Role):
             key = SampleKey(ticket.group, member)
             rows.append(RowPut(key, row, 1, [VersionSpan(n, n + 1, v, v) for n, v in enumerate(versions)]))
             world.checker.made(digest, key, versions)
-        puts = [Put(BlockRef(None, len(rows), ("tokens",), "|".join(digests).encode()), rows)]
+        puts = [BlockPut(BlockRef(None, len(rows), ("tokens",), "|".join(digests).encode()), rows)]
         yield from self.call(ev.PutSamples(puts))
         for digest, one in zip(digests, rows, strict=True):
             world.checker.produced[digest].kept_as = one.key
@@ -304,7 +304,7 @@ class Reward(Role):
             yield from self.work(rng.uniform(0.05, 0.3))
             rows = [RowPut(key, row) for row, key in enumerate(seen)]
             text = "|".join(f"reward of {digest}" for digest in seen.values())
-            puts = [Put(BlockRef(None, len(rows), ("reward",), text.encode()), rows)]
+            puts = [BlockPut(BlockRef(None, len(rows), ("reward",), text.encode()), rows)]
             yield from self.call(ev.CompleteLease(batch.lease, puts, [], False))
             self.held.discard(batch.lease)
             self.advance()

@@ -165,7 +165,7 @@ class Registry(Role):
 
     def gone(self, who: Incarnation) -> None:
         assert self.core is not None
-        self.core.gone(who, "its process ended")
+        self.core.process_exited(who, "its process ended")
 
     def issue_version(self, who: Incarnation) -> int:
         assert self.core is not None

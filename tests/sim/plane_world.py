@@ -314,7 +314,7 @@ class World:
             agent, now = self.agent, self.kernel.now
             if not agent.alive or agent.done is not None or now < agent.stopped_until + 3.0:
                 continue
-            views = {view.slot: view for view in agent.core.view()}
+            views = {view.slot: view for view in agent.core.view(agent.now())}
             for view in views.values():
                 over = view.state == "ended" and not agent.core.draining
                 if over and view.last is not None and view.last.failed and not view.given_up and not view.waiting:
@@ -323,9 +323,9 @@ class World:
                 if view.state == "starting" and view.waiting:
                     self.waited[view.slot] = agent.now()
                 # A start has its time anew while it says that it waits for others; that is seen up to a second late.
-                since = max(view.since, self.waited.get(view.slot, 0.0) + 1.0)
+                since = max(agent.now() - view.state_s, self.waited.get(view.slot, 0.0) + 1.0)
                 if limit is not None and agent.now() - since > limit * 1.02 + 1.0:
-                    self.checker.found(OVERDUE, f"{view.slot} is {view.state} for {agent.now() - view.since:.1f} s")
+                    self.checker.found(OVERDUE, f"{view.slot} is {view.state} for {view.state_s:.1f} s")
             if views and agent.core.next_deadline() is None and any(v.state in STATE_S for v in views.values()):
                 self.checker.found(OVERDUE, "a slot is on its way without any deadline")
             for slot, at in list(self.deaths.items()):
@@ -423,7 +423,7 @@ class World:
         )
         self.checker.judge_samples(notices, self.checker.stepped_on)
 
-    def encode_event(self) -> str:
+    def describe(self) -> str:
         """The last that happened."""
         lines = [f"{at:8.3f}  {what}  {fields}" for at, what, fields in self.story]
         return "\n".join([f"seed {self.seed}: {self.kind} {self.doomed}", *lines])

@@ -15,11 +15,11 @@ from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.messages import (
+    BlockPut,
     Failure,
     Freed,
     LeaseGrant,
     LeaseRequest,
-    Put,
     RowPut,
     SampleKey,
     Ticket,
@@ -101,7 +101,7 @@ class Process:
                 yield from self.call(ev.PutSamples([]))
                 yield 0.3
 
-    def take_back(self, puts: Sequence[Put]) -> None:
+    def take_back(self, puts: Sequence[BlockPut]) -> None:
         """After a refusal nobody reads what was put."""
         for put in puts:
             for extent in [put.block.extent, *(blob.extent for blob in put.blobs)]:
@@ -141,9 +141,9 @@ class Process:
         rows = [RowPut(key, row) for row, key in enumerate(seen)]
         texts = [f"{field} of {digest}" for digest in seen.values()]
         if self.world.kernel.random.random() < 0.5:
-            return [Put(BlockRef(None, len(rows), (field,), "|".join(texts).encode()), rows)]
+            return [BlockPut(BlockRef(None, len(rows), (field,), "|".join(texts).encode()), rows)]
         extent = yield from self.place(texts, ROW_CELLS * len(rows))
-        return [Put(BlockRef(extent, len(rows), (field,)), rows)]
+        return [BlockPut(BlockRef(extent, len(rows), (field,)), rows)]
 
 
 # --- producers
@@ -159,7 +159,7 @@ def engine(p: Process) -> Steps:
         if not version:
             yield 0.3
             continue
-        answer = yield from p.call(ev.Admit(version, rng.randint(1, 2)))
+        answer = yield from p.call(ev.RequestTickets(version, rng.randint(1, 2)))
         if isinstance(answer, Refused) or not answer.tickets:
             yield rng.uniform(0.2, 0.6)
             continue
@@ -247,7 +247,7 @@ def _put(p: Process, ticket: Ticket, lines: dict[int, list[int]]) -> Steps:
     extent = yield from p.place(digests, ROW_CELLS * len(rows))
     name = f"image {ticket.prompt}".ljust(16)
     image = yield from p.place([name], BLOB_CELLS)
-    puts = [Put(BlockRef(extent, len(rows), ("tokens",)), rows, [BlobRef(name.encode(), image)])]
+    puts = [BlockPut(BlockRef(extent, len(rows), ("tokens",)), rows, [BlobRef(name.encode(), image)])]
     answer = yield from p.call(ev.PutSamples(puts))
     if isinstance(answer, Refused):
         p.take_back(puts)
@@ -268,7 +268,7 @@ def offerer(p: Process) -> Steps:
         extent = None if inline else (yield from p.place(digests, ROW_CELLS * n))
         keys = [SampleKey(group, member) for group, size in enumerate(sizes) for member in range(size)]
         rows = [RowPut(key, row) for row, key in enumerate(keys)] if rng.random() < 0.5 else []
-        put = Put(BlockRef(extent, n, ("tokens",), "|".join(digests).encode() if inline else b""), rows)
+        put = BlockPut(BlockRef(extent, n, ("tokens",), "|".join(digests).encode() if inline else b""), rows)
         while True:
             answer = yield from p.call(ev.PutGroups([put], sizes))
             if isinstance(answer, Refused) or not answer.waiting_on:
@@ -333,7 +333,7 @@ def _work(p: Process, task: str, puts: str, batch: LeaseGrant) -> Steps:
         for _ in range(rng.randint(1, 6)):
             yield rng.uniform(0.2, 1.5)
             p.read(batch, seen)
-        yield from p.call(ev.Unpin([batch.lease]))
+        yield from p.call(ev.UnpinLeases([batch.lease]))
 
 
 # --- the trainer
@@ -434,7 +434,7 @@ def _leave_out(p: Process, batch: LeaseGrant) -> Steps:
         p.held.discard(batch.lease)
         if pinned:
             p.read(batch)
-            yield from p.call(ev.Unpin([batch.lease]))
+            yield from p.call(ev.UnpinLeases([batch.lease]))
     return msgspec.structs.replace(batch, samples=samples, blobs=batch.blobs if pinned else [])
 
 
@@ -461,7 +461,9 @@ def _step(
         if refused or batch.lease in pinned:
             yield rng.uniform(0.0, 0.3)
             p.read(batch, seen)
-            yield from p.call(ev.ReleaseLease(batch.lease, "it does not count") if refused else ev.Unpin([batch.lease]))
+            yield from p.call(
+                ev.ReleaseLease(batch.lease, "it does not count") if refused else ev.UnpinLeases([batch.lease])
+            )
     if refused:
         return None
     path[step] = [Trained(key, prompt[key], digest) for key, digest in seen.items()]

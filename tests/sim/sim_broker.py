@@ -17,7 +17,7 @@ from relax_rt.transport.memory.spill import dead_slabs
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.admission import load_partials
 from relax_rt.transport.queue.ledger.core import Notice
-from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.events import JournalEntry
 from relax_rt.transport.queue.ledger.machine import Ledger
 from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
@@ -80,7 +80,7 @@ class SimBroker:
         if self.journal and not _is_whole(self.journal[-1]):
             self.journal.pop()
         for record in self.journal:
-            entry = msgspec.msgpack.decode(record[4:], type=Entry)
+            entry = msgspec.msgpack.decode(record[4:], type=JournalEntry)
             outcome = ledger.apply(entry)
             assert outcome.changed and ledger.n == entry.n, "a replay must do what was done"
             self.notices[entry.n] = outcome.notices
@@ -88,7 +88,7 @@ class SimBroker:
         self.life += 1
         self._empty.clear()
         rate, self.crash_rate = self.crash_rate, 0.0
-        self.apply(ev.Configure(self._policy, self._limits))
+        self.apply(ev.ConfigureQueue(self._policy, self._limits))
         self.apply(ev.OpenRun(f"run-{self.run_id}"))
         self.crash_rate = rate
         ledger.restart_deadlines(self.now())
@@ -140,13 +140,13 @@ class SimBroker:
     def apply(self, event: ev.Event, who: Incarnation | None = None, seq: int = 0) -> Any:
         ledger = self.ledger
         assert ledger is not None
-        if who is not None and not isinstance(event, ev.Join) and not ledger.knows(who):
-            self.apply(ev.Join(), who)
-        entry = Entry(ledger.n + 1, self.now(), event, who, seq)
+        if who is not None and not isinstance(event, ev.JoinQueue) and not ledger.knows(who):
+            self.apply(ev.JoinQueue(), who)
+        entry = JournalEntry(ledger.n + 1, self.now(), event, who, seq)
         outcome = ledger.apply(entry)
         if outcome.changed:
             assert outcome.event is not None
-            journaled = Entry(entry.n, entry.at, outcome.event, who, seq)
+            journaled = JournalEntry(entry.n, entry.at, outcome.event, who, seq)
             self.append(entry.n, msgspec.msgpack.encode(journaled), outcome.notices)
         return outcome.answer
 

@@ -10,7 +10,7 @@ import msgspec
 
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.queue.ledger.core import Notice
-from relax_rt.transport.queue.ledger.messages import Put, SampleKey
+from relax_rt.transport.queue.ledger.messages import BlockPut, SampleKey
 from relax_rt.transport.rpc.identity import Incarnation
 
 LOST = "acknowledged sample lost"
@@ -88,7 +88,7 @@ class Checker:
         self.produced[digest] = Produced(key, tuple(versions))
 
     def acknowledged(
-        self, puts: Sequence[Put], digests: Sequence[str], freed: Sequence[Extent], keys: Sequence[SampleKey]
+        self, puts: Sequence[BlockPut], digests: Sequence[str], freed: Sequence[Extent], keys: Sequence[SampleKey]
     ) -> None:
         """A put that was not wanted any more comes back in its own answer."""
         back: set[Extent | None] = set(freed)

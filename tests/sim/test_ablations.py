@@ -20,7 +20,7 @@ from relax_rt.transport.memory.block_table import BlockTable
 from relax_rt.transport.queue.ledger import admission
 from relax_rt.transport.queue.ledger.core import Core
 from relax_rt.transport.queue.ledger.machine import Ledger
-from relax_rt.transport.queue.ledger.state import Callers, Group
+from relax_rt.transport.queue.ledger.state import Callers, SampleGroup
 
 SEEDS = range(16)
 """Of every test here: the runs without findings, and the most that an ablation may take to be found."""
@@ -38,10 +38,10 @@ def append_later(broker: SimBroker, n: int, payload: bytes, notices: list[Any]) 
     broker.kernel.after(0.2, late)
 
 
-def forget_marks(core: Core, group: Group) -> None:
+def forget_marks(core: Core, group: SampleGroup) -> None:
     """Whoever gets a group next does not get what was sampled of it before."""
     for sample in group.samples:
-        core.drop_mark(sample)
+        core.drop_partial(sample)
 
 
 ABLATIONS: dict[str, tuple[Callable[[int], World], list[Any], set[str]]] = {
@@ -51,7 +51,7 @@ ABLATIONS: dict[str, tuple[Callable[[int], World], list[Any], set[str]]] = {
     "staleness check": (training, [patch.object(Core, "staleness", lambda *_: 0)], {STALE}),
     "lineage": (training, [patch.object(VersionTree, "distance", lambda _, a, b: abs(a - b))], {STALE}),
     "journal before the acknowledgement": (streaming, [patch.object(SimBroker, "append", append_later)], {LOST, TWICE}),
-    "marks of earlier tickets": (training, [patch.object(admission, "reissued", forget_marks)], {LOST}),
+    "marks of earlier tickets": (training, [patch.object(admission, "count_reissue", forget_marks)], {LOST}),
     "memory pins": (training, [patch.object(BlockTable, "extents_of", lambda *_: [])], {FOREIGN}),
 }
 

@@ -27,7 +27,9 @@ def judged(seeds: Iterable[int]) -> Counter[str]:
         world = World(seed).play()
         if world.checker.findings:
             found = "\n".join(f"  {kind}: {detail}" for kind, detail in world.checker.findings[:8])
-            pytest.fail(f"{world.tell()}\nfound:\n{found}\nagain: pytest tests/sim --sim-seed {seed}", pytrace=False)
+            pytest.fail(
+                f"{world.describe()}\nfound:\n{found}\nagain: pytest tests/sim --sim-seed {seed}", pytrace=False
+            )
         happened += world.happened
         happened["effects"] += world.checker.effects
         happened["committed"] += len(world.checker.committed)
@@ -51,7 +53,7 @@ def test_a_run_reaches_its_target_whatever_befalls_it(first: int, sim_seed: int 
 
 def test_the_same_seed_gives_the_same_run() -> None:
     first, second, other = World(7).play(), World(7).play(), World(8).play()
-    assert first.tell() == second.tell() != other.tell()
+    assert first.describe() == second.describe() != other.describe()
     assert first.broker.journal == second.broker.journal and first.kernel.now == second.kernel.now
 
 

@@ -26,9 +26,9 @@ from sim_kernel import Kernel
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import BlockRef
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.events import JournalEntry
 from relax_rt.transport.queue.ledger.machine import Ledger
-from relax_rt.transport.queue.ledger.messages import LeaseRequest, Put, RowPut, SampleKey, Ticket, VersionSpan
+from relax_rt.transport.queue.ledger.messages import BlockPut, LeaseRequest, RowPut, SampleKey, Ticket, VersionSpan
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -93,14 +93,14 @@ class FrozenPolicyRun:
         self.busy = 0
         self.training = False
         self.started = 0.0
-        self.apply(ev.Configure(self.policy, QueueLimits(lease_s=1e7, capacity_bytes=1 << 40)), None)
+        self.apply(ev.ConfigureQueue(self.policy, QueueLimits(lease_s=1e7, capacity_bytes=1 << 40)), None)
         self.apply(ev.OpenRun("run-1"), None)
         for who in (ENGINE, JUDGE, TRAINER):
-            self.apply(ev.Join(), who)
+            self.apply(ev.JoinQueue(), who)
         self.publish(ev.Rollback(0, VersionRecord(1, 0, 0)))
 
     def apply(self, event: ev.Event, who: Incarnation | None) -> Any:
-        return self.ledger.apply(Entry(self.ledger.n + 1, self.kernel.now, event, who)).answer
+        return self.ledger.apply(JournalEntry(self.ledger.n + 1, self.kernel.now, event, who)).answer
 
     def publish(self, event: ev.Rollback | ev.CompleteStep) -> None:
         """Engines serve the new weights at once, also in the middle of a sequence."""
@@ -132,7 +132,7 @@ class FrozenPolicyRun:
             self.kernel.after(STEP_S, self.stepped)
 
     def admit(self) -> bool:
-        tickets = self.apply(ev.Admit(self.version, 4), ENGINE).tickets
+        tickets = self.apply(ev.RequestTickets(self.version, 4), ENGINE).tickets
         self.waiting.extend((ticket, member) for ticket in tickets for member in ticket.wanted())
         return bool(tickets)
 
@@ -146,10 +146,10 @@ class FrozenPolicyRun:
         spans = [VersionSpan(n, n + 1, version, version) for n, version in enumerate(range(first, self.version + 1))]
         self.length[key] = length
         block = BlockRef(None, 1, ("tokens",), b"x")
-        self.apply(ev.PutSamples([Put(block, [RowPut(key, 0, length, spans)])]), ENGINE)
+        self.apply(ev.PutSamples([BlockPut(block, [RowPut(key, 0, length, spans)])]), ENGINE)
         while (batch := self.apply(ev.RequestLease("reward", LeaseRequest(samples=64)), JUDGE)).samples:
             rows = [RowPut(info.key, row) for row, info in enumerate(batch.samples)]
-            put = Put(BlockRef(None, len(rows), ("reward",), b"x"), rows)
+            put = BlockPut(BlockRef(None, len(rows), ("reward",), b"x"), rows)
             self.apply(ev.CompleteLease(batch.lease, [put], []), JUDGE)
         self.go_on()
 

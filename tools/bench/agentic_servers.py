@@ -25,7 +25,8 @@ from peers.slots import ANSWER, TOKEN, Slots, name_of
 from relax_rt.actors.directory import Directory
 from relax_rt.cluster.registry.core import RegistryCore, Stored
 from relax_rt.interfaces.registry import Changes, RegistryApi
-from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
+from relax_rt.roles.agentic.tokens.ledger import TokenLedger
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.gateway.access import Keys
 from relax_rt.roles.gateway.api import SessionLimits
 from relax_rt.roles.gateway.app import Gateway, HttpLimits

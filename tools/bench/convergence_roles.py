@@ -9,7 +9,7 @@ from relax_rt.roles.training.trainer import TrainerRole
 
 if TYPE_CHECKING:
     from relax_rt.roles.training.backend.interface import StepResult
-    from relax_rt.roles.training.step import Batch
+    from relax_rt.roles.training.step import StepBatch
 
 PACE_S = 0.5
 """A step takes at least so long: engines are ahead of it as far as the bound lets them."""
@@ -26,7 +26,7 @@ class UncorrectedTrainer(TrainerRole):
         self.objective = Objective.of(table, longest=self.config.sampling.max_new_tokens)
         super()._load()
 
-    def _train(self, batch: Batch) -> StepResult:
+    def _train(self, batch: StepBatch) -> StepResult:
         began = time.monotonic()
         result = super()._train(batch)
         time.sleep(max(0.0, PACE_S - (time.monotonic() - began)))

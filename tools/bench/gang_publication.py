@@ -156,11 +156,11 @@ def rank_main(rank: int, folder: Path, rounds: int) -> None:
     from relax_rt.roles.training.backend.settings import TrainerSettings
     from relax_rt.roles.training.megatron.backend import MegatronBackend
     from relax_rt.roles.training.megatron.model import sizes_of
-    from relax_rt.roles.training.megatron.ranks import Ranks
+    from relax_rt.roles.training.megatron.ranks import MegatronRanks
 
     table = TrainerSettings(backend="megatron", dtype="float32", count=WORLD, tensor_parallel=WORLD, threads=1)
     store = dist.FileStore(str(folder / "store"), WORLD)  # type: ignore[attr-defined]
-    ranks = Ranks(sizes_of(table), store, rank)
+    ranks = MegatronRanks(sizes_of(table), store, rank)
     backend = MegatronBackend(folder / "model", AlgorithmTable(learning_rate=1e-5), table, ranks, temperature=1.0)
     timed = Timed()
     if rank == 0:

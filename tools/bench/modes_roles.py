@@ -29,7 +29,7 @@ from relax_rt.roles.rollout.engines.base import (
 )
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.rollout.role import RolloutRole
-from relax_rt.roles.training.backend.interface import Partial, StepResult
+from relax_rt.roles.training.backend.interface import GradientPart, StepResult
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.trainer import TrainerRole
 from relax_rt.transport.base.versions import ROOT, VersionRecord
@@ -271,10 +271,10 @@ class SleepingBackend:
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         return [np.zeros(len(sample.tokens), np.float32) for sample in samples]
 
-    def accumulate(self, samples: Sequence[Sample]) -> Partial:
+    def accumulate(self, samples: Sequence[Sample]) -> GradientPart:
         tokens = sum(int(s.loss_mask.sum()) for s in samples)
         time.sleep(tokens * self._settings.train_token_s)
-        return Partial(float(tokens), tokens)
+        return GradientPart(float(tokens), tokens)
 
     def apply(self, count: float, number: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
         before_update()
@@ -337,7 +337,7 @@ class SleepingTrainer(TrainerRole):
     """The trainer with such a backend."""
 
     Settings: ClassVar[type[RoleSettings]] = SleepingTrainerSettings
-    preload: ClassVar[tuple[str, ...]] = tuple(name for name in TrainerRole.preload if not name.endswith("_backend"))
+    preload: ClassVar[tuple[str, ...]] = tuple(name for name in TrainerRole.preload if not name.endswith(".backend"))
 
     def _load(self) -> None:
         settings: Any = self.settings

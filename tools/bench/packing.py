@@ -6,7 +6,7 @@ Forward and backward of one step's batch by the torch backend, without the optim
 shapes of SmolLM2-135M, and random weights. Lengths are log-normal, drawn once. Of each batch: tokens of its sequences,
 prompts that are shared counted once; tokens computed, padding included; medians of the time by the clock and of the
 processor (which says more where the machine is not free, and then with one thread), and the former by them. `auto`
-marks what runs do: the one that `lay_out` estimates to be cheaper.
+marks what runs do: the one that `plan_micro_batches` estimates to be cheaper.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from relax_rt.roles.base.sample import Sample, bare_meta
 from relax_rt.roles.models.precision import cpu_dtype
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.batch.rows import Costs, Row, lay_out, shared_rows
+from relax_rt.roles.training.batch.rows import Costs, SampleRow, plan_micro_batches, shared_rows
 from relax_rt.roles.training.torch.backend import TorchBackend
 
 WORDS = 49_152
@@ -101,7 +101,7 @@ class Found(NamedTuple):
 class Packed(Costs):
     """Padding costs more, whatever the rows are."""
 
-    def padded(self, rows: Sequence[Row]) -> float:
+    def padded(self, rows: Sequence[SampleRow]) -> float:
         """See `Costs.padded`."""
         return math.inf
 
@@ -151,7 +151,7 @@ def main() -> None:
             assert costs is not None
             Objective.of(table).advantages(samples)
             rows = shared_rows(samples, chosen.budget)
-            auto = lay_out(rows, chosen.budget, costs, whole_groups="pairs" in trainer.objective.needs)
+            auto = plan_micro_batches(rows, chosen.budget, costs, whole_groups="pairs" in trainer.objective.needs)
             own, best = sum(row.length for row in rows), "padded" if auto[0].costs is None else "packed"
             for found in measure(
                 trainer, samples, {"padded": None, "packed": Packed(costs.pair, costs.call)}, chosen.rounds

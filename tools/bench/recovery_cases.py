@@ -20,12 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toys"))
 
 from toy_run import ToyRun
 
-from relax_rt.chaos.ettr import Ettr, ettr
-from relax_rt.chaos.faults import FAULTS, roles_named
+from relax_rt.chaos.faults import FAULTS, Strike, by_steps, roles_named
 from relax_rt.chaos.injector import Injector
-from relax_rt.chaos.schedule import Strike, by_steps
 from relax_rt.chaos.session import play
-from relax_rt.chaos.timeline import Recovery, recoveries
+from relax_rt.chaos.timeline import Ettr, Recovery, ettr, recoveries
 from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.observe.events import read_events
 from relax_rt.observe.metrics import read_metrics

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toys"))
 
 from toy_run import ToyRun
 
-from relax_rt.chaos.checker import breaches, check
 from relax_rt.chaos.evidence import gather
+from relax_rt.chaos.verdict import breaches, check
 from relax_rt.supervision.rundir import read_run
 
 TINY = Path(__file__).resolve().parents[2] / "tests/tiny_job/roles.toml"

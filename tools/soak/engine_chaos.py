@@ -36,11 +36,11 @@ import engine_chaos_sabotage as sabotage
 from engine_chaos_rollout import STEPS, WAYS
 from toy_run import ToyRun
 
-from relax_rt.chaos.checker import breaches, check
 from relax_rt.chaos.evidence import gather
+from relax_rt.chaos.faults import Strike
 from relax_rt.chaos.injector import Injector
-from relax_rt.chaos.schedule import Strike
 from relax_rt.chaos.session import settled
+from relax_rt.chaos.verdict import breaches, check
 from relax_rt.cluster import discovery
 from relax_rt.observe.events import read_events
 from relax_rt.observe.metrics import read_metrics

@@ -38,15 +38,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toys"))
 from equivalence_statistics import MARGIN, MOST_SEEDS, Conclusion, Interval, Pair, Score, conclude, interval
 from toy_run import ToyRun
 
-from relax_rt.chaos.checker import breaches, check
-from relax_rt.chaos.ettr import ettr
-from relax_rt.chaos.evidence import gather
-from relax_rt.chaos.faults import FAULTS, roles_named
-from relax_rt.chaos.findings import Evidence
+from relax_rt.chaos.evidence import Evidence, gather
+from relax_rt.chaos.faults import FAULTS, Strike, poisson, roles_named
 from relax_rt.chaos.injector import Injector
-from relax_rt.chaos.schedule import Strike, poisson
 from relax_rt.chaos.session import play
-from relax_rt.chaos.verdict import struck
+from relax_rt.chaos.timeline import ettr
+from relax_rt.chaos.verdict import breaches, check, struck
 
 JOB = Path(__file__).resolve().parent / "equivalence_job" / "roles.toml"
 UNDISTURBED, CHAOS, BY_LOT = "undisturbed", "chaos", "rewards by lot"

@@ -9,10 +9,10 @@ import msgspec
 
 from relax_rt.transport.base.journal import Recovered
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.events import JournalEntry
 from relax_rt.transport.queue.ledger.machine import Ledger
 from relax_rt.transport.queue.ledger.messages import LeaseGrant, SampleKey
-from relax_rt.transport.queue.ledger.state import Group
+from relax_rt.transport.queue.ledger.state import SampleGroup
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -79,7 +79,7 @@ class Teller:
     def __init__(self) -> None:
         self.story = Story()
         self.ledger = Ledger()
-        self._decode = msgspec.msgpack.Decoder(Entry).decode
+        self._decode = msgspec.msgpack.Decoder(JournalEntry).decode
         self._live: dict[int, dict[int, int]] = {}
         """Content by group and member, while the ledger has it in the queue or waits for its checkpoint."""
         self._settled: dict[int, list[int]] = {}
@@ -115,7 +115,7 @@ class Teller:
         differing = sorted(name for name in ours if ours[name] != theirs[name])
         return [f"what a broker would begin with differs from the journal in {differing}"] if differing else []
 
-    def _one(self, entry: Entry) -> None:
+    def _one(self, entry: JournalEntry) -> None:
         self._check_heard(entry)
         event, who = entry.event, entry.who
         kept = self._rows_kept(who, event) if isinstance(event, ev.PutSamples) and who is not None else []
@@ -142,7 +142,7 @@ class Teller:
         if isinstance(event, ev.Rollback):
             self._give_up()
 
-    def _check_heard(self, entry: Entry) -> None:
+    def _check_heard(self, entry: JournalEntry) -> None:
         who = entry.who
         if who is None:
             if isinstance(entry.event, ev.ProcessExited):
@@ -177,7 +177,7 @@ class Teller:
                 spans.setdefault(row.key.group, {})[row.key.member] = {span.version for span in row.versions}
             return {id_: _versions_of(state.groups[id_], new) for id_, new in spans.items() if id_ in state.groups}
         if isinstance(event, ev.CompleteStep | ev.Rollback) or (
-            isinstance(event, ev.RequestLease) and event.want.groups
+            isinstance(event, ev.RequestLease) and event.request.groups
         ):
             return {group.id: _versions_of(group, {}) for group in [*state.groups.values(), *state.trained.values()]}
         return {}
@@ -219,11 +219,11 @@ class Teller:
                 self.story.contents[content].fate = LOST
 
 
-def _versions_of(group: Group, put: dict[int, set[int]]) -> set[int]:
+def _versions_of(group: SampleGroup, put: dict[int, set[int]]) -> set[int]:
     """Versions of its tokens; `put` are those of members that are being put. Who is missing counts with its engine."""
     found: set[int] = set()
     for member, sample in enumerate(group.samples):
-        if sample.left_out:
+        if sample.excluded:
             continue
         if sample.generated:
             found.update(span.version for span in sample.spans)

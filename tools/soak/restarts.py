@@ -32,11 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toys"))
 
 from toy_run import ToyRun
 
-from relax_rt.chaos.checker import breaches, check
 from relax_rt.chaos.evidence import gather
-from relax_rt.chaos.faults import FAULTS, roles_named
+from relax_rt.chaos.faults import FAULTS, poisson, roles_named
 from relax_rt.chaos.injector import Injector
-from relax_rt.chaos.schedule import poisson
+from relax_rt.chaos.verdict import breaches, check
 
 MIB = 1 << 20
 CONFIG = """\

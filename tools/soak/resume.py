@@ -46,12 +46,11 @@ from equivalence_statistics import MOST_SEEDS, Conclusion, Interval, Pair, Score
 from resume_account import SABOTAGES, Job, account
 from toy_run import ToyRun
 
-from relax_rt.chaos.checker import breaches, check
-from relax_rt.chaos.evidence import gather
-from relax_rt.chaos.findings import Evidence
+from relax_rt.chaos.evidence import Evidence, gather
+from relax_rt.chaos.faults import Strike
 from relax_rt.chaos.injector import Injector
-from relax_rt.chaos.schedule import Strike
 from relax_rt.chaos.session import StepWatch
+from relax_rt.chaos.verdict import breaches, check
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, read_json, read_run
 
 JOB = Path(__file__).resolve().parent / "equivalence_job" / "roles.toml"

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.chaos.findings import Checkpoint, Evidence
+from relax_rt.chaos.evidence import Checkpoint, Evidence
 from relax_rt.chaos.training_checks import TRAINER, fallen_behind
 
 Record = dict[str, Any]

@@ -1,4 +1,7 @@
-"""Changing calls of one incarnation: numbered, sent again until answered, never so many that an answer is forgotten."""
+"""Numbered calls: a client numbers its changing calls and repeats each until it is answered.
+
+The brokers of the queue and of the store keep the newest answers of each caller, and answer a repetition alike.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ T = TypeVar("T")
 
 
 class CallStatistics(msgspec.Struct, frozen=True):
-    """Changing calls since the client was made: made, sent again, and those without an answer now."""
+    """Changing calls since the client was made: made, repeated, and those that wait for an answer now."""
 
     calls: int
     resent: int
@@ -32,7 +35,7 @@ class CallStatistics(msgspec.Struct, frozen=True):
 
 
 class NumberedCalls:
-    """Numbers changing calls and repeats them.
+    """Numbers changing calls, and repeats each under its number until it is answered.
 
     Args:
         who: seeds the delays.
@@ -50,7 +53,7 @@ class NumberedCalls:
         self._resending = 0
         self._waiting: dict[int, asyncio.Timeout] = {}
         self._silences = 0
-        self._told_silence = False
+        self._silence_reported = False
 
     def next_number(self) -> int:
         """The number of a call that is sent once, after all others."""
@@ -89,14 +92,14 @@ class NumberedCalls:
         finally:
             silent.cancel()
             self._silences -= 1
-            if self._told_silence and not self._silences and not self._resending:
-                self._told_silence = False
+            if self._silence_reported and not self._silences and not self._resending:
+                self._silence_reported = False
                 self._on_wait("")
             self._unanswered.discard(seq)
             self._answered.set()
 
     async def wait(self, send: Callable[[int, float], Awaitable[T]], wait_s: float) -> T:
-        """A changing call for which the far end may wait; it does so no longer when others cannot go on because of it.
+        """A changing call that may wait at the broker; it ends early when newer calls cannot be sent because of it.
 
         Raises: see `call`.
         """
@@ -112,14 +115,14 @@ class NumberedCalls:
                     raise
             finally:
                 self._waiting.pop(seq, None)
-            # It may have been answered on the way: under the same number it is answered so again.
+            # Its answer may be on the way; under the same number the broker gives the same one.
             return await send(seq, 0.0)
 
         return await self.call(once)
 
     def _silent(self) -> None:
-        """A broker that is there answers sooner, if only with the reason of a wait."""
-        self._told_silence = True
+        """Report a wait: a broker that lives answers sooner, if only with the reason of a wait."""
+        self._silence_reported = True
         self._on_wait(f"the queue's broker has not answered for {SILENT_S:g} s")
 
     async def _again(self, seq: int, send: Callable[[int], Awaitable[T]], error: Exception, deadline: float) -> T:
@@ -136,5 +139,5 @@ class NumberedCalls:
         raise error
 
     def statistics(self) -> CallStatistics:
-        """Numbers for people and metrics."""
+        """Current statistics."""
         return CallStatistics(self._seq, self._resent, len(self._unanswered))

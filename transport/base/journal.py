@@ -1,4 +1,4 @@
-"""Append-only journal with snapshots: what was appended is found again after the process is killed at any byte.
+"""Append-only journal with snapshots, for brokers: a record survives the death of the process at any byte.
 
 Folder layout: ``snapshot-<n>.bin`` holds the state after record n, ``segment-<n>.log`` the records from n on.
 A record is length (u32), crc32 (u32), payload. `append` returns after write(), which survives the death of any
@@ -27,9 +27,9 @@ _HEADER = struct.Struct("<II")
 
 SEGMENT_BYTES = 4 << 20
 SNAPSHOT_RECORDS = 2000
-"""A killed broker does so many again before it answers (some 0.1 ms each), and everybody waits for it."""
+"""A restarted broker replays at most about so many records (0.1 ms each) before it answers; its clients wait."""
 SNAPSHOT_SHARE = 4
-"""But of a large state a snapshot is written only once there is so many times as much journal."""
+"""A snapshot of a large state is written only when the segment has this many times its bytes."""
 
 
 class Recovered(msgspec.Struct, frozen=True):
@@ -101,7 +101,7 @@ class Journal:
         """The segment has grown past its bound, and no rotation is under way."""
         if self._rotating:
             return False
-        # A snapshot is written for at least as much journal, so that a large state is not written over and over.
+        # At least as much journal as snapshot, so that a large state is not written over and over.
         large = self._size >= max(self._segment_bytes, self.snapshot_bytes)
         many = self._n - self._begins + 1 >= SNAPSHOT_RECORDS
         return large or (many and self._size >= SNAPSHOT_SHARE * self.snapshot_bytes)
@@ -287,7 +287,7 @@ def _records(data: bytes, at: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _is_torn(data: bytes, at: int) -> bool:
-    """Whether what follows byte `at` is the beginning of one interrupted record, or zeros that a host's crash left."""
+    """Whether what follows byte `at` is the start of one interrupted record, or zeros left by a crash of the host."""
     rest = data[at:]
     if len(rest) < _HEADER.size or not rest.strip(b"\0"):
         return True

@@ -1,4 +1,4 @@
-"""When a server that judges leases must not: it stood still, and renewals wait unread. Pure, the clock comes along."""
+"""Detect that a server stood still, so that it does not expire leases whose renewals it has not read yet. Pure."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import dataclasses
 from typing import Literal
 
 PAUSE_S = 1.0
-"""A gap between two looks from which on all leases start again at full length (or two ticks, if they are longer)."""
+"""A gap between two checks from which on all leases start again at full length (or two ticks, if they are longer)."""
 
 
 @dataclasses.dataclass
 class PauseDetector:
-    """Looks at the clock before each judgement.
+    """Checks the clock before a server expires leases.
 
     Attributes:
-        looked: when it did so last, in seconds of the server's monotonic clock; at first, when it began.
-        tick_s: how often it looks when it is not held up.
+        looked: time of the last check, in seconds of the server's monotonic clock; at first, of the start.
+        tick_s: interval of the checks when the server is not held up.
     """
 
     looked: float
@@ -23,13 +23,13 @@ class PauseDetector:
     held: bool = False
 
     def look(self, now: float) -> Literal["judge", "hold", "restart"]:
-        """What to do now: judge leases, leave them until the next look, or start them again at full length.
+        """What to do now: expire leases (judge), leave them until the next check (hold), or restart their full length.
 
         After a gap (the process was stopped, the machine slept) renewals that arrived meanwhile are read first.
         """
         gap, self.looked = now - self.looked, now
         if gap >= max(PAUSE_S, 2 * self.tick_s):
             return "restart"
-        # Not twice running, so that a server that is always late still lets leases lapse.
+        # Not twice in a row, so that a server that is always late still expires leases.
         self.held = gap > 2 * self.tick_s and not self.held
         return "hold" if self.held else "judge"

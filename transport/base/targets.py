@@ -1,4 +1,4 @@
-"""Code that a setting names: `file.py:name`, or `package.module:name`."""
+"""Load user code that a setting names: `file.py:name` or `package.module:name`; suggest near names for typos."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from relax_rt.transport.rpc.errors import Refused
 
 
 class NoTarget(Refused):
-    """The code does not exist or cannot be imported; `__cause__` is what it raised."""
+    """The named code does not exist or cannot be imported; `__cause__` is what the import raised."""
 
 
 def load_target(target: str, base: Path = Path()) -> Any:
@@ -145,7 +145,7 @@ class UserCode(importlib.abc.MetaPathFinder):
 
     @classmethod
     def of(cls, root: Path) -> UserCode:
-        """The one of a folder."""
+        """The importer of a folder."""
         if root not in cls._all:
             cls._all[root] = cls(root)
         return cls._all[root]

@@ -1,4 +1,4 @@
-"""Calls that wait for the ledger: who, for what, since when; woken only when what they wait for may have come."""
+"""Calls that wait at a broker: who, for which topic, since when; woken when the topic is touched."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_WAITERS = 65_536
 POLL_S = 0.25
 
 
-class Waiting(msgspec.Struct):
+class WaitingCall(msgspec.Struct):
     """One call that waits."""
 
     who: str
@@ -38,20 +38,20 @@ class WaitingCalls:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._events: dict[str, asyncio.Event] = {}
-        self._waiting: dict[int, Waiting] = {}
+        self._waiting: dict[int, WaitingCall] = {}
         self._over: dict[str, WaitCount] = {}
         self._token = 0
 
     def enter(self, who: str, topic: str) -> int:
-        """A call may wait on a topic from now on; answers with its token, 0 when too many wait to remember one more."""
+        """Register a call that may wait on a topic; returns its token, or 0 when there are MAX_WAITERS already."""
         if len(self._waiting) >= MAX_WAITERS:
             return 0
         self._token += 1
-        self._waiting[self._token] = Waiting(who, topic, "", self._clock())
+        self._waiting[self._token] = WaitingCall(who, topic, "", self._clock())
         return self._token
 
     async def wait(self, token: int, reason: str, limit_s: float) -> None:
-        """Until the topic is touched, or for limit_s. A call that is not remembered is not woken either."""
+        """Wait until the topic is touched, or for limit_s. A call without a token polls."""
         if not token:
             await asyncio.sleep(min(limit_s, POLL_S))
             return
@@ -63,7 +63,7 @@ class WaitingCalls:
                 await event.wait()
 
     def leave(self, token: int) -> None:
-        """The call is answered or given up."""
+        """The call was answered or cancelled."""
         one = self._waiting.pop(token, None)
         if one is not None and one.reason:
             count = self._over.setdefault(one.topic, WaitCount())
@@ -71,14 +71,14 @@ class WaitingCalls:
             count.total_s += self._clock() - one.since
 
     def touch(self, topics: Iterable[str]) -> None:
-        """Wake who waits on these topics."""
+        """Wake the calls that wait on these topics."""
         for topic in topics:
             event = self._events.pop(topic, None)
             if event is not None:
                 event.set()
 
     def touch_all(self) -> None:
-        """Wake everybody."""
+        """Wake all calls."""
         self.touch(list(self._events))
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class WaitingCalls:
         return {one.who: one.reason for one in self._waiting.values() if one.reason}
 
     def now(self) -> list[dict[str, str | float]]:
-        """Who waits, for what and how long (seconds)."""
+        """The calls that wait now, with topic, reason and seconds."""
         at = self._clock()
         return [
             {"who": one.who, "topic": one.topic, "reason": one.reason, "for_s": at - one.since}
@@ -98,5 +98,5 @@ class WaitingCalls:
         ]
 
     def over(self) -> dict[str, dict[str, float]]:
-        """By topic: how many waits are over, and the seconds they took together."""
+        """By topic: how many waits have ended, and their seconds together."""
         return {topic: {"waits": count.n, "total_s": count.total_s} for topic, count in sorted(self._over.items())}

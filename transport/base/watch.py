@@ -1,4 +1,4 @@
-"""Processes that joined of their own accord, watched by pidfd: their death is known within milliseconds."""
+"""Watch the processes of this node by pidfd, so that a broker learns of a death within milliseconds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from relax_rt.transport.rpc.errors import OutOfSpace
 from relax_rt.transport.rpc.identity import Incarnation
 
 NODE_ENV = "RELAX_NODE"
-"""Environment variable that names the node instead, where processes are to be kept apart that need not be."""
+"""Environment variable that overrides the node's name, to make processes of one machine count as different nodes."""
 
 
 def node_name() -> str:
-    """Names what processes share that can map each other's slabs and see each other's pids: boot, /dev/shm, pids."""
+    """The node's name: equal for processes that can map each other's slabs and see each other's pids."""
     if named := os.environ.get(NODE_ENV):
         return named
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
@@ -25,10 +25,10 @@ def node_name() -> str:
 
 
 class ProcessWatch:
-    """Tells of the death of processes on this node.
+    """Reports the death of processes on this node.
 
     Args:
-        gone: is told who ended, and why one thinks so.
+        gone: called with the incarnation that ended, and the evidence.
     """
 
     def __init__(self, gone: Callable[[Incarnation, str], None]) -> None:
@@ -64,13 +64,13 @@ class ProcessWatch:
         self._gone(who, f"process {pid} ended")
 
     def remove(self, who: Incarnation) -> None:
-        """Watch it no more."""
+        """Stop watching an incarnation."""
         fd = self._fds.pop(who, None)
         if fd is not None:
             asyncio.get_running_loop().remove_reader(fd)
             os.close(fd)
 
     def close(self) -> None:
-        """Watch nothing more."""
+        """Stop watching all."""
         for who in list(self._fds):
             self.remove(who)

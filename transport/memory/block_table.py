@@ -1,4 +1,7 @@
-"""Which memory is live: blocks and the samples in them, extents and those who read them, blobs that blocks share."""
+"""The table of live memory: blocks and their rows, extents and their references, blobs that blocks share.
+
+The ledgers of the queue and of the store each keep one; it decides when an owner may reuse an extent. Pure.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
 AliveTest = Callable[[str], bool]
-"""Whether the owner with this key can still be told."""
+"""Whether the owner with this key is still a caller, so that freed extents are kept for it."""
 
 
 class LiveExtent(msgspec.Struct, array_like=True, gc=False):
-    """A live extent: what it holds counts as one reference, and every lease that can see it as one more (a pin)."""
+    """A live extent. Its block counts as one reference, and every lease that can read it as one more (a pin)."""
 
     nbytes: int
     references: int = 1
@@ -52,7 +55,7 @@ class LiveBlob(msgspec.Struct, array_like=True, gc=False):
 
 
 class BlockTable(msgspec.Struct):
-    """Live blocks by id, live extents by slab and offset, blobs by digest, freed extents by owner until it is told.
+    """Live blocks by id, extents by slab and offset, blobs by digest; freed extents by owner until it collects them.
 
     Attributes:
         payload_bytes: in shared memory. spilled_bytes: in files on the broker's disk.
@@ -92,9 +95,9 @@ class BlockTable(msgspec.Struct):
                 raise Refused(f"put by {who}", why="a block has neither an extent nor bytes")
 
     def add(self, put: Payload, rows: int, alive: AliveTest) -> int:
-        """The put's block is in use by `rows` samples from now on; answers with its id.
+        """Enter a put's block, used by `rows` samples; returns its id.
 
-        A blob that is there already goes straight back to who brought it again.
+        The extent of a blob that is already there is freed at once.
         """
         id_ = self.next_id
         self.next_id += 1
@@ -126,7 +129,7 @@ class BlockTable(msgspec.Struct):
             self.payload_bytes += nbytes
 
     def drop_row(self, id_: int, alive: AliveTest) -> None:
-        """A sample with a row in the block is done; the last one frees the block."""
+        """A sample with a row in the block has ended; the last one frees the block."""
         block = self.blocks[id_]
         block.rows -= 1
         if block.rows:
@@ -143,7 +146,7 @@ class BlockTable(msgspec.Struct):
                 self.unpin([blob.extent], alive)
 
     def extents_of(self, ids: Iterable[int]) -> list[Extent]:
-        """The extents that a reader of these blocks looks at, each once."""
+        """The extents that a reader of these blocks reads, each once."""
         found: dict[tuple[str, int], Extent] = {}
         for id_ in ids:
             block = self.blocks[id_]
@@ -188,7 +191,7 @@ class BlockTable(msgspec.Struct):
                 self.return_to_owner(extent, alive)
 
     def move(self, id_: int, to: Extent, alive: AliveTest) -> None:
-        """The block's bytes are at `to` from now on; who still reads the old ones keeps them."""
+        """The block's bytes have moved to `to`; pins keep the old extent until they are released."""
         block = self.blocks[id_]
         old = block.ref.extent
         assert old is not None
@@ -197,20 +200,20 @@ class BlockTable(msgspec.Struct):
         self.unpin([old], alive)
 
     def return_to_owner(self, extent: Extent, alive: AliveTest) -> None:
-        """Its owner may use it again, and is told with its next answer; a dead owner's is forgotten."""
+        """Free an extent: its owner collects it with its next answer; a dead owner's is dropped."""
         owner = owner_of(extent.slab)
         if alive(owner):
             self.freed.setdefault(owner, []).append(extent)
 
     def collect(self, who: Incarnation) -> list[Extent]:
-        """What the caller may use again since it last asked."""
+        """Take the caller's extents freed since it last collected."""
         return self.freed.pop(owner_key(who), [])
 
     def forget_owner(self, who: Incarnation) -> None:
-        """The owner is dead: nobody waits for its freed extents."""
+        """The owner is dead: drop its freed extents."""
         self.freed.pop(owner_key(who), None)
 
     def clear(self) -> None:
-        """Shared memory is gone."""
+        """Drop everything: the shared memory is gone."""
         self.blocks, self.live, self.blobs, self.freed = {}, {}, {}, {}
         self.payload_bytes = self.spilled_bytes = self.inline_bytes = 0

@@ -74,7 +74,7 @@ def _name_bytes(name: str) -> bytes:
         raise Refused(f"field {name!r}", why=f"that is no name: {error}") from error
 
 
-class Source:
+class ColumnSource:
     """A column that is to be written: what lies in it, and how large it is."""
 
     __slots__ = (
@@ -183,7 +183,7 @@ def _write_bytes(target: Bytes, parts: Sequence[Data]) -> None:
         at = end
 
 
-class Plan:
+class BlockPlan:
     """A block that is to be written: its size is known, nothing is copied yet.
 
     Attributes:
@@ -195,7 +195,7 @@ class Plan:
 
     __slots__ = ("_head", "_places", "_sources", "fields", "inline", "nbytes", "rows")
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[ColumnSource]) -> None:
         """
         Args:
             sources: at least one column; all have the same number of rows.
@@ -248,7 +248,7 @@ class Plan:
         return sum([source.nbytes for source in self._sources])
 
     def lengths(self, field: str) -> list[int]:
-        """Lengths of the rows in the column of this name (see Source.lengths); all -1 if there is none."""
+        """Lengths of the rows in the column of this name (see ColumnSource.lengths); all -1 if there is none."""
         for source in self._sources:
             if source.name == field:
                 return source.lengths()
@@ -271,7 +271,7 @@ class Plan:
         return memory.tobytes()
 
 
-def _checked_rows(sources: Sequence[Source]) -> int:
+def _checked_rows(sources: Sequence[ColumnSource]) -> int:
     if not sources:
         raise Refused("a block", why="it has no columns")
     rows = sources[0].rows
@@ -294,9 +294,9 @@ _META = msgspec.msgpack.Decoder(list[ColumnMeta])
 
 
 class _Writable:
-    """The memory of read-only bytes as numpy would describe writable ones.
+    """Describes read-only bytes to numpy as writable.
 
-    torch has no read-only tensors and warns of memory that is; over a read-only mapping the kernel sees to it instead.
+    torch has no read-only tensors and warns of read-only arrays; the kernel protects a read-only mapping anyway.
     """
 
     def __init__(self, memory: Bytes) -> None:
@@ -309,11 +309,11 @@ class _Writable:
         }
 
 
-class _Ground:
-    """The memory of a block, and what its columns are made with.
+class _BlockMemory:
+    """The memory of a block, which its columns refer to.
 
-    Columns refer to it and not to the block: a circle of references would keep the memory mapped, and pinned, until
-    the next garbage collection.
+    Columns do not refer to the block itself: a reference cycle would keep the memory mapped, and pinned, until the next
+    garbage collection.
     """
 
     __slots__ = ("in_place", "memory", "resolver", "rows", "where")
@@ -372,7 +372,7 @@ class _Column:
 
     __slots__ = ("ground", "meta", "name")
 
-    def __init__(self, ground: _Ground, meta: ColumnMeta) -> None:
+    def __init__(self, ground: _BlockMemory, meta: ColumnMeta) -> None:
         self.ground, self.meta, self.name = ground, meta, meta.name
 
     def value(self, row: int) -> Any:
@@ -387,7 +387,7 @@ class _Fixed(_Column):
 
     __slots__ = ("_tensor", "array")
 
-    def __init__(self, ground: _Ground, meta: ColumnMeta) -> None:
+    def __init__(self, ground: _BlockMemory, meta: ColumnMeta) -> None:
         super().__init__(ground, meta)
         dtype, shape = STORAGE[meta.dtype], (ground.rows, *meta.shape)
         if len(meta.shape) != meta.ndim or meta.ndim > MAX_NDIM or min(shape) < 0:
@@ -411,7 +411,7 @@ class _Parts(_Column):
 
     __slots__ = ("data", "offsets")
 
-    def __init__(self, ground: _Ground, meta: ColumnMeta, dtype: np.dtype[Any]) -> None:
+    def __init__(self, ground: _BlockMemory, meta: ColumnMeta, dtype: np.dtype[Any]) -> None:
         super().__init__(ground, meta)
         elements, rest = divmod(meta.nbytes, dtype.itemsize)
         if rest:
@@ -428,7 +428,7 @@ class _Ragged(_Parts):
 
     __slots__ = ("_flat", "_shapes")
 
-    def __init__(self, ground: _Ground, meta: ColumnMeta) -> None:
+    def __init__(self, ground: _BlockMemory, meta: ColumnMeta) -> None:
         if not 1 <= meta.ndim <= MAX_NDIM:
             raise ground.corrupt(meta, f"ragged, of {meta.ndim} dimensions (limit {MAX_NDIM})")
         super().__init__(ground, meta, STORAGE[meta.dtype])
@@ -457,7 +457,7 @@ class _Ragged(_Parts):
 class _Text(_Parts):
     """str, bytes or msgpack."""
 
-    def __init__(self, ground: _Ground, meta: ColumnMeta) -> None:
+    def __init__(self, ground: _BlockMemory, meta: ColumnMeta) -> None:
         if meta.ragged:
             super().__init__(ground, meta, np.dtype(np.uint8))
             return
@@ -477,11 +477,11 @@ class _Text(_Parts):
 
 
 class _Blobs(_Column):
-    """Values that are kept elsewhere."""
+    """Values that are stored elsewhere, by digest."""
 
     __slots__ = ("digests", "found")
 
-    def __init__(self, ground: _Ground, meta: ColumnMeta) -> None:
+    def __init__(self, ground: _BlockMemory, meta: ColumnMeta) -> None:
         super().__init__(ground, meta)
         if meta.ragged or meta.nbytes != ground.rows * DIGEST_BYTES:
             raise ground.corrupt(meta, f"{meta.nbytes} bytes are not {ground.rows} digests of {DIGEST_BYTES}")
@@ -542,7 +542,7 @@ class Block:
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise Corrupt(f"{where}: its description", why=str(error)) from error
         self.rows = rows
-        self._ground = _Ground(memory[:nbytes], rows, where, read_only_mapping)
+        self._ground = _BlockMemory(memory[:nbytes], rows, where, read_only_mapping)
         self._metas = {column.name: column for column in columns}
         self._open_columns: dict[str, _Column] = {}
         self.names = tuple(self._metas)
@@ -550,19 +550,19 @@ class Block:
             raise Corrupt(where, why=f"{len(columns)} columns with {len(self._metas)} names (limit {MAX_COLUMNS})")
 
     def blobs_from(self, resolve: Resolve) -> None:
-        """Where the blocks of shared values are found, by digest."""
+        """Set the function that finds the blocks of shared values by digest."""
         self._ground.resolver = resolve
 
     def roots(self) -> list[NDArray[np.uint8]]:
-        """What every array and tensor over this block, and over the shared values looked at, refers to."""
+        """The arrays that every view of this block, and of the shared values read, has as its base."""
         found = [self._ground.memory.base] if isinstance(self._ground.memory.base, np.ndarray) else []
         for column in self._open_columns.values():
             if isinstance(column, _Blobs):
                 found += [root for block in column.found.values() for root in block.roots()]
         return found
 
-    def let_go(self) -> None:
-        """Forget the decoded columns: only arrays and tensors that were handed out refer to them then."""
+    def drop_columns(self) -> None:
+        """Drop the decoded columns, so that only views handed out keep the memory."""
         self._open_columns.clear()
 
     @property

@@ -1,4 +1,4 @@
-"""What a reader holds of other nodes' payloads: which extents, for which leases, and what gives way when it is full.
+"""A reader's cache of other nodes' payloads: which extents it holds, for which leases, and what it evicts when full.
 
 An extent's bytes may be written anew by their owner once no lease pins them, and their name does not tell. So an entry
 lives only while a lease that asked for it is held here, and a later lease never sees what an earlier one fetched.
@@ -29,15 +29,15 @@ _ENTRIES_AT_A_TIME = 128
 
 
 class CacheEntry:
-    """An extent that is held or on its way.
+    """An extent that is held or being fetched.
 
     Attributes:
-        region: where its bytes go; None when it is not wanted any more: what still comes of it is thrown away.
+        region: where its bytes go; None when it is no longer wanted: what still arrives is dropped.
         ready: all its bytes are there.
-        todo: (offset, bytes) that nobody was asked for yet, the next at the end.
+        todo: (offset, bytes) not yet requested, the next at the end.
         missing_bytes: that have not arrived.
-        leases: for which it is held; those in `pinned` may be looking at it.
-        urgent: someone waits for it.
+        leases: for which it is held; those in `pinned` may be reading it.
+        urgent: a caller waits for it.
     """
 
     __slots__ = (
@@ -67,7 +67,7 @@ class CacheEntry:
         self.urgent = False
 
     def array(self) -> NDArray[np.uint8] | None:
-        """Its bytes, read-only, when all are there. A new array each time: what is derived of it refers to it."""
+        """Its bytes, read-only, when all are there. A new array each time, which views of it have as their base."""
         region = self.region
         return region.array() if self.ready and region is not None else None
 
@@ -79,7 +79,7 @@ class CacheEntry:
 
 @dataclasses.dataclass(eq=False)
 class FetchJob:
-    """Extents that a lease wants. With a future: someone waits, and looks at them until the lease is released."""
+    """Extents requested for a lease. With a future a caller waits, and reads them until the lease is released."""
 
     address: str
     extents: Sequence[Extent]
@@ -91,7 +91,7 @@ class FetchJob:
 
     @property
     def admitted(self) -> bool:
-        """It has all its entries."""
+        """Whether it has all its entries."""
         return len(self.entries) == len(self.extents)
 
     @property
@@ -100,7 +100,7 @@ class FetchJob:
         return f"payload of lease {self.lease} from {self.address}"
 
     def resolve(self, error: BaseException | None = None) -> None:
-        """Answer whoever waits, once."""
+        """Resolve the future, once."""
         future, self.future = self.future, None
         entries, self.entries = self.entries, []
         # False when the caller was cancelled.
@@ -141,7 +141,7 @@ class Cache:
         self.unfinished = False
 
     def add(self, job: FetchJob) -> None:
-        """Put a job in line. One that can never fit fails at once; a prefetch of that kind is forgotten."""
+        """Enqueue a job. One that can never fit fails at once; such a prefetch is dropped."""
         job.extents = list(dict.fromkeys(job.extents))
         need = sum(aligned(extent.nbytes) for extent in job.extents)
         if need > self.memory.capacity_bytes:
@@ -158,14 +158,14 @@ class Cache:
         self.unfinished = True
 
     def line_changed(self) -> None:
-        """Somebody in line was cancelled."""
+        """A queued job was cancelled."""
         self.unfinished = True
 
     def admit(self) -> list[CacheEntry]:
-        """Give room to the jobs whose turn it is, and say which entries are to be received for them.
+        """Allocate memory for the next jobs; returns the entries to be received for them.
 
-        Who waits goes first; a prefetch never takes another's place. One job after the other gets all it needs, so
-        that two of them never wait for each other; a long one some entries at a time, so that these can be asked for
+        Jobs with a waiting caller go first; a prefetch never evicts. One job after the other gets all it needs, so that
+        two of them never wait for each other; a long one gets some entries at a time, so that these can be requested
         meanwhile (`unfinished`: call again).
         """
         wanted: list[CacheEntry] = []
@@ -237,7 +237,7 @@ class Cache:
         return region
 
     def _evict_one(self, job: FetchJob) -> bool:
-        """Drop the least recently used entry that nobody looks at; its lease can fetch it again."""
+        """Evict the least recently used entry that nobody reads; its lease can fetch it again."""
         wanted = set(job.extents)
         for entry in self.entries.values():
             if not entry.pinned and entry.extent not in wanted:
@@ -260,7 +260,7 @@ class Cache:
             job.resolve()
 
     def drop(self, entry: CacheEntry, error: RelaxError) -> None:
-        """Hold an entry no longer; who waits for it gets the error."""
+        """Drop an entry; jobs that wait for it fail with the error."""
         self.unfinished = True
         if self.entries.get(entry.extent) is entry:
             del self.entries[entry.extent]
@@ -271,14 +271,14 @@ class Cache:
             self._fail(job, error)
 
     def _fail(self, job: FetchJob, error: RelaxError) -> None:
-        # Who stood in line behind it has a turn now.
+        # The next job in the queue may be admitted now.
         self.unfinished = True
         self.jobs.discard(job)
         job.resolve(error)
 
     def release(self, lease: int) -> None:
-        """A lease ends: what is held for it alone is dropped, its jobs fail. Arrays stay good while they live."""
-        # What it pinned for others can give way now.
+        """Release a lease: entries held for it alone are dropped, its jobs fail. Arrays stay valid while they live."""
+        # Entries that it pinned can be evicted now.
         self.unfinished = True
         ended = Refused(f"payload of lease {lease}", why="the lease was released meanwhile")
         for extent in self._leases.pop(lease, ()):
@@ -297,7 +297,7 @@ class Cache:
             self._fail(job, late(job))
 
     def expire_entries(self, now: float) -> None:
-        """Stop receiving what nobody waits for any more."""
+        """Stop receiving entries whose deadline has passed."""
         for entry in [entry for entry in self.entries.values() if not entry.ready and entry.deadline <= now]:
             self.drop(entry, Refused(entry.name, why="its deadline has passed"))
 
@@ -311,7 +311,7 @@ class Cache:
         return f"{self._pinned_bytes()} of {self.memory.capacity_bytes} bytes are in use by {len(self._leases)} leases"
 
     def fail_all(self, error: RelaxError) -> None:
-        """Nothing will come any more."""
+        """Fail all jobs and drop all entries."""
         for job in list(self.jobs):
             self._fail(job, error)
         self.entries.clear()
@@ -321,7 +321,7 @@ class Cache:
         return self.memory.used_bytes - _nbytes(entry for entry in list(self.entries.values()) if not entry.pinned)
 
     def statistics(self) -> CacheStatistics:
-        """Numbers for people and metrics."""
+        """Current statistics."""
         return CacheStatistics(
             capacity_bytes=self.memory.capacity_bytes,
             total_bytes=self.memory.total_bytes,

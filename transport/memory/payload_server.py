@@ -18,7 +18,7 @@ import xxhash
 import zmq
 
 from relax_rt.transport.memory import payload_wire
-from relax_rt.transport.memory.payload_wire import Get, ListeningSocket, Part, Range, Wakeup
+from relax_rt.transport.memory.payload_wire import GetRanges, ListeningSocket, Range, RangeHead, Wakeup
 from relax_rt.transport.memory.slabs import map_read_only, path_of
 from relax_rt.transport.rpc.errors import Corrupt, Gone, ProtocolError, Refused, RelaxError
 from relax_rt.transport.rpc.identity import CurveKeys
@@ -38,7 +38,7 @@ _GATHER_BYTES = 256 * 1024
 class PayloadServerStatistics(msgspec.Struct, frozen=True):
     """Numbers of a payload server since it was made; `held_ranges`, `held_bytes` and `slabs` are of this moment.
 
-    held: asked for by readers that do not take what they asked for.
+    held: requested by readers that do not read their answers.
     """
 
     requests: int
@@ -55,15 +55,15 @@ class PayloadServerStatistics(msgspec.Struct, frozen=True):
 class PayloadServer:
     """Serves the slabs of this node over ZeroMQ, encrypted, from a thread and io threads of its own.
 
-    It keeps no account of readers: each range that is asked for is answered once, with its bytes sent from the mapping
-    without a copy. Of what a reader asks beyond max_reader_ranges that it has not read, as much again is held for
-    later, max_held_bytes for all such readers together; the rest is dropped.
+    It keeps no state of readers: each requested range is answered once, its bytes sent from the mapping without a copy.
+    Ranges that a reader requests beyond max_reader_ranges unread ones are held, up to as many again and max_held_bytes
+    for all readers together; the rest is dropped.
 
     Args:
         shm_dir: where the node's slabs lie.
         spill_dir: where spilled extents lie, if they do on this node.
-        served: something else to give out, instead of the slabs in these folders.
-        keys: readers whose key these do not admit get nothing. None: loopback only.
+        served: serve this instead of the slabs in these folders.
+        keys: only readers with an admitted key are served. None: loopback only.
         io_threads: of ZeroMQ; each encrypts for some of the connections.
     """
 
@@ -129,7 +129,7 @@ class PayloadServer:
             self._thread = None
 
     def statistics(self) -> PayloadServerStatistics:
-        """Numbers for people and metrics."""
+        """Current statistics."""
         counts = {name: self._counts[name] for name in PayloadServerStatistics.__struct_fields__[:6]}
         held = sum(len(queue) for queue in list(self._held.values()))
         return PayloadServerStatistics(**counts, held_ranges=held, held_bytes=self._held_bytes, slabs=len(self._slabs))
@@ -178,14 +178,14 @@ class PayloadServer:
             with contextlib.suppress(zmq.ZMQError):
                 self._push(reader, *self._fault(0, error))
 
-    def _take(self, reader: bytes, get: Get) -> None:
+    def _take(self, reader: bytes, get: GetRanges) -> None:
         queue = collections.deque((wanted, get.digest) for wanted in get.ranges)
         if reader not in self._held and self._answer(reader, queue):
             return
         held = self._held.setdefault(reader, collections.deque())
         for wanted, digest in queue:
             if len(held) >= self._max_reader_ranges or self._held_bytes + wanted.nbytes > self._max_held_bytes:
-                # It does not read: it would not read a refusal either.
+                # It does not read, and would not read a refusal either.
                 self._counts["dropped"] += 1
             else:
                 held.append((wanted, digest))
@@ -199,7 +199,7 @@ class PayloadServer:
             self._held_bytes -= before - sum(wanted.nbytes for wanted, _ in queue)
 
     def _answer(self, reader: bytes, queue: collections.deque[tuple[Range, bool]]) -> bool:
-        """Give ZeroMQ the answers to ranges, and take these from the queue; False when the reader's is full."""
+        """Send answers to queued ranges; False when the reader's send queue is full."""
         while queue:
             count, head, body = self._next_answer(queue)
             try:
@@ -218,7 +218,7 @@ class PayloadServer:
     def _next_answer(self, queue: collections.deque[tuple[Range, bool]]) -> tuple[int, bytes, bytes | memoryview]:
         """How many ranges the next answer is for, and its frames: those of one range, or of as many small ones as
         lie next to each other in the queue."""
-        parts: list[Part] = []
+        parts: list[RangeHead] = []
         memories: list[memoryview] = []
         total = 0
         for wanted, digest in itertools.islice(queue, payload_wire.MAX_RANGES):
@@ -232,7 +232,7 @@ class PayloadServer:
                 self._counts["faults"] += 1
                 return 1, *self._fault(wanted.id, error)
             memories.append(memory)
-            parts.append(Part(wanted.id, len(memory), xxhash.xxh3_64_intdigest(memory) if digest else 0))
+            parts.append(RangeHead(wanted.id, len(memory), xxhash.xxh3_64_intdigest(memory) if digest else 0))
             total += wanted.nbytes
         self._counts["chunks"] += len(parts)
         self._counts["bytes_out"] += total
@@ -241,7 +241,7 @@ class PayloadServer:
 
     def _fault(self, number: int, error: RelaxError) -> tuple[bytes, bytes]:
         body = msgspec.msgpack.encode(fault_of(error, 0, f"the payload server at {self.address}"))
-        return payload_wire.encode_head(payload_wire.FAULT, [Part(number, len(body), 0)]), body
+        return payload_wire.encode_head(payload_wire.FAULT, [RangeHead(number, len(body), 0)]), body
 
     def _push(self, reader: bytes, head: bytes, body: bytes | memoryview) -> None:
         assert self._listening is not None
@@ -253,7 +253,7 @@ class PayloadServer:
 
 
 class PayloadSource(Protocol):
-    """What a payload server gives out, by name. Used by its thread alone, which an error of another kind would end."""
+    """What a payload server serves, by name. Used by its thread only; an error that is no RelaxError would end it."""
 
     def __len__(self) -> int:
         """How many are mapped."""
@@ -262,14 +262,14 @@ class PayloadSource(Protocol):
         """Bytes where they lie; they must not change while a view of them is left.
 
         Raises:
-            RelaxError: they are not to be had; the reader is told.
+            RelaxError: they are not available; the reader gets the error.
         """
 
     def sweep(self) -> None:
-        """Called now and then: let go of what nobody needs."""
+        """Called every few seconds: release what is no longer needed."""
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Release all."""
 
 
 class SlabFiles:
@@ -309,13 +309,13 @@ class SlabFiles:
         return memory[offset : offset + nbytes]
 
     def sweep(self) -> None:
-        """Let go of slabs whose files were removed, so that their memory is returned."""
+        """Unmap slabs whose files were removed, so that their memory is freed."""
         for name in list(self._maps):
             if not self._path(name).exists():
                 del self._maps[name]
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Release all."""
         self._maps.clear()
 
     def _map(self, name: str) -> memoryview:

@@ -81,7 +81,7 @@ _SLOT = re.compile(r"[A-Za-z0-9_.-]{1,100}/\d{1,9}")
 
 
 def owner_key(who: Incarnation) -> str:
-    """How an incarnation is named in slab names."""
+    """The incarnation's name in slab names."""
     return f"{who.slot.replace('/', '-')}-{who.epoch}"
 
 
@@ -111,9 +111,9 @@ def is_spilled(slab: str) -> bool:
 
 
 def unfit_slot(who: Incarnation) -> str:
-    """Why the incarnation's slot cannot stand in slab names; empty if it can.
+    """Why the incarnation's slot cannot be part of slab names; empty if it can.
 
-    With such a slot no two incarnations have the same key.
+    Slots that pass have distinct keys.
     """
     if not _SLOT.fullmatch(who.slot):
         return "a slot's name is letters, digits, _ . - then / and a number"

@@ -85,7 +85,7 @@ def map_read_only(path: Path) -> NDArray[np.uint8]:
 
 
 ALIGNMENT = 64
-"""Bytes; extents begin at multiples of it."""
+"""Bytes; extents begin at multiples of this."""
 
 
 def aligned(nbytes: int) -> int:
@@ -125,7 +125,7 @@ class Heap:
         return self.free_bytes == self.nbytes
 
     def allocate(self, nbytes: int) -> int | None:
-        """Offset of `nbytes` (a multiple of ALIGNMENT) that are in use from now on; None if there are none."""
+        """Allocate `nbytes` (a multiple of ALIGNMENT); returns their offset, or None if no free extent is as large."""
         place = bisect_left(self._by_size, (nbytes, 0))
         if place == len(self._by_size):
             return None
@@ -140,7 +140,7 @@ class Heap:
         return offset
 
     def free(self, offset: int, nbytes: int) -> None:
-        """These bytes, given out before, are free again."""
+        """Free bytes that were allocated."""
         self.free_bytes += nbytes
         before = self._begin_of_end.get(offset)
         after = self._size_at.get(offset + nbytes)

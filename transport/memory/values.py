@@ -23,7 +23,7 @@ BLOB = "blob"
 """A value that is kept elsewhere, under the digest that stands here."""
 DIGEST_BYTES = 16
 SHARE_FROM_BYTES = 4096
-"""bytes and uint8 arrays from this size on are looked at for duplicates among the rows of a put."""
+"""bytes and uint8 arrays from this size on are checked for duplicates among the rows of a put."""
 
 STORAGE = {code: np.dtype(code) for code in PLAIN} | {code: np.dtype(bits) for code, bits in RAW.items()}
 """The numpy dtype that a dtype's elements are stored as."""
@@ -184,7 +184,7 @@ def digest_of(kind: Kind, data: Data) -> bytes:
 
 
 def sketch_of(kind: Kind, data: Data) -> tuple[Kind, int, bytes]:
-    """Some 64 bytes of the value: equal for equal values, and as good as never for the others; much cheaper to get."""
+    """About 64 bytes of the value: equal for equal values, rarely for others, and much cheaper than a digest."""
     flat = np.frombuffer(data, np.uint8) if not isinstance(data, np.ndarray) else data.reshape(-1)
     return kind, flat.nbytes, flat[:: max(1, len(flat) // 61)].tobytes()
 
@@ -194,28 +194,28 @@ Pairs = list[tuple[Kind, Any]]
 
 
 class Hashes:
-    """The values of one call that are stored by content.
+    """Values of one put that are stored once, by content.
 
     Attributes:
         values: kind and data by digest.
-        shared: places that hold a digest, and shared_bytes those of the values that stood there.
+        shared: how many values were replaced by a digest, and shared_bytes their bytes.
     """
 
     def __init__(self) -> None:
         self.values: dict[bytes, tuple[Kind, Data]] = {}
         self.shared = self.shared_bytes = 0
-        # An id is that of one object as long as the object lives.
+        # Keeping the object alive keeps its id unique.
         self._digests: dict[int, tuple[Data, bytes]] = {}
 
     def digest(self, kind: Kind, data: Data) -> bytes:
-        """The digest of a value; a value that is the same object as an earlier one is not looked at again."""
+        """The digest of a value; the same object is hashed once."""
         found = self._digests.get(id(data))
         if found is None:
             found = self._digests[id(data)] = (data, digest_of(kind, data))
         return found[1]
 
     def share(self, kind: Kind, data: Data) -> bytes:
-        """Store the value by content; its digest stands in its place."""
+        """Store the value by content; returns the digest that replaces it."""
         digest = self.digest(kind, data)
         self.values.setdefault(digest, (kind, data))
         self.shared += 1
@@ -224,7 +224,7 @@ class Hashes:
 
 
 def may_repeat(kind: Kind) -> bool:
-    """Whether values of this kind are looked at for duplicates."""
+    """Whether values of this kind are checked for duplicates."""
     return kind is SHARED or kind is BYTES or kind[0] == "|u1"
 
 

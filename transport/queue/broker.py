@@ -23,10 +23,11 @@ from relax_rt.transport.queue.ledger import admission, failures
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.admission import load_partials
 from relax_rt.transport.queue.ledger.core import ROOM
-from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.events import JournalEntry
 from relax_rt.transport.queue.ledger.machine import Answer, Ledger, load_samplers
 from relax_rt.transport.queue.ledger.messages import (
     Admission,
+    BlockPut,
     Failure,
     Freed,
     GroupsPut,
@@ -36,7 +37,6 @@ from relax_rt.transport.queue.ledger.messages import (
     Membership,
     PartialChunk,
     ProgressReport,
-    Put,
     QueueStats,
     SampleKey,
     SavedPartials,
@@ -54,7 +54,7 @@ MAX_WAIT_S = 60.0
 _EMPTY_KEPT = 1024
 _SPILL_RETRY_S = 5.0
 FAR_SILENT_S = 600.0
-"""A process on another node, whose death nobody sees, is taken for dead when it was not heard of for so long."""
+"""A process on another node, whose death nobody sees, is taken for dead after so long a silence."""
 _OTHER_VERSION = "was it written by another version of relax-rt?"
 
 T = TypeVar("T", Admission, GroupsPut, LeaseGrant)
@@ -63,7 +63,7 @@ Notify = Callable[[str, dict[str, Any]], None]
 
 
 def _ignore(_kind: str, _fields: dict[str, Any]) -> None:
-    """For brokers whose events nobody wants."""
+    """The default notify: drops the notice."""
 
 
 def _rpc_caller() -> Incarnation:
@@ -146,7 +146,7 @@ class Broker:
             self._ledger = Ledger(recovered.snapshot, load_sampler)
         except msgspec.DecodeError as error:
             raise Corrupt(f"journal snapshot {recovered.n}", why=str(error), hint=_OTHER_VERSION) from error
-        decode = msgspec.msgpack.Decoder(Entry).decode
+        decode = msgspec.msgpack.Decoder(JournalEntry).decode
         for n, payload in recovered.records:
             try:
                 same = self._ledger.apply(decode(payload)).changed and self._ledger.n == n
@@ -158,7 +158,7 @@ class Broker:
             self._notify("queue_journal_torn", {"cut_bytes": recovered.torn_bytes, "n": self._ledger.n})
         # Fail on a sampler that cannot be loaded before anything changes.
         load_samplers(self._policy, load_sampler)
-        self._apply(ev.Configure(self._policy, self._limits))
+        self._apply(ev.ConfigureQueue(self._policy, self._limits))
         self._apply(ev.OpenRun(self._run_id, self._node, self._payloads))
         # Every broker journals something before it spills, so no two of them have the same number.
         self._disk = SpillFiles(self.shm_dir, self.spill_dir, self._ledger.n)
@@ -173,7 +173,7 @@ class Broker:
         self._after_change(frozenset())
 
     async def run(self) -> None:
-        """Until the broker cannot go on.
+        """Wait until the broker fails.
 
         Raises:
             Exception: what stopped it (OutOfSpace: the journal could not be written). A restart recovers all that was
@@ -193,7 +193,7 @@ class Broker:
         await asyncio.to_thread(self._journal.close)
 
     def _fail(self, error: BaseException) -> None:
-        """What is in memory is ahead of the journal: nothing may be answered any more."""
+        """Stop answering: what is in memory is ahead of the journal."""
         assert self._failed is not None
         if not self._failed.done():
             self._failed.set_exception(error)
@@ -215,9 +215,9 @@ class Broker:
     # --- events
 
     def _apply(self, event: ev.Event, who: Incarnation | None = None, seq: int = 0) -> Answer:
-        """Apply, journal, wake whoever waits; then the answer may be given."""
+        """Apply and journal an event, and wake whoever waits for it; then the answer may be given."""
         self._check_alive()
-        if who is not None and not isinstance(event, ev.Join) and not self._ledger.knows(who):
+        if who is not None and not isinstance(event, ev.JoinQueue) and not self._ledger.knows(who):
             if self._node:
                 # Here whoever works has joined; only memory that began anew makes the ledger forget him.
                 raise StaleEpoch(
@@ -225,14 +225,17 @@ class Broker:
                     why="the queue's memory began anew since it joined, and what it puts would lie in the old one",
                     hint="connect again",
                 )
-            self._apply(ev.Join(), who)
-        entry = Entry(self._ledger.n + 1, self._clock(), event, who, seq)
+            self._apply(ev.JoinQueue(), who)
+        entry = JournalEntry(self._ledger.n + 1, self._clock(), event, who, seq)
+        # The ledger changes before the journal is written. Nobody sees the change in between, because there is no
+        # await; but if the journal cannot be written, or the ledger broke off in the middle of an event, memory and
+        # journal differ for good. Then this broker answers nothing more, and its successor replays the journal.
         sound = False
         try:
             outcome = self._ledger.apply(entry)
             if outcome.changed:
                 assert outcome.event is not None
-                entry = Entry(entry.n, entry.at, outcome.event, who, seq)
+                entry = JournalEntry(entry.n, entry.at, outcome.event, who, seq)
                 self._journal.append(entry.n, self._encoder.encode(entry))
             sound = True
         except Refused:
@@ -262,7 +265,7 @@ class Broker:
 
     async def _wait_for(
         self,
-        event: ev.Admit | ev.PutGroups | ev.RequestLease,
+        event: ev.RequestTickets | ev.PutGroups | ev.RequestLease,
         topic: str,
         seq: int,
         wait_s: float,
@@ -310,7 +313,7 @@ class Broker:
         # Skip the epochs that a supervisor issued for this name.
         who = Incarnation(name, max(self._ledger.state.next_epoch, callers.lowest.get(name, 0) + 1))
         # A caller on this node puts into this node's slabs, which its own payload server gives out.
-        self._apply(ev.Join(node, "" if here else payloads, pid if here else 0, started, issued=True), who)
+        self._apply(ev.JoinQueue(node, "" if here else payloads, pid if here else 0, started, issued=True), who)
         self._notice_end_of(callers.processes[owner_key(who)])
         self._sweep_wanted = True
         shm_dir, spill_dir = str(self.shm_dir), str(self.spill_dir)
@@ -319,10 +322,10 @@ class Broker:
 
     async def register(self, node: str, payloads: str) -> None:
         if not self._node:
-            self._apply(ev.Join(node, payloads, issued=True), self._identify())
+            self._apply(ev.JoinQueue(node, payloads, issued=True), self._identify())
 
     def _notice_end_of(self, process: ClientProcess) -> None:
-        """Notice the end of a process that joined. Where a supervisor tells of ends, silence is none."""
+        """Watch a process that joined for its end. Under a supervisor, which reports ends, silence is none."""
         if process.node == self._node:
             self._watch.add(process.who, process.pid, process.started)
         elif self._node:
@@ -336,13 +339,13 @@ class Broker:
             self._apply(ev.ProcessExited(who, reason))
         self._sweep_wanted = True
 
-    async def put_groups(self, seq: int, puts: list[Put], groups: list[int], wait_s: float) -> GroupsPut:
+    async def put_groups(self, seq: int, puts: list[BlockPut], groups: list[int], wait_s: float) -> GroupsPut:
         return await self._wait_for(ev.PutGroups(puts, groups), ROOM, seq, wait_s, GroupsPut)
 
     async def admit(self, seq: int, engine_version: int, groups: int, wait_s: float) -> Admission:
-        return await self._wait_for(ev.Admit(engine_version, groups), ROOM, seq, wait_s, Admission)
+        return await self._wait_for(ev.RequestTickets(engine_version, groups), ROOM, seq, wait_s, Admission)
 
-    async def put_samples(self, seq: int, puts: list[Put], short_bytes: int = 0) -> list[Extent]:
+    async def put_samples(self, seq: int, puts: list[BlockPut], short_bytes: int = 0) -> list[Extent]:
         if short_bytes and self._limits.spill_bytes:
             self._short[owner_key(self._identify())] = short_bytes
             self._tight.set()
@@ -404,12 +407,12 @@ class Broker:
         return await self._wait_for(ev.RequestLease(task, request), task, seq, wait_s, LeaseGrant)
 
     async def complete(
-        self, seq: int, lease: int, puts: list[Put], failures: list[Failure], pinned: bool
+        self, seq: int, lease: int, puts: list[BlockPut], failures: list[Failure], pinned: bool
     ) -> list[Extent]:
         return self._call(ev.CompleteLease(lease, puts, failures, pinned), seq, Freed).extents
 
     async def unpin(self, seq: int, leases: list[int]) -> list[Extent]:
-        return self._call(ev.Unpin(leases), seq, Freed).extents
+        return self._call(ev.UnpinLeases(leases), seq, Freed).extents
 
     async def release(self, seq: int, lease: int, reason: str, pinned: bool = False) -> None:
         self._apply(ev.ReleaseLease(lease, reason, pinned), self._identify(), seq)
@@ -452,11 +455,13 @@ class Broker:
 
     async def stats(self) -> QueueStats:
         core, state = self._ledger.core, self._ledger.state
-        announced = state.trainer_version
+        announced, bound = state.trainer_version, 0.0
+        if announced is not None and self._policy.group_size:
+            bound = admission.admission_bound(core, announced)
         return QueueStats(
             by_state=self._states.of(self._ledger),
             outstanding=admission.outstanding(core),
-            bound=admission.bound(core, announced) if announced is not None and self._policy.group_size else 0.0,
+            bound=bound,
             trainer_version=announced or 0,
             step=state.step,
             payload_bytes=state.blocks.payload_bytes,
@@ -489,7 +494,7 @@ class Broker:
     # --- time and disk
 
     async def _keep_time(self) -> None:
-        """Lapse what was not renewed in time, and wake takers when a wait for stragglers ends."""
+        """Lapse what was not renewed in time, and wake the trainer when its wait for stragglers ends."""
         lease_s = self._limits.lease_s
         tick_s = min(max(lease_s / 8, 0.02), 1.0)
         woken_for: float | None = None
@@ -514,7 +519,7 @@ class Broker:
                     await self._rearm.wait()
 
     def _judge(self, now: float) -> bool:
-        """End what was not renewed, and who was not heard, for too long; True if a lease lapsed."""
+        """Lapse tickets and leases that were not renewed, and end silent processes. True if one lapsed."""
         for who in [who for who, at in self._far.items() if now - at > FAR_SILENT_S]:
             del self._far[who]
             self._process_ended(who, f"it was not heard of for {FAR_SILENT_S:.0f} s")

@@ -17,7 +17,7 @@ import msgspec
 
 from relax_rt.transport.base.calls import CallStatistics, NumberedCalls
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.memory.arena import Reader, ReaderStatistics, Writer, WriterStatistics
+from relax_rt.transport.memory.arena import ArenaReader, ArenaReaderStatistics, ArenaWriter, ArenaWriterStatistics
 from relax_rt.transport.memory.fields import check_row, parse_fields
 from relax_rt.transport.memory.payload_fetcher import Fetcher
 from relax_rt.transport.memory.refs import Extent, extents_in, owner_of
@@ -26,6 +26,7 @@ from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample, ViewTracke
 from relax_rt.transport.queue.ledger.messages import (
     WHY,
     Admission,
+    BlockPut,
     Failure,
     GroupsPut,
     ItemsAssigned,
@@ -33,7 +34,6 @@ from relax_rt.transport.queue.ledger.messages import (
     LeaseRequest,
     PartialChunk,
     ProgressReport,
-    Put,
     SampleKey,
     StepReply,
     Ticket,
@@ -45,7 +45,7 @@ from relax_rt.transport.queue.reasons import WaitReasons
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 
-__all__ = ["ClientStatistics", "LeasedBatch", "LeasedSample", "NewSample", "QueueClient"]
+__all__ = ["LeasedBatch", "LeasedSample", "NewSample", "QueueClient", "QueueClientStatistics"]
 
 FIRST_SLICE_S, SLICE_S = 0.1, 1.0
 """Long waits are made of calls of this length, so that none holds the window of calls for long."""
@@ -67,7 +67,7 @@ class NewSample(msgspec.Struct, frozen=True):
     priority: float = 0.0
 
 
-class ClientStatistics(msgspec.Struct, frozen=True):
+class QueueClientStatistics(msgspec.Struct, frozen=True):
     """Numbers of a client: its calls, the messages and samples of its puts, its own memory, what it maps."""
 
     calls: CallStatistics
@@ -77,8 +77,8 @@ class ClientStatistics(msgspec.Struct, frozen=True):
     pinned_leases: int
     tickets: int
     waiting_on: str
-    arena: WriterStatistics
-    reader: ReaderStatistics
+    arena: ArenaWriterStatistics
+    reader: ArenaReaderStatistics
 
 
 class QueueClient:
@@ -129,8 +129,8 @@ class QueueClient:
     ) -> None:
         self.api, self.who = api, who
         self._fetcher, self._fetch_s = fetcher, fetch_s
-        self.arena = Writer(shm_dir, who, slab_bytes=slab_bytes, capacity_bytes=capacity_bytes)
-        self.reader = Reader(shm_dir, spill_dir, source=fetcher.memory if fetcher is not None else None)
+        self.arena = ArenaWriter(shm_dir, who, slab_bytes=slab_bytes, capacity_bytes=capacity_bytes)
+        self.reader = ArenaReader(shm_dir, spill_dir, source=fetcher.memory if fetcher is not None else None)
         self.groups: dict[int, int] = {}
         """Tickets held: members not yet put, by group."""
         self.leases: set[int] = set()
@@ -193,9 +193,9 @@ class QueueClient:
         """Wait until others have read what lies in this memory; answers with the bytes that are left after wait_s."""
         return await self._payload.drained(wait_s)
 
-    def statistics(self) -> ClientStatistics:
+    def statistics(self) -> QueueClientStatistics:
         """Numbers for people and metrics."""
-        return ClientStatistics(
+        return QueueClientStatistics(
             self._calls.statistics(),
             self._group_puts.batcher.messages,
             self._group_puts.batcher.rows,
@@ -245,7 +245,7 @@ class QueueClient:
         sizes = [len(samples)] if group else groups
         return await self._group_puts.rows(samples, sizes, priorities, wait_s)
 
-    async def _put_groups(self, puts: list[Put], groups: list[int], wait_s: float) -> GroupsPut:
+    async def _put_groups(self, puts: list[BlockPut], groups: list[int], wait_s: float) -> GroupsPut:
         return await self._call_waiting(lambda seq, slice_s: self.api.put_groups(seq, puts, groups, slice_s), wait_s)
 
     # --- groups of prompts
@@ -482,7 +482,7 @@ class QueueClient:
         keys, rows = list(columns), list(columns.values())
         if self._fields:
             rows = [check_row(self._fields, row) for row in rows]
-        puts: list[Put] = []
+        puts: list[BlockPut] = []
         if rows:
             puts = puts_of(await self._payload.rows(rows), keys, version=version)
         views = self._finish_batch(batch)
@@ -641,6 +641,9 @@ class QueueClient:
 
     async def _finish(self, work: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[None]] | None = None) -> T:
         """Carry work to its end also when the caller is cancelled; then undo what it was granted."""
+        # A cancelled call may have reached the broker already. Were it cut off here, memory that the broker counts as
+        # put could be written again, and a lease that it granted would be held by nobody until it lapses. So the call
+        # goes on in a task of its own, and only its caller is released.
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -708,7 +711,7 @@ class QueueClient:
     async def _collect(self, short_bytes: int) -> list[Extent]:
         return await self._call(lambda seq: self.api.put_samples(seq, [], short_bytes))
 
-    async def _send(self, puts: list[Put], send: Callable[[int], Awaitable[list[Extent]]]) -> None:
+    async def _send(self, puts: list[BlockPut], send: Callable[[int], Awaitable[list[Extent]]]) -> None:
         try:
             freed = await self._call(send)
         except Refused:

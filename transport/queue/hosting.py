@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 A = TypeVar("A")
 
 
-class Keys(msgspec.Struct, frozen=True):
+class QueueKeys(msgspec.Struct, frozen=True):
     """Whoever has this file may use the queue from another node."""
 
     public: str
@@ -54,12 +54,12 @@ class Keys(msgspec.Struct, frozen=True):
         return rpc.CurveKeys(self.public.encode(), self.secret.encode())
 
 
-def read_keys(path: Path) -> Keys:
+def read_keys(path: Path) -> QueueKeys:
     """Raises:
     Corrupt: the file does not hold keys.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Keys)
+        return msgspec.json.decode(path.read_bytes(), type=QueueKeys)
     except FileNotFoundError as error:
         raise Refused(
             f"keys {path}", why="there is no such file", hint="copy keys.json of the queue's folder"
@@ -68,12 +68,12 @@ def read_keys(path: Path) -> Keys:
         raise Corrupt(f"keys {path}", why=str(error)) from error
 
 
-def make_keys(folder: Path) -> Keys:
+def make_keys(folder: Path) -> QueueKeys:
     """The folder's keys, made when they are first needed (0600)."""
     path = folder / KEYS
     if not path.exists():
         made = rpc.CurveKeys.make()
-        write_private(path, msgspec.json.encode(Keys(made.public.decode(), made.secret.decode())))
+        write_private(path, msgspec.json.encode(QueueKeys(made.public.decode(), made.secret.decode())))
     return read_keys(path)
 
 

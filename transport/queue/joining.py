@@ -32,7 +32,7 @@ _SAY_AFTER_S = 1.5
 _log = logging.getLogger("relax_rt.transport")
 
 
-class Address:
+class BrokerFinder:
     """Finds the broker's address, also after it was started again.
 
     Args:
@@ -97,7 +97,7 @@ class Address:
         return place.addresses[1]
 
 
-class Joined(msgspec.Struct, frozen=True):
+class JoinedQueue(msgspec.Struct, frozen=True):
     """A process of the queue. memory: where its slabs are to be; None: where all others of the broker's node are."""
 
     membership: Membership
@@ -105,7 +105,11 @@ class Joined(msgspec.Struct, frozen=True):
 
 
 def bind(
-    stack: contextlib.AsyncExitStack, who: Incarnation, address: Address, curve: rpc.CurveKeys | None, timeout_s: float
+    stack: contextlib.AsyncExitStack,
+    who: Incarnation,
+    address: BrokerFinder,
+    curve: rpc.CurveKeys | None,
+    timeout_s: float,
 ) -> QueueApi:
     """The broker as `who` calls it, until the stack ends."""
     client = rpc.Client(address.find, rpc.make_hello(RUN_ID, who), curve=curve)
@@ -114,8 +118,8 @@ def bind(
 
 
 async def join(
-    stack: contextlib.AsyncExitStack, name: str, address: Address, curve: rpc.CurveKeys | None, patience_s: float
-) -> Joined:
+    stack: contextlib.AsyncExitStack, name: str, address: BrokerFinder, curve: rpc.CurveKeys | None, patience_s: float
+) -> JoinedQueue:
     """Get an epoch. On another node than the broker's there is memory of our own, served to others, until the stack
     ends.
 
@@ -126,7 +130,7 @@ async def join(
     deadline = asyncio.get_running_loop().time() + patience_s
     where, node = await address.find(), node_name()
     if curve is None or address.near:
-        return Joined(await _ask(name, node, "", address, curve, deadline), None)
+        return JoinedQueue(await _ask(name, node, "", address, curve, deadline), None)
     async with contextlib.AsyncExitStack() as own:
         memory = await asyncio.to_thread(_make_memory)
         own.push_async_callback(asyncio.to_thread, shutil.rmtree, memory, ignore_errors=True)
@@ -136,13 +140,13 @@ async def join(
         membership = await _ask(name, node, payloads, address, curve, deadline)
         if membership.node == node:
             # It was the address of our own node: memory is shared with it.
-            return Joined(membership, None)
+            return JoinedQueue(membership, None)
         await stack.enter_async_context(own.pop_all())
-    return Joined(membership, memory)
+    return JoinedQueue(membership, memory)
 
 
 async def _ask(
-    name: str, node: str, payloads: str, address: Address, curve: rpc.CurveKeys | None, deadline: float
+    name: str, node: str, payloads: str, address: BrokerFinder, curve: rpc.CurveKeys | None, deadline: float
 ) -> Membership:
     slot = name or f"client-{os.getpid()}-{secrets.token_hex(3)}/0"
     loop = asyncio.get_running_loop()

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from relax_rt.transport.memory.arena import Placed, Writer
+from relax_rt.transport.memory.arena import ArenaWriter, PlacedBlock
 from relax_rt.transport.memory.fields import (
     Field,
     Sizes,
@@ -24,7 +24,7 @@ from relax_rt.transport.memory.fields import (
     row_sizes,
 )
 from relax_rt.transport.memory.refs import Extent, extents_in
-from relax_rt.transport.queue.ledger.messages import GroupsPut, Put, RowPut, SampleKey, VersionSpan
+from relax_rt.transport.queue.ledger.messages import BlockPut, GroupsPut, RowPut, SampleKey, VersionSpan
 from relax_rt.transport.queue.reasons import WaitReasons
 from relax_rt.transport.rpc.errors import OutOfSpace, Refused, RelaxError, StaleEpoch
 
@@ -48,9 +48,9 @@ T = TypeVar("T")
 Rows = Sequence[Mapping[str, Any]]
 Until = Callable[[], float]
 """Time of the event loop until which to wait; it may change on the way."""
-Places = list[tuple[Placed, list[int]]]
+Places = list[tuple[PlacedBlock, list[int]]]
 """Blocks, and which of the rows put lie in each."""
-SendGroups = Callable[[list[Put], list[int], float], Awaitable[GroupsPut]]
+SendGroups = Callable[[list[BlockPut], list[int], float], Awaitable[GroupsPut]]
 """Puts, the sizes of their groups, and how long the broker may wait for room."""
 SendRows = Callable[[Rows, list[int], Sequence[float], Until], Awaitable[list[int]]]
 
@@ -62,15 +62,15 @@ def puts_of(
     versions: Sequence[list[VersionSpan]] | None = None,
     priorities: Sequence[float] | None = None,
     version: int = -1,
-) -> list[Put]:
+) -> list[BlockPut]:
     """Rows as they were placed, each told to be of the sample whose key stands at its index."""
 
-    def put(placed: Placed, row: int, i: int) -> RowPut:
+    def put(placed: PlacedBlock, row: int, i: int) -> RowPut:
         spans, priority = versions[i] if versions else [], priorities[i] if priorities else 0.0
         return RowPut(keys[i], row, placed.lengths[row], spans, priority)
 
     return [
-        Put(placed.block, [put(placed, row, i) for row, i in enumerate(indices)], placed.blobs, version)
+        BlockPut(placed.block, [put(placed, row, i) for row, i in enumerate(indices)], placed.blobs, version)
         for placed, indices in places
     ]
 
@@ -117,7 +117,7 @@ class PayloadWriter:
 
     def __init__(
         self,
-        arena: Writer,
+        arena: ArenaWriter,
         collect: Callable[[int], Awaitable[list[Extent]]],
         reasons: WaitReasons,
         threads: CopyThreads,
@@ -141,7 +141,7 @@ class PayloadWriter:
         self._check_size([placed for placed, _ in places], lambda: row_sizes(rows))
         return places
 
-    async def columns(self, columns: Mapping[str, Any], until: Until) -> Placed:
+    async def columns(self, columns: Mapping[str, Any], until: Until) -> PlacedBlock:
         """Copy whole columns; raises as `rows` does."""
 
         def put() -> Places:
@@ -151,7 +151,7 @@ class PayloadWriter:
         self._check_size([placed], lambda: column_sizes(columns, placed.block.rows))
         return placed
 
-    def _check_size(self, places: list[Placed], sizes: Callable[[], Iterable[Sizes]]) -> None:
+    def _check_size(self, places: list[PlacedBlock], sizes: Callable[[], Iterable[Sizes]]) -> None:
         """Only where an extent is larger than a sample may be, samples are looked at one by one."""
         extents = [extent for placed in places for extent in placed.extents()]
         if not self._max_bytes or all(extent.nbytes <= self._max_bytes for extent in extents):
@@ -219,6 +219,10 @@ class PendingPut(msgspec.Struct):
 
 class PutBatcher:
     """Sends the puts of many callers in order, as many in one message as have come while the last was under way.
+
+    A message costs the broker a journal record and both sides a turn of their event loops, whatever is in it. So a put
+    never waits for others to come, but never goes alone while one is under way: the busier the broker, the larger the
+    messages.
 
     Args:
         send: puts rows and answers with the ids of their groups; OutOfSpace if there was no room in time.
@@ -442,7 +446,7 @@ class GroupPuts:
         ids = await self._put([put], [n] if group else [1] * n, lambda: deadline)
         return [SampleKey(ids[0], i) if group else SampleKey(ids[i], 0) for i in range(n)]
 
-    async def _put(self, puts: list[Put], groups: list[int], until: Until) -> list[int]:
+    async def _put(self, puts: list[BlockPut], groups: list[int], until: Until) -> list[int]:
         loop = asyncio.get_running_loop()
         # The first answer comes soon, and has the reason of a wait.
         slice_s = _FIRST_SLICE_S
@@ -463,10 +467,10 @@ class GroupPuts:
             raise
 
 
-def _in_order(placed: Placed) -> Put:
+def _in_order(placed: PlacedBlock) -> BlockPut:
     """The put of a block whose rows are the samples of its groups, in order."""
     lengths = placed.lengths
-    return Put(placed.block, [], placed.blobs, lengths=lengths if max(lengths) >= 0 else [])
+    return BlockPut(placed.block, [], placed.blobs, lengths=lengths if max(lengths) >= 0 else [])
 
 
 def _check_priorities(n: int, priorities: Sequence[float] | None) -> None:

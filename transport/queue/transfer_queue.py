@@ -16,7 +16,7 @@ from relax_rt.transport.memory.payload_fetcher import Fetcher
 from relax_rt.transport.queue.batch import LeasedBatch
 from relax_rt.transport.queue.client import NewSample, QueueClient
 from relax_rt.transport.queue.hosting import Host, tasks_of
-from relax_rt.transport.queue.joining import CALL_TIMEOUT_S, Address, bind, join, keys_for
+from relax_rt.transport.queue.joining import CALL_TIMEOUT_S, BrokerFinder, bind, join, keys_for
 from relax_rt.transport.queue.ledger.messages import Admission, Failure, ItemsAssigned, Membership, SampleKey, StepReply
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits, SamplerSpec
 from relax_rt.transport.queue.portal import EventLoopThread
@@ -171,7 +171,7 @@ class TransferQueue:
 
     async def _connect(self, stack: contextlib.AsyncExitStack, where: str, ends: Ends) -> QueueClient:
         curve = await asyncio.to_thread(keys_for, where, ends.keys)
-        address = Address(where, ends.patience_s)
+        address = BrokerFinder(where, ends.patience_s)
         joined = await join(stack, ends.name, address, curve, ends.patience_s)
         membership = self.membership = joined.membership
         api = bind(stack, membership.who, address, curve, CALL_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""What the RPC layer needs of a connection, whatever carries it."""
+"""Interface between client or server and the connections that carry their messages (unix_channel, zmq_channel)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class ConnectionLost(Exception):
     Attributes:
         sent: the call was written, so it may have been carried out.
         who: the incarnation at the other end, as ``reward/0#7``; empty if it had not greeted.
-        where: the other end, for people.
+        where: the other end, for messages.
     """
 
     def __init__(self, reason: str, *, sent: bool, who: str = "", where: str = "") -> None:
@@ -20,7 +20,7 @@ class ConnectionLost(Exception):
 
 
 class NoReply(Exception):
-    """The deadline has passed by more than the grace, and no word has come."""
+    """The deadline and its grace have passed without an answer."""
 
 
 class Receiver(Protocol):
@@ -37,7 +37,7 @@ class Channel(Protocol):
     """One connection that carries messages in order, in both directions."""
 
     peer: str
-    """Where the other end is, in words, for logs."""
+    """Where the other end is, for logs."""
     who: str
     """The slot at the other end; set by the RPC layer once it has greeted, empty before."""
     bytes_in: int

@@ -1,4 +1,7 @@
-"""The calling end of the RPC layer."""
+"""The client: proxies of interfaces, over one connection that is dialed again when lost.
+
+`bind` makes a proxy. Idempotent calls are repeated on the next connection, all others fail with ActorDied.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ from relax_rt.transport.rpc.streams import (
     SHUTDOWN_PAUSE_S,
     DeathLimit,
     Explain,
+    ItemBuffer,
     RemoteStream,
-    StreamBuffer,
     died_of,
 )
 from relax_rt.transport.rpc.wire import (
@@ -42,7 +45,7 @@ from relax_rt.transport.rpc.wire import (
     Grant,
     HelloFrame,
     Item,
-    Open,
+    OpenStream,
     Reply,
     Request,
     Tell,
@@ -145,10 +148,10 @@ class Client:
         return self._link is not None and self._link.usable
 
     async def connect(self, what: str, timeout_s: float) -> None:
-        """See to it that a connection stands, for `what`.
+        """Connect, if there is no connection, on behalf of `what`.
 
         Raises:
-            Unreachable: it does not, in time. AddressError, ProtocolError: it never will.
+            Unreachable: not in time. AddressError, ProtocolError: it never will.
         """
         if not self.connected:
             await self._connected(what, asyncio.get_running_loop().time() + timeout_s, timeout_s)
@@ -170,7 +173,7 @@ class Client:
                 await asyncio.wait(late, timeout=_CLOSE_PATIENCE_S)
 
     def statistics(self) -> ClientStatistics:
-        """Numbers for people and metrics."""
+        """Current statistics."""
         known = msgspec.structs.replace(self.counters, connected=self.connected)
         known.inflight = len(self._link.pending) if self._link else 0
         for link in self.links:
@@ -246,14 +249,12 @@ class Client:
         payload = method.encode_arguments(values)
         budget_s = timeout_s + method.wait_s(values)
 
-        async def opener(deadline: float) -> StreamBuffer:
+        async def opener(deadline: float) -> ItemBuffer:
             return await self.open(method, payload, deadline, budget_s, window)
 
         return RemoteStream(method, opener, budget_s, explain, deaths)
 
-    async def open(
-        self, method: Method, payload: bytes, deadline: float, timeout_s: float, window: int
-    ) -> StreamBuffer:
+    async def open(self, method: Method, payload: bytes, deadline: float, timeout_s: float, window: int) -> ItemBuffer:
         """Open a stream, once a connection stands.
 
         Raises:
@@ -349,14 +350,14 @@ class Client:
         return await zmq_channel.dial(address, link.attach, self.max_message_bytes, self._curve)
 
     def mark_answered(self) -> None:
-        """The server has answered: the next loss starts a new back-off."""
+        """The server has answered: the next loss starts with a fresh back-off."""
         if self._unanswered_dials:
             self._unanswered_dials = 0
             self._backoff.reset()
 
 
 class ClientConnection:
-    """One connection of the client and the calls on it."""
+    """One connection of a client, with the calls and streams on it."""
 
     channel: Channel
 
@@ -367,9 +368,9 @@ class ClientConnection:
         self.peer: HelloFrame | None = None
         self.dead = False
         self.going_away = False
-        """The server begins nothing more that comes on this connection."""
+        """The server sent GoAway: it starts nothing more on this connection."""
         self.pending: dict[int, asyncio.Future[msgspec.Raw]] = {}
-        self.streams: dict[int, StreamBuffer] = {}
+        self.streams: dict[int, ItemBuffer] = {}
         self.greeted: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
         self._loop = loop
@@ -497,7 +498,7 @@ class ClientConnection:
         self._close_if_drained()
 
     def _close_if_drained(self) -> None:
-        """End a connection that the server has retired, once nothing is under way on it."""
+        """Close a connection after GoAway once nothing is in flight on it."""
         if self.going_away and not self.dead and not self.pending and not self.streams:
             self.channel.close()
 
@@ -512,9 +513,7 @@ class ClientConnection:
         else:
             incoming.finish(StopAsyncIteration())
 
-    async def open(
-        self, method: Method, payload: bytes, deadline: float, timeout_s: float, window: int
-    ) -> StreamBuffer:
+    async def open(self, method: Method, payload: bytes, deadline: float, timeout_s: float, window: int) -> ItemBuffer:
         """Open a stream. It counts as a call of the connection until it ends."""
         await self._acquire_slot(method, deadline)
         try:
@@ -522,11 +521,11 @@ class ClientConnection:
                 raise self._loss(self._reason, sent=False)
             self._last_id += 1
             number = self._last_id
-            self._write(method, Open(number, method.api, method.name, timeout_s, window, msgspec.Raw(payload)))
+            self._write(method, OpenStream(number, method.api, method.name, timeout_s, window, msgspec.Raw(payload)))
         except BaseException:
             self._slots.release()
             raise
-        incoming = self.streams[number] = StreamBuffer(self, number, window)
+        incoming = self.streams[number] = ItemBuffer(self, number, window)
         return incoming
 
     def grant(self, number: int, credit: int) -> None:
@@ -535,7 +534,7 @@ class ClientConnection:
             self.channel.send(wire.encode_message(Grant(number, credit)))
 
     def leave(self, number: int, *, cancel: bool) -> None:
-        """A stream has ended here; with `cancel` the server is told."""
+        """Remove a stream that has ended here; with `cancel` also cancel it at the server."""
         if self.streams.pop(number, None) is not None:
             self._slots.release()
             if cancel and not self.dead:
@@ -603,7 +602,7 @@ class ClientConnection:
             why = "the connection's write buffer stayed full: the server does not read"
             raise DeadlineExceeded(f"call of {method} at {self.name()}", why=why) from None
 
-    def _write(self, method: Method, message: Request | Tell | Open) -> None:
+    def _write(self, method: Method, message: Request | Tell | OpenStream) -> None:
         data = wire.encode_message(message)
         if len(data) > self._max_message_bytes:
             raise ProtocolError(

@@ -1,9 +1,9 @@
-"""Bad networks on purpose: delay and partition of this process's messages, for tests and for `relax-rt chaos`.
+"""Inject network faults: delay and partition this process's messages, for tests and for `relax-rt chaos`.
 
 ``impair(delay_s=0.2, for_s=5)`` makes every message to and from this process late, ``impair(drop=1.0,
-peers=("queue/0",))`` cuts it off from one. What a network does to a connection is kept to: messages stay in order; in a
-partition they are held and come late, as TCP sends again, until a connection that was silent for too long is ended; a
-lost part of a stream is the end of its connection. Off, a channel pays one look at `active` for each message.
+peers=("queue/0",))`` cuts it off from one. The faults are those of TCP: messages stay in order; in
+a partition they are held and arrive late, until a connection that was silent for too long is ended; a lost message ends
+its connection. When off, a channel pays one check of `active` for each message.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from typing import NamedTuple, Protocol
 from relax_rt.transport.rpc.errors import Refused
 
 CUT_AFTER_S = 10.0
-"""A connection that holds a message for longer than this is ended, as by its heartbeat."""
+"""A connection that holds a message for longer than this is ended, as a heartbeat would end it."""
 HELD_MAX_BYTES = 64 * 1024 * 1024
 """A connection that would hold more is ended."""
 LOOK_S = 0.02
 
 active = False
-"""Something is impaired, or messages are still held from when it was. Read by channels, set here."""
+"""Faults are injected, or messages are still held from before. Read by channels, set here."""
 
 
 class Impaired(Protocol):
-    """What the messages of a connection need to be held up."""
+    """What a channel offers so that its messages can be held."""
 
     peer: str
     who: str
 
     def pass_on(self, message: bytes, *, out: bool) -> None:
-        """Do with the message what would have been done at once."""
+        """Send or deliver a message that was held."""
 
     def abort(self) -> None: ...
 
@@ -98,15 +98,17 @@ def impair(
 
 
 def clear() -> None:
-    """Impair nothing more; what is held passes, in order."""
+    """Stop injecting faults; held messages pass, in order."""
     global _rules
     with _lock:
         _rules = ()
 
 
 def hold(channel: Impaired, message: bytes, *, out: bool) -> bool:
-    """Take a message into our keeping, to pass it on later or not at all. Called by a channel while `active`, on its
-    loop; False: the channel goes on as always."""
+    """Hold a message, to pass it on later or to drop it. Called by a channel while `active`, on its loop.
+
+    False: the channel handles the message itself.
+    """
     global _rules
     now = time.monotonic()
     with _lock:
@@ -128,8 +130,7 @@ def hold(channel: Impaired, message: bytes, *, out: bool) -> bool:
 
 
 def ending(channel: Impaired, *, out: bool) -> None:
-    """The channel is about to end: what is on its way out (if the peer closed it: in) still passes, unless nothing
-    does."""
+    """The channel is closing: messages on their way out (if the peer closed: in) still pass, except in a partition."""
     lines = _lines.get(channel)
     if lines is not None:
         passes = not _cut_off(channel, time.monotonic())
@@ -146,14 +147,14 @@ def _cut_off(channel: Impaired, now: float) -> bool:
 
 
 def _settle() -> None:
-    """Nothing is impaired any more once there are no rules and nothing is held. Call it under the lock."""
+    """Clear `active` once there are no rules and nothing is held. Call it under the lock."""
     global active
     if not _rules and not any(line.held for lines in _lines.values() for line in lines):
         active = False
 
 
 class _Line:
-    """The messages of a connection in one direction that wait to pass."""
+    """Held messages of one direction of a connection."""
 
     def __init__(self, channel: Impaired, *, out: bool) -> None:
         self._channel = weakref.ref(channel)
@@ -165,7 +166,7 @@ class _Line:
 
     @property
     def held(self) -> bool:
-        """What comes now must queue behind it."""
+        """Whether a new message must queue behind held ones."""
         return bool(self._waiting) or self._passing
 
     def put(self, message: bytes, now: float, delay_s: float) -> None:
@@ -214,6 +215,6 @@ class _Line:
                 _settle()
 
     def _look_again(self, now: float) -> None:
-        # Not only when the first is due: rules come and go meanwhile.
+        # Also before the first is due, as rules change meanwhile.
         pause_s = min(LOOK_S, max(0.0, self._waiting[0][1] - now)) or LOOK_S / 10
         self._timer = asyncio.get_running_loop().call_later(pause_s, self._pass)

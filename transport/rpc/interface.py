@@ -108,7 +108,7 @@ class Method:
 
     @property
     def takes(self) -> str:
-        """Its parameters and what they are, for people."""
+        """Its parameters with their types, for messages."""
         shown = []
         for name, parameter in self.signature.parameters.items():
             kind = parameter.annotation

@@ -1,4 +1,7 @@
-"""The serving end of the RPC layer."""
+"""The server: offers implementations of interfaces, bounds what each peer may have in flight, and closes in order.
+
+Calls beyond a bound are held until a handler ends; a peer that exceeds that too is not read.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from relax_rt.transport.rpc.wire import (
     Grant,
     HelloFrame,
     Item,
-    Open,
+    OpenStream,
     Reply,
     Request,
     Tell,
@@ -44,9 +47,9 @@ _caller: contextvars.ContextVar[Hello] = contextvars.ContextVar("relax_rpc_calle
 
 _CANCEL_PATIENCE_S = 1.0
 _CLIENT_CLOSE_S = 0.25
-"""For clients to end connections on which nothing is under way; one that is stopped or far behind is not waited for."""
+"""How long `close` waits for clients to close idle connections; one that is stopped is not waited for."""
 TOLD_BYTES = 1024 * 1024
-"""One-way messages of one connection that are read though there is no room for them."""
+"""Bytes of one-way messages of one connection that are held when there is no room."""
 
 
 def caller() -> Hello:
@@ -143,7 +146,7 @@ class Server:
         self.connections: set[ServerConnection] = set()
         self.calls: set[CallTask] = set()
         self.held: dict[ServerConnection, None] = {}
-        """Connections that have requests for which there is no room; the first one's turn is next."""
+        """Connections with held requests; the first one is next."""
         self.closing = False
         self._curve = curve
         self._offers: dict[str, dict[str, tuple[Method, Handler]]] = {}
@@ -185,7 +188,7 @@ class Server:
     async def close(self, grace_s: float = 1.0) -> None:
         """Stop listening, let handlers at work finish for grace_s, cancel the rest, end all connections.
 
-        Clients are told that nothing more is begun, so that they take new calls elsewhere and none is in doubt. Callers
+        Clients get GoAway: nothing more is started, so that they send new calls elsewhere and none is in doubt. Callers
         of cancelled handlers see the connection end: idempotent calls go to this server's successor.
         """
         self.closing = True
@@ -224,7 +227,7 @@ class Server:
             await asyncio.wait(ended, timeout=_CANCEL_PATIENCE_S)
 
     def statistics(self) -> ServerStatistics:
-        """Numbers for people and metrics."""
+        """Current statistics."""
         known = msgspec.structs.replace(self.counters, by_method=dict(self.by_method))
         known.connections, known.inflight = len(self.connections), len(self.calls)
         for connection in self.connections:
@@ -247,12 +250,12 @@ class Server:
         return found
 
     def start_held_calls(self) -> None:
-        """A handler has ended: connections whose requests wait take turns."""
+        """A handler has ended: start held requests, connection by connection."""
         while not self.closing and len(self.calls) < self.max_calls:
             connection = next((c for c in self.held if c.inflight < self.max_inflight), None)
             if connection is None:
                 return
-            # It comes back at the end if it has more.
+            # It is appended again if it has more.
             del self.held[connection]
             connection.start_held()
 
@@ -279,7 +282,7 @@ class ServerConnection:
         self.peer: HelloFrame | None = None
         self.requests: dict[int, CallTask] = {}
         self.inflight = 0
-        self._held: collections.OrderedDict[int | str, _Held] = collections.OrderedDict()
+        self._held: collections.OrderedDict[int | str, _HeldRequest] = collections.OrderedDict()
         self._held_bytes = self._told_bytes = self._tells = 0
         self._paused = False
         self.ended: asyncio.Future[None] = loop.create_future()
@@ -303,7 +306,7 @@ class ServerConnection:
         self._drop_held()
         self.server.counters.bytes_in += self.channel.bytes_in
         self.server.counters.bytes_out += self.channel.bytes_out
-        # No one is left to take an answer. What was told stays told.
+        # Nobody takes the answers. One-way messages are still carried out.
         for call in list(self.requests.values()):
             call.drop()
         if not self.ended.done():
@@ -319,7 +322,7 @@ class ServerConnection:
 
     def _greet(self, message: bytes) -> None:
         peer, mine = wire.decode_hello(message), self.server.hello
-        # Sent also when the peer will not do: it compares too, and tells its user.
+        # Sent also to a peer that does not match: it compares too, and reports the reason to its user.
         self.channel.send(self.server.greeting)
         protocol = peer if isinstance(peer, int) else peer.protocol
         if isinstance(peer, int) or protocol != mine.protocol:
@@ -360,8 +363,8 @@ class ServerConnection:
         else:
             self._start(request, now)
 
-    def _hold(self, request: Request | Tell | Open, size: int, now: float) -> None:
-        """Keep a request until there is room, and read on: cancellations, credit and the peer's end come behind it."""
+    def _hold(self, request: Request | Tell | OpenStream, size: int, now: float) -> None:
+        """Keep a request until there is room. Reading goes on, as cancellations and credit come behind it."""
         key: int | str
         if isinstance(request, Tell):
             self._tells += 1
@@ -371,19 +374,19 @@ class ServerConnection:
             key = request.id
         self._held_bytes += size
         timer = asyncio.get_running_loop().call_at(now + bounded_s(request.timeout_s), self._expire_held, key)
-        self._held[key] = _Held(request, size, now, timer)
+        self._held[key] = _HeldRequest(request, size, now, timer)
         self.server.held.setdefault(self, None)
         if self._full():
             self._paused = True
             self.channel.pause()
 
     def _full(self) -> bool:
-        # A caller bounds its requests to what the greeting said, but not what it tells: that waits in the sockets.
+        # A client bounds its requests by the limit in the greeting; one-way messages are bounded only here.
         server = self.server
         many = len(self._held) >= server.max_inflight
         return many or self._told_bytes >= TOLD_BYTES or self._held_bytes >= server.max_message_bytes
 
-    def _release(self, key: int | str) -> _Held:
+    def _release(self, key: int | str) -> _HeldRequest:
         held = self._held.pop(key)
         held.timer.cancel()
         self._held_bytes -= held.size
@@ -392,27 +395,27 @@ class ServerConnection:
         return held
 
     def go_away(self) -> None:
-        """The server closes: nothing that is held, or comes from here on, is begun, and the peer is told so."""
+        """The server closes: reject held requests, and send GoAway."""
         for key in list(self._held):
             self._reject(self._drop_held_request(key).request)
         if self.peer is not None:
             self.channel.send(wire.encode_message(GoAway()))
 
-    def _reject(self, request: Request | Tell | Open) -> None:
+    def _reject(self, request: Request | Tell | OpenStream) -> None:
         if not isinstance(request, Tell):
             where = f"{self.server.hello.who} {request.api}.{request.method}"
             error = ShuttingDown(where, why="it is stopping and begins no more calls")
             self.channel.send(wire.encode_message(fault_of(error, request.id, where)))
 
     def _drop_held(self) -> None:
-        """Carry out none of the requests that are held; what was told stays told."""
+        """Drop held requests; one-way messages are still carried out."""
         for key in [key for key, held in self._held.items() if not isinstance(held.request, Tell)]:
             self._release(key)
         if not self._held:
             self.server.held.pop(self, None)
 
-    def _drop_held_request(self, key: int | str) -> _Held:
-        """A request that is held is not carried out."""
+    def _drop_held_request(self, key: int | str) -> _HeldRequest:
+        """Drop one held request."""
         held = self._release(key)
         if not self._held:
             self.server.held.pop(self, None)
@@ -433,10 +436,10 @@ class ServerConnection:
             self._paused = False
             self.channel.resume()
 
-    def _start(self, request: Request | Tell | Open, arrived: float) -> None:
+    def _start(self, request: Request | Tell | OpenStream, arrived: float) -> None:
         server = self.server
         context = self._context.copy()
-        kind = StreamTask if isinstance(request, Open) else CallTask
+        kind = StreamTask if isinstance(request, OpenStream) else CallTask
         call = kind(self, request, context, arrived + bounded_s(request.timeout_s))  # type: ignore[arg-type]
         server.calls.add(call)
         server.by_method[f"{request.api}.{request.method}"] += 1
@@ -444,7 +447,7 @@ class ServerConnection:
         if isinstance(request, Tell):
             server.counters.tells += 1
         else:
-            if isinstance(request, Open):
+            if isinstance(request, OpenStream):
                 server.counters.streams += 1
             else:
                 server.counters.requests += 1
@@ -460,7 +463,7 @@ class ServerConnection:
             self.server.start_held_calls()
 
     def start_held(self) -> None:
-        """Carry out the first request that was held, and read on."""
+        """Start the first held request, and read on if that made room."""
         held = self._release(next(iter(self._held)))
         self._start(held.request, held.arrived)
         if self._held:
@@ -469,22 +472,22 @@ class ServerConnection:
 
 
 @dataclasses.dataclass
-class _Held:
-    """A request for which there is no room yet."""
+class _HeldRequest:
+    """A request that waits for room."""
 
-    request: Request | Tell | Open
+    request: Request | Tell | OpenStream
     size: int
     arrived: float
     timer: asyncio.TimerHandle
 
 
 class CallTask:
-    """A handler at work, until a deadline of the loop's clock."""
+    """A running handler, cancelled at a deadline of the loop's clock."""
 
     def __init__(
         self,
         connection: ServerConnection,
-        request: Request | Tell | Open,
+        request: Request | Tell | OpenStream,
         context: contextvars.Context,
         deadline: float,
     ) -> None:
@@ -498,7 +501,7 @@ class CallTask:
         self.task.add_done_callback(self._done)
 
     def drop(self) -> None:
-        """The caller wants no answer any more."""
+        """The caller cancelled, or is gone: cancel the handler, send nothing."""
         self._dropped = True
         self.task.cancel()
 
@@ -595,12 +598,12 @@ class CallTask:
 
 
 class StreamTask(CallTask):
-    """A handler that yields. It is asked for an item only when the consumer has granted credit for it."""
+    """A running handler that yields; its next item is requested only when the consumer has granted credit."""
 
-    request: Open
+    request: OpenStream
 
     def __init__(
-        self, connection: ServerConnection, request: Open, context: contextvars.Context, deadline: float
+        self, connection: ServerConnection, request: OpenStream, context: contextvars.Context, deadline: float
     ) -> None:
         self._clock = asyncio.get_running_loop().time
         self._between_s = bounded_s(request.timeout_s)
@@ -661,7 +664,7 @@ class StreamTask(CallTask):
             self._granted, self._idle = None, False
 
     def _expire(self) -> None:
-        # One timer for all items: it goes off now and then, and looks whether the deadline has moved.
+        # One timer for all items: it fires now and then, and checks whether the deadline has moved.
         left_s = self._due - self._clock()
         if left_s > 0:
             pause_s = min(left_s, max(self._between_s, 0.001))

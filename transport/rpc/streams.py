@@ -1,5 +1,7 @@
-"""Streams of items, at the end that takes them: credit is granted as items are taken, so no more than a window is
-ever under way, and a stream that nobody reads any more is ended at its producer."""
+"""Streams of items at the consumer's end. Credit is granted as items are taken, so that at most a window is in flight.
+
+A stream that its consumer drops is cancelled at its producer. DeathLimit bounds how often a request is repeated.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ T = TypeVar("T")
 
 DEFAULT_WINDOW = 64
 SHUTDOWN_PAUSE_S = 0.05
-"""Between attempts at a far end that is stopping: its successor takes its time."""
+"""Pause between attempts at a server that is shutting down, until its successor listens."""
 
 
 class StreamOwner(Protocol):
-    """What an incoming needs of its connection."""
+    """What a StreamBuffer needs of its connection."""
 
     def grant(self, number: int, credit: int) -> None: ...
 
@@ -32,8 +34,8 @@ class StreamOwner(Protocol):
     def name(self) -> str: ...
 
 
-class StreamBuffer:
-    """One stream on one connection: what has come in and was not yet taken."""
+class ItemBuffer:
+    """One stream on one connection: items received and not yet taken."""
 
     def __init__(self, link: StreamOwner, number: int, window: int) -> None:
         self.link = link
@@ -48,7 +50,7 @@ class StreamBuffer:
         self._loop = asyncio.get_running_loop()
 
     def put(self, item: msgspec.Raw) -> None:
-        """An item came in.
+        """Add an item that was received.
 
         Raises:
             ProtocolError: the producer has no credit for it.
@@ -59,7 +61,7 @@ class StreamBuffer:
         self._wake()
 
     def finish(self, end: BaseException) -> None:
-        """No more comes in: StopAsyncIteration, or what went wrong."""
+        """End the stream: with StopAsyncIteration, or the error."""
         if self._end is None:
             self._end = end
             self._wake()
@@ -67,7 +69,7 @@ class StreamBuffer:
                 self.on_end(end)
 
     def cancel(self) -> None:
-        """Nobody takes items any more."""
+        """The consumer stops: end the stream, also at its producer."""
         if self._end is None:
             self.link.leave(self._number, cancel=True)
             self.finish(StopAsyncIteration())
@@ -76,7 +78,7 @@ class StreamBuffer:
         """The next item.
 
         Raises:
-            NoReply: none came in patience_s, nor a word of the producer.
+            NoReply: none came in patience_s.
             ConnectionLost: the connection ended.
             StopAsyncIteration: there are no more. RelaxError: the producer failed.
         """
@@ -112,13 +114,13 @@ class StreamBuffer:
             self._waiter.set_result(None)
 
 
-Opener = Callable[[float], Awaitable[StreamBuffer]]
+Opener = Callable[[float], Awaitable[ItemBuffer]]
 """Opens the stream at the far end before a deadline of the loop's clock."""
 Explain = Callable[[ActorDied, float], Awaitable[ActorDied]]
 
 
 class RemoteStream(Generic[T]):
-    """What calling a stream method gives: an asynchronous iterator, opened when the first item is asked for.
+    """The result of calling a stream method: an asynchronous iterator, opened when the first item is requested.
 
     It ends at its producer as soon as it is closed, cancelled, or dropped by leaving the loop.
 
@@ -143,7 +145,7 @@ class RemoteStream(Generic[T]):
         self._timeout_s = timeout_s
         self._explain = explain
         self._deaths = deaths
-        self._inlet: StreamBuffer | None = None
+        self._inlet: ItemBuffer | None = None
         self._count = 0
         self._busy = False
         self._closed = False
@@ -213,7 +215,7 @@ class RemoteStream(Generic[T]):
                 return self._method.decode_result(item)
 
     async def _after(self, lost: ConnectionLost, left_s: float) -> None:
-        """Return to have the stream opened again: nothing of it was seen yet."""
+        """Return if the stream may be opened again (no item was taken yet), else raise."""
         what = f"stream of {self._method}"
         at = f"{what} at {lost.where}"
         try:
@@ -228,15 +230,17 @@ class RemoteStream(Generic[T]):
 
 
 Alive = Callable[[Collection[str], float], Awaitable[Collection[str]]]
-"""Those of some incarnations that are known to live, found out within some seconds."""
+"""Given incarnations and seconds, returns those known to be alive."""
 
 
 class DeathLimit:
-    """The incarnations that were lost while they had one request.
+    """Bounds how many incarnations one idempotent request may kill.
+
+    A request that crashes whoever handles it would otherwise be repeated through all incarnations.
 
     Args:
-        most: with as many it is not sent again.
-        alive: clears those of which only the connection was lost; without it each counts.
+        most: after this many deaths the request is not sent again.
+        alive: clears incarnations of which only the connection was lost; without it each loss counts.
     """
 
     def __init__(self, most: int, alive: Alive | None = None) -> None:
@@ -245,10 +249,10 @@ class DeathLimit:
         self._lost: dict[str, None] = {}
 
     async def count(self, what: str, lost: ConnectionLost, left_s: float) -> None:
-        """Count a loss.
+        """Count a lost connection.
 
         Raises:
-            ActorDied: it was one too many.
+            ActorDied: the limit is reached.
         """
         if not lost.sent:
             return
@@ -266,7 +270,7 @@ class DeathLimit:
 
 
 def died_of(method: Method, lost: ConnectionLost) -> ActorDied:
-    """What the caller of a method that must not be repeated is told of a loss."""
+    """The error for a lost call that must not be repeated."""
     why, hint = f"{lost}; the call may have been carried out", "it is not marked idempotent, so it is not sent again"
     return died(f"call of {method} at {lost.where}", why, hint, lost)
 

@@ -65,7 +65,7 @@ class StreamChannel(asyncio.Protocol):
             self._receiver.received(message)
 
     def pass_on(self, message: bytes, *, out: bool) -> None:
-        """See transport.impair."""
+        """Impaired.pass_on: send or deliver a message that was held."""
         if not out:
             self._deliver(message)
         elif not self._closed:
@@ -165,7 +165,7 @@ class StreamListener:
             self._path.unlink(missing_ok=True)
 
     async def close(self) -> None:
-        """Nothing is left to wait for: connections belong to the RPC server."""
+        """Nothing to wait for: the connections belong to the RPC server."""
 
 
 async def listen(address: Address, attach: Callable[[Channel], Receiver]) -> StreamListener:

@@ -77,7 +77,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
     result: msgspec.Raw
 
 
-class Open(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
+class OpenStream(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
     """A call that is answered by a stream of items.
 
     `timeout_s` is the longest the producer may take for one item; `credit` is how many it may send before a Grant.
@@ -139,7 +139,7 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, tag=5):
     trace: str = ""
 
 
-FromClient = Request | Tell | Cancel | Open | Grant
+FromClient = Request | Tell | Cancel | OpenStream | Grant
 FromServer = Reply | Fault | Item | End | GoAway
 
 
@@ -255,9 +255,9 @@ def _name(kind: type[BaseException]) -> str:
 
 
 def fault_of(error: BaseException, request: int, where: str) -> Fault:
-    """Describe an exception for its remote caller; texts are cut to a bound."""
+    """Describe an exception for the remote caller; texts are truncated."""
     if isinstance(error, RemoteError):
-        # A handler that called on: the caller learns where the error began, not where it passed through.
+        # The handler itself made a remote call: the caller learns where the error was raised first.
         return Fault(request, kind=error.kind, message=error.message, where=error.where, trace=error.trace)
     trace = "".join(traceback.format_exception(error))[-TRACE_MAX_CHARS:]
     if not isinstance(error, RelaxError):
@@ -272,7 +272,7 @@ def fault_of(error: BaseException, request: int, where: str) -> Fault:
         why=str(getattr(error, "why", ""))[:TEXT_MAX_CHARS],
         hint=str(getattr(error, "hint", ""))[:TEXT_MAX_CHARS],
         where=where,
-        # What was refused on purpose is told by its own words, not by where in the server they stand.
+        # A refusal is explained by its own text; its traceback in the server would not help.
         trace="" if isinstance(error, Refused) else trace,
     )
 

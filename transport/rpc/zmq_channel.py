@@ -49,11 +49,11 @@ HEARTBEAT_TIMEOUT_MS = 10_000
 
 
 class _Gone(Exception):
-    """The peer of a channel is not connected any more."""
+    """The peer of a channel is no longer connected."""
 
 
 class _ZmqChannel:
-    """What both ends share: a small outbox for what ZeroMQ does not take at once, and the end of the channel."""
+    """Base of both ends: an outbox for messages that ZeroMQ does not take at once, and the end of the channel."""
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
@@ -67,14 +67,14 @@ class _ZmqChannel:
         self._receiver: Receiver
 
     def limit(self, max_message_bytes: int) -> None:
-        """Nothing to do: the bound is an option of the socket, and ZeroMQ disconnects who breaks it."""
+        """Nothing to do: the bound is a socket option; ZeroMQ disconnects a peer that exceeds it."""
 
     def send(self, message: bytes) -> None:
         if not (self._ended or (impair.active and impair.hold(self, message, out=True))):
             self._write(message)
 
     def pass_on(self, message: bytes, *, out: bool) -> None:
-        """See transport.impair."""
+        """Impaired.pass_on: send or deliver a message that was held."""
         if self._ended:
             return
         if out:
@@ -287,7 +287,7 @@ class RouterListener:
     def forget(self, channel: RouterChannel) -> None:
         self._channels.pop(channel.identity, None)
         self.resume(channel)
-        # What it still sends is thrown away, rather than taken for a bad greeting each time.
+        # Drop what it still sends, instead of taking it for a bad greeting each time.
         self._refused[channel.identity] = None
         if len(self._refused) > _REMEMBER_REFUSED:
             self._refused.popitem(last=False)
@@ -394,7 +394,7 @@ async def dial(
 
 
 class Authenticator(Protocol):
-    """ZeroMQ's, in a thread or on an event loop."""
+    """ZeroMQ's authenticator, in a thread or on an event loop."""
 
     def start(self) -> None: ...
 
@@ -402,7 +402,7 @@ class Authenticator(Protocol):
 
 
 class _Admission:
-    """Tells the authenticator which keys may come in."""
+    """Credentials provider: which keys are admitted."""
 
     def __init__(self, keys: CurveKeys) -> None:
         self._admitted = keys.admitted
@@ -427,8 +427,7 @@ def configure(sock: zmq.Socket[Any], *, linger_ms: int, max_message_bytes: int, 
 
 
 def as_client(sock: zmq.Socket[Any], keys: CurveKeys | None) -> None:
-    """For a socket that connects once: one that came back by itself would hide that what was sent on the old
-    connection is lost."""
+    """Options of a client's socket. It never reconnects by itself: that would hide the loss of what was in flight."""
     sock.setsockopt(zmq.RECONNECT_IVL, -1)
     if keys is not None:
         sock.curve_secretkey, sock.curve_publickey = keys.secret, keys.public
@@ -436,7 +435,7 @@ def as_client(sock: zmq.Socket[Any], keys: CurveKeys | None) -> None:
 
 
 def as_server(sock: zmq.Socket[Any], keys: CurveKeys | None, authenticator: Authenticator | None) -> None:
-    """For a ROUTER: a send to a peer that is gone fails, and only who has an admitted key gets anything."""
+    """Options of a ROUTER: a send to a peer that is gone fails, and only peers with an admitted key are served."""
     sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
     if keys is not None and authenticator is not None:
         authenticator.configure_curve_callback("*", _Admission(keys))
@@ -447,7 +446,7 @@ def as_server(sock: zmq.Socket[Any], keys: CurveKeys | None, authenticator: Auth
 
 def check_exposure(address: Address, keys: CurveKeys | None, hint: str) -> None:
     """Raises:
-    AddressError: other machines could come in without keys.
+    AddressError: other machines could connect without keys.
     """
     if keys is None and not address.loopback:
         raise AddressError(

@@ -1,0 +1,1 @@
+"""The registry role: slots, leases, epochs and policy versions of a run."""

@@ -172,7 +172,7 @@ class RegistryCore:
     def leave(self, who: Incarnation, reason: str) -> None:
         self._end(who, reason)
 
-    def gone(self, who: Incarnation, reason: str) -> None:
+    def process_exited(self, who: Incarnation, reason: str) -> None:
         member = self.member(who.slot)
         if member is None or who.epoch > member.who.epoch:
             return

@@ -1,17 +1,26 @@
-"""The registry as a role of a run."""
+"""The registry role: serves RegistryApi over the state machine in `core`, durable in `store` before it answers."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from typing import ClassVar
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, ClassVar, NoReturn
 
-from relax_rt.cluster.registry.service import RegistryService
+from relax_rt.cluster.registry.core import TICK_S, RegistryCore
 from relax_rt.cluster.registry.store import Store
-from relax_rt.interfaces.registry import RegistryApi
+from relax_rt.interfaces.registry import Changes, Member, RegistryApi, Renewed
 from relax_rt.interfaces.role import Role
+from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.rpc import caller
 
 FILE = "registry.sqlite"
+MAX_WAIT_S = 60.0
+"""A watch answers by then, so that a connection that died unseen costs no handler for ever."""
+MAX_TEXT = 500
 
 
 class RegistryRole(Role):
@@ -47,3 +56,151 @@ class RegistryRole(Role):
         """Close the store."""
         if hasattr(self, "service"):
             await self.service.close()
+
+
+class RegistryService:
+    """Implements RegistryApi. Nothing is answered, no watch either, before it is on disk.
+
+    Args:
+        store: where the state lives; opened by `start`.
+        event: appends to the run's event log.
+        clock: monotonic seconds.
+        identity: who calls; the default reads it from the connection.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        event: Callable[..., None] = lambda kind, /, **fields: None,
+        clock: Callable[[], float] = time.monotonic,
+        identity: Callable[[], Incarnation] = lambda: caller().who,
+    ) -> None:
+        self._store = store
+        self._event = event
+        self._clock = clock
+        self._identity = identity
+        self._changed = asyncio.Event()
+        self.core: RegistryCore
+
+    async def start(self) -> None:
+        """Read the store.
+
+        Raises:
+            RelaxError: it cannot be read.
+        """
+        stored = await self._store.open()
+        self.core = RegistryCore(stored, self._clock())
+        self._event(
+            "registry_started",
+            generation=stored.generation,
+            members=len(stored.entries),
+            committed=self.core.committed.version if self.core.committed else 0,
+        )
+
+    async def serve(self) -> NoReturn:
+        """Let leases lapse as time goes by.
+
+        Raises:
+            RelaxError: the store cannot be written.
+        """
+        while True:
+            await asyncio.sleep(TICK_S)
+            for member in self.core.tick(self._clock()):
+                self._event("lease_lapsed", slot=member.who.slot, epoch=member.who.epoch, detail=member.detail)
+            await self._done()
+
+    async def close(self) -> None:
+        """Close the store."""
+        await self._store.close()
+
+    async def enter_self(self, slot: str, pid: int, address: str) -> Incarnation:
+        """Enter the registry's own slot, under an epoch of its own and without a lease: it answers or it does not."""
+        who = Incarnation(slot, self.core.issue_epoch(slot))
+        self.core.enter(who, pid, address, "ready")
+        await self._done()
+        return who
+
+    async def issue_epoch(self, slot: str, token: str = "") -> int:
+        asked_again = self.core.issued(slot, token)
+        epoch = asked_again or self.core.issue_epoch(slot, token)
+        await self._done()
+        if not asked_again:
+            self._event("epoch_issued", slot=slot, epoch=epoch)
+        return epoch
+
+    async def announce(self, pid: int, address: str, ttl_s: float, node: str = "", remote: str = "") -> Renewed:
+        who = self._identity()
+        answer = self.core.announce(who, pid, address, ttl_s, self._clock(), node=node, remote=remote)
+        await self._done()
+        place = {"node": node, "remote": remote} if node else {}
+        self._event("slot_announced", slot=who.slot, epoch=who.epoch, pid=pid, address=address, **place)
+        return answer
+
+    async def renew(self, state: str, progress: int, detail: str, policy_version: int) -> Renewed:
+        who = self._identity()
+        answer = self.core.renew(who, state, progress, detail[:MAX_TEXT], policy_version, self._clock())
+        await self._done()
+        return answer
+
+    async def leave(self, reason: str) -> None:
+        self.core.leave(self._identity(), reason[:MAX_TEXT])
+        await self._done()
+
+    async def process_exited(self, who: Incarnation, reason: str) -> None:
+        self.core.process_exited(who, reason[:MAX_TEXT])
+        await self._done()
+
+    async def watch(self, since: int, wait_s: float) -> Changes:
+        deadline = asyncio.get_running_loop().time() + min(max(0.0, wait_s), MAX_WAIT_S)
+        while True:
+            signal = self._changed
+            found = self.core.changes(since)
+            if found is not None:
+                await self._store.durable()
+                return found
+            left_s = deadline - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                return Changes(self.core.revision, False, [], self.core.committed)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await signal.wait()
+
+    async def issue_version(self) -> int:
+        who = self._identity()
+        version = self.core.issue_version(who)
+        await self._done()
+        self._event("version_issued", version=version, slot=who.slot, epoch=who.epoch)
+        return version
+
+    async def commit_version(self, record: VersionRecord) -> VersionRecord:
+        who = self._identity()
+        known = self.core.committed == record
+        committed = self.core.commit_version(who, record)
+        await self._done()
+        if not known:
+            fields: dict[str, Any] = {"version": record.version, "parent": record.parent, "step": record.step}
+            self._event("version_committed", **fields, digest=record.digest, slot=who.slot, epoch=who.epoch)
+        return committed
+
+    async def versions(self) -> list[VersionRecord]:
+        records = self.core.versions()
+        await self._store.durable()
+        return records
+
+    def members(self) -> list[Member]:
+        """All members, for the registry's own use."""
+        found = self.core.changes(0)
+        return found.members if found else []
+
+    async def _done(self) -> None:
+        """Make the state machine's writes durable, then wake the watchers."""
+        writes, self.core.writes = self.core.writes, []
+        self._store.put(writes)
+        try:
+            await self._store.durable()
+        finally:
+            # Also for a caller who is gone: what it has told is written all the same, and a watch waits for that.
+            if writes:
+                self._changed.set()
+                self._changed = asyncio.Event()

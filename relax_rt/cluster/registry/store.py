@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from relax_rt.cluster.registry.core import Counters, Entry, Forgotten, Issued, Stored, Write
+from relax_rt.config.version import VERSION
 from relax_rt.interfaces.registry import Ended, Member
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, RelaxError
@@ -17,30 +18,22 @@ from relax_rt.transport.rpc.identity import Incarnation
 
 T = TypeVar("T")
 
-SCHEMA = 1
+SCHEMA = 2
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS member (
   slot TEXT PRIMARY KEY, epoch INTEGER NOT NULL, pid INTEGER NOT NULL, address TEXT NOT NULL, state TEXT NOT NULL,
-  policy_version INTEGER NOT NULL, detail TEXT NOT NULL, ttl_s REAL NOT NULL) STRICT;
+  policy_version INTEGER NOT NULL, detail TEXT NOT NULL, ttl_s REAL NOT NULL, node TEXT NOT NULL, remote TEXT NOT NULL,
+  before_epoch INTEGER, before_reason TEXT NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS issued (version INTEGER PRIMARY KEY, slot TEXT NOT NULL, epoch INTEGER NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS version (
   version INTEGER PRIMARY KEY, parent INTEGER NOT NULL, step INTEGER NOT NULL, digest TEXT NOT NULL,
   changed INTEGER NOT NULL) STRICT;
 """
 
-_LATER = {
-    "node": "TEXT NOT NULL DEFAULT ''",
-    "remote": "TEXT NOT NULL DEFAULT ''",
-    "before_epoch": "INTEGER",
-    "before_reason": "TEXT NOT NULL DEFAULT ''",
-}
-"""Columns that came to `member` since; a file may have them in another order."""
-
-_MEMBER = ", ".join(("slot, epoch, pid, address, state, policy_version, detail, ttl_s", *_LATER))
-_PUT_MEMBER = f"INSERT OR REPLACE INTO member ({_MEMBER}) VALUES ({', '.join('?' * (8 + len(_LATER)))})"
-
+_COLUMNS = "slot, epoch, pid, address, state, policy_version, detail, ttl_s, node, remote, before_epoch, before_reason"
+_PUT_MEMBER = f"INSERT OR REPLACE INTO member ({_COLUMNS}) VALUES ({', '.join('?' * 12)})"
 _SET = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
 
 
@@ -141,22 +134,23 @@ class Store:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")
         db.executescript(_TABLES)
-        _add_columns(db)
         db.execute("BEGIN IMMEDIATE")
         meta = dict(db.execute("SELECT key, value FROM meta").fetchall())
         if int(meta.get("schema", SCHEMA)) != SCHEMA:
             raise RelaxError(
-                f"registry file {self.path}", why=f"its schema is {meta['schema']}, this version reads {SCHEMA}"
+                f"registry file {self.path} was written by another version of relax-rt, which {VERSION} cannot read",
+                why=f"its schema is {meta['schema']}, this version reads {SCHEMA}",
+                hint="use that version for it, or move the run directory away and start the run anew",
             )
         generation = int(meta.get("generation", 0)) + 1
         if meta.get("run_id", self._run_id) != self._run_id:
-            db.execute("UPDATE member SET state = 'gone', detail = 'of an earlier start of the run', ttl_s = 0")
+            db.execute("UPDATE member SET state = 'gone', detail = 'from an earlier start of the run', ttl_s = 0")
         for key, value in (("schema", SCHEMA), ("generation", generation), ("run_id", self._run_id)):
             db.execute(_SET, (key, str(value)))
         stored = Stored(
             generation=generation,
             counters=Counters(int(meta.get("epoch", 0)), int(meta.get("version", 0))),
-            entries=[_entry(row) for row in db.execute(f"SELECT {_MEMBER} FROM member ORDER BY slot")],
+            entries=[_entry(row) for row in db.execute(f"SELECT {_COLUMNS} FROM member ORDER BY slot")],
             issued=[
                 Issued(row[0], Incarnation(row[1], row[2]))
                 for row in db.execute("SELECT version, slot, epoch FROM issued")
@@ -190,14 +184,6 @@ class Store:
             if db.in_transaction:
                 db.execute("ROLLBACK")
             raise
-
-
-def _add_columns(db: sqlite3.Connection) -> None:
-    """What files of earlier versions lack."""
-    known = {row[1] for row in db.execute("PRAGMA table_info(member)")}
-    for name, kind in _LATER.items():
-        if name not in known:
-            db.execute(f"ALTER TABLE member ADD COLUMN {name} {kind}")
 
 
 def _entry(row: Sequence[Any]) -> Entry:

@@ -1,4 +1,8 @@
-"""The single truth of an episode: what was sampled, on what, and what of it is trained."""
+"""The token ledger of a session: what was sampled, on which tokens, and what of it is trained.
+
+The env role (episode.py) and the gateway (sessions) render each prompt and record each completion here; `episode`
+returns the training sequences in the end.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from relax_rt.roles.agentic.tokens.branches import branches_of, with_new_rows
+from relax_rt.roles.agentic.tokens.branches import branches_of, with_new_routing
 from relax_rt.roles.agentic.tokens.messages import ASSISTANT, Key, check_messages, message_key
 from relax_rt.roles.agentic.tokens.parsers import Parsed
-from relax_rt.roles.agentic.tokens.pictures import MOST_MEDIA_BYTES, Pictures
+from relax_rt.roles.agentic.tokens.pictures import MOST_MEDIA_BYTES, SessionPictures
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
-from relax_rt.roles.agentic.tokens.tree import Call, Place, Said, Tree, calls_under, chain, token_chain, under
+from relax_rt.roles.agentic.tokens.tree import (
+    CallNode,
+    CallPosition,
+    CompletionNode,
+    Tree,
+    calls_below,
+    completion_path,
+    completions_below,
+    token_path,
+)
 from relax_rt.roles.agentic.tokens.types import (
     FINISHED,
     Counts,
@@ -33,32 +46,33 @@ if TYPE_CHECKING:
 
 
 class TokenLedger:
-    """Feeds an engine token by token with what it sampled itself, and says in the end what is trained. Pure.
+    """Builds each prompt from the tokens that were sampled before it, and decides what is trained. Pure.
+
+    Rendering a conversation again may tokenize a reply differently from how it was sampled; training on such tokens
+    would be wrong. So the tokens of replies are never rendered again: only what is new since the last reply is.
 
     Calls and completions are a tree. A call is
     - `first`: nothing came before it;
-    - `continuation`: it goes on from a completion that nothing went on from yet. Client's messages are compared by
-      content and name, the model's by words without the space around them and by tool calls; reasoning never;
-    - `fork`: it asks the same again, goes on from a completion beside a call that is still open, or begins another
+    - `continuation`: it continues a completion that no other call continues yet. Clients' messages are compared by
+      content and name, the model's by its text without surrounding space and by tool calls; reasoning never;
+    - `fork`: it asks the same again, continues a completion beside a call that is still open, or starts another
       conversation;
-    - `edit`: it puts other messages where earlier ones were answered already, and none of those answers is in it;
-    - `drift`: the caller changed history. What a completion in it was sampled on is not there any more (messages
-      before it, or the tools), an answer is not the one that was given, or it does not go on from `previous`.
+    - `edit`: it has other messages where earlier ones were answered already, and none of those answers;
+    - `drift`: the caller changed history. What a completion was sampled on is not there any more (messages before it,
+      or the tools), an answer is not the one that was given, or it does not continue `previous`.
 
-    Tokens of a fork, edit or drift go on behind those of the last completion in common, as a branch of their own; what
-    differs is rendered anew, as context. Of what the drift left behind,
+    Tokens of a fork, edit or drift continue those of the last common completion, as a branch of their own; what differs
+    is rendered again, as context. Of what a drift leaves behind,
     - `fork` trains everything;
     - `realign` trains the completions that the new history still has (where they were sampled, and only there);
     - `drop` trains nothing.
 
-    Reasoning that a caller leaves out: `keep_reasoning` goes on behind the sampled tokens all the same, thoughts and
-    all. `strip` renders what the caller sends; where that does not begin with what was sampled, thoughts and all, the
-    call becomes a branch of its own.
+    Reasoning that a caller leaves out: `keep_reasoning` continues the sampled tokens, reasoning included. `strip`
+    renders what the caller sends; if that does not start with what was sampled, the call becomes a branch of its own.
 
     Args:
-        session: begins the ids of replies.
-        max_tokens: of all branches together, shared context counted in each, as `episode` gives them.
-        max_branches: branches at most.
+        session: prefix of reply ids.
+        max_tokens: of all branches together, shared context counted in each, as `episode` returns them.
         max_media_bytes: of all pictures together, each counted once, encoded.
     """
 
@@ -76,11 +90,11 @@ class TokenLedger:
         self._chat, self._drift, self._reasoning, self._session = chat, drift, reasoning, session
         self.max_tokens, self._max_branches = max_tokens, max_branches
         self._tree = Tree()
-        self._pictures = Pictures(max_media_bytes)
+        self._pictures = SessionPictures(max_media_bytes)
         self._counts = Counts()
         self._calls = self._replies = self._tool_calls = 0
-        self._given: dict[int, list[tuple[tuple[int, int], str]]] = {}
-        """By number of the call: the place of each reply, and its id."""
+        self._reply_ids: dict[int, list[tuple[tuple[int, int], str]]] = {}
+        """By number of the call: the order of each reply, and its id."""
 
     def prompt(
         self,
@@ -93,34 +107,34 @@ class TokenLedger:
         max_new_tokens: int | None = None,
         instead: PromptPlan | None = None,
     ) -> PromptPlan:
-        """The tokens that the next completion is sampled on. The call is open until its completions came, or `abandon`.
+        """Return the tokens for the next completion. The call is open until its completions are recorded, or `abandon`.
 
         Args:
             messages: the whole conversation, as the caller has it.
-            may_call: calls of the tools are looked for in what is said; else it is all words.
-            previous: id of the reply that it goes on from, whatever the caller made of its words; else that is found
-                by what was said.
+            may_call: parse tool calls in the completions; else they are all text.
+            previous: id of the reply that it continues, whatever the caller made of its text; else the reply is found
+                by comparing messages.
             n: completions wanted.
-            max_new_tokens: of each; so many tokens of the budget, or what is left, are held until they come. None:
-                holds none, so that calls beside it may use them up.
-            instead: of a call that was abandoned, whose place in the order of replies this one takes.
+            max_new_tokens: of each; this many tokens of the budget, or what is left of it, are reserved for them. None:
+                reserves none, so that concurrent calls may use them up.
+            instead: plan of an abandoned call whose position in the order of replies this one takes.
 
         Raises:
-            Refused: a budget is used up, `previous` is not known, or the template takes no such conversation. Nothing
-                is changed then.
+            Refused: a budget is used up, `previous` is not known, or the template does not render the conversation.
+                Nothing is changed then.
         """
         check_messages(messages)
         keys = [self._chat.tools_key(tools), *(message_key(message) for message in messages)]
-        place = self._tree.place(keys, self._named(previous) if previous is not None else None)
-        messages = _as_sampled(messages, keys, place)
-        tokens, text, extends = self._rendered(place, messages, tools)
+        place = self._tree.place(keys, self._find(previous) if previous is not None else None)
+        messages = _with_sampled_words(messages, keys, place)
+        tokens, text, extends = self._render(place, messages, tools)
         new = messages[max(place.known - 1, 0) :]
         offered = tuple(tools)
         if place.above is not None and place.above.call.tools == offered:
-            # Callers send them with each call: they are kept once.
+            # Callers send the same tools with each call: store them once.
             offered = place.above.call.tools
         tokens, media = self._chat.with_pictures(tokens, self._pictures.of(new if extends else messages))
-        call = Call(
+        call = CallNode(
             number=self._calls,
             order=self._calls if instead is None else instead.node,
             above=place.above,
@@ -135,68 +149,78 @@ class TokenLedger:
             extends=extends,
             media=media,
         )
-        self._admit(call, max_new_tokens)
+        self._add_call(call, max_new_tokens)
         self._calls += 1
         setattr(self._counts, call.kind, getattr(self._counts, call.kind) + 1)
         if place.above is not None:
             self._counts.realigned += not call.extends
             place.above.keys.add(keys[place.known - 1])
         if place.old is not None:
-            self._leave(place.old, set(call.keys))
-        path = token_chain(call.base)
+            self._drop_history(place.old, set(call.keys))
+        path = token_path(call.base)
         return PromptPlan(
             node=call.number,
-            tokens=(*(token for said in path for token in (*said.call.tokens, *said.what.tokens)), *call.tokens),
+            tokens=(
+                *(token for completion in path for token in (*completion.call.tokens, *completion.sampled.tokens)),
+                *call.tokens,
+            ),
             kind=call.kind,
-            reused=sum(len(said.what.tokens) for said in path),
+            reused=sum(len(completion.sampled.tokens) for completion in path),
             room=call.room,
             n=n,
             rows=call.rows,
-            media=(*(one.moved(said.call.start) for said in path for one in said.call.media), *_moved(call)),
+            media=(
+                *(one.moved(completion.call.start) for completion in path for one in completion.call.media),
+                *_new_media(call),
+            ),
             unseen=bool(offered) and keys[0] == self._chat.tools_key(()),
         )
 
     @property
     def sight(self) -> Sight | None:
-        """What looks at pictures, if the model sees."""
+        """The image processor, if the model takes pictures."""
         return self._chat.sight
 
     def show(self, looked: Looked) -> Message:
-        """A picture that messages may have from now on; the part by which they do.
+        """Add a picture and return the part by which messages refer to it.
 
         Raises:
             Refused: there are too many, or they are too large together.
         """
         return self._pictures.add(looked)
 
-    def _named(self, response: str) -> Said:
-        if (said := self._tree.said.get(response)) is None:
+    def _find(self, response: str) -> CompletionNode:
+        if (completion := self._tree.completions.get(response)) is None:
             raise Refused(
                 f"response {response!r}",
                 why=f"session {self._session} has no such response, or dropped it",
                 hint="name one of this session's replies, or send the conversation without naming one",
             )
-        return said
+        return completion
 
-    def _rendered(
-        self, place: Place, messages: Sequence[Message], tools: Sequence[Tool]
+    def _render(
+        self, place: CallPosition, messages: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[list[int], str, bool]:
-        """What an engine is given behind the tokens of what was said; if it cannot stand there, the whole prompt."""
-        said = place.above
-        if said is not None and self._reasoning == "keep_reasoning":
+        """Return what follows the tokens of the completion it continues, or the whole prompt if it cannot follow them.
+
+        Returns:
+            Token ids, their text, and whether they continue the completion's tokens.
+        """
+        completion = place.above
+        if completion is not None and self._reasoning == "keep_reasoning":
             delta = self._chat.delta(messages, tools, place.known - 1)
             if delta is not None:
-                return *self._chat.behind(said.what.tokens, delta), True
+                return *self._chat.behind(completion.sampled.tokens, delta), True
         whole = self._chat.text(messages, tools)
-        if said is not None and self._reasoning == "strip":
-            before = "".join(one.call.text + one.text for one in token_chain(said))
+        if completion is not None and self._reasoning == "strip":
+            before = "".join(one.call.text + one.text for one in token_path(completion))
             if whole.startswith(before):
-                delta = self._chat.stop_text(said.what.tokens) + whole[len(before) :]
-                return *self._chat.behind(said.what.tokens, delta), True
+                delta = self._chat.stop_text(completion.sampled.tokens) + whole[len(before) :]
+                return *self._chat.behind(completion.sampled.tokens, delta), True
         return self._chat.encode(whole), whole, False
 
-    def _admit(self, call: Call, max_new_tokens: int | None) -> None:
-        """Take a call into the tree, if the budgets allow it."""
+    def _add_call(self, call: CallNode, max_new_tokens: int | None) -> None:
+        """Add a call to the tree, if the budgets allow it."""
         what = f"a call of session {self._session} with a prompt of {call.end} tokens"
         if call.waiting < 1 or (max_new_tokens is not None and max_new_tokens < 1):
             raise Refused(what, why=f"n = {call.waiting}, max_new_tokens = {max_new_tokens}: at least one is sampled")
@@ -214,31 +238,31 @@ class TokenLedger:
         why = f"the episode's branches would have {load.tokens} tokens before an answer, max_tokens is"
         raise Refused(what, why=f"{why} {self.max_tokens}", hint="end the episode here, or raise max_tokens")
 
-    def _leave(self, old: Call, kept: set[Key]) -> None:
-        """Do with what a drift left behind as the policy says."""
+    def _drop_history(self, old: CallNode, kept: set[Key]) -> None:
+        """Stop training the history that a drift left behind, as the policy for drift says."""
         if self._drift == "fork":
             return
-        for said in under(old):
-            if said.trained and not (self._drift == "realign" and said.keys & kept):
-                said.trained = False
-                self._counts.dropped_tokens += len(said.what.tokens)
-        self._tree.prune(list(calls_under(old)))
+        for completion in completions_below(old):
+            if completion.trained and not (self._drift == "realign" and completion.keys & kept):
+                completion.trained = False
+                self._counts.dropped_tokens += len(completion.sampled.tokens)
+        self._tree.prune(list(calls_below(old)))
 
     def sampled(self, plan: PromptPlan, what: Sampled, choice: int | None = None) -> Reply:
-        """Record a completion; `plan.n` times at most (more than once: siblings).
+        """Record a completion, at most `plan.n` of them (more than one are siblings).
 
         Args:
-            choice: which of the call's it is, from 0; None: they come in their order.
+            choice: its index among the call's completions; None: they come in order.
 
         Raises:
-            Refused: it does not fit (lengths, versions, finish reason, room), or as many as wanted are there.
+            Refused: it does not fit (lengths, versions, finish reason, room), or there are as many as wanted already.
             Gone: the call was abandoned.
         """
         call = self._open(plan)
         count = len(what.tokens)
-        if wrong := _wrong(what):
+        if wrong := _invalid(what):
             raise Refused(f"a completion of call {call.number} of session {self._session}", why=wrong)
-        # Its prompt is counted already, and what was held is for it.
+        # Its prompt is counted already, and the reserved tokens are for it.
         taken = self._tree.load.tokens - call.held
         if count > call.room or taken + count > self.max_tokens:
             left = max(0, min(call.room, self.max_tokens - taken))
@@ -257,26 +281,29 @@ class TokenLedger:
         message = self._message(parsed)
         self._replies += 1
         name = f"{self._session}-{self._replies}"
-        kept, rows = with_new_rows(call, what)
-        choice = len(call.said) if choice is None else choice
-        said = Said(name, self._replies, call, kept, {message_key(message)}, dict(message), spelled, choice, rows=rows)
-        self._tree.answer(said)
-        self._given.setdefault(call.number, []).append((said.order, name))
+        kept, rows = with_new_routing(call, what)
+        choice = len(call.completions) if choice is None else choice
+        completion = CompletionNode(
+            name, self._replies, call, kept, {message_key(message)}, dict(message), spelled, choice, rows=rows
+        )
+        self._tree.answer(completion)
+        self._reply_ids.setdefault(call.number, []).append((completion.order, name))
         called = parsed.calls and what.finish_reason == "stop"
-        return Reply(said.id, message, "tool_calls" if called else what.finish_reason, text)
+        return Reply(completion.id, message, "tool_calls" if called else what.finish_reason, text)
 
     def told(self, response: str, message: Message) -> None:
-        """The caller was told a reply in these words, which are not all that was sampled: it was cut before a stop
-        string, say. With them it is known again, where it was said; what was sampled stays.
+        """Record that the caller got a reply with less text than was sampled, as one that was cut at a stop string.
+
+        The reply is recognised by that text from now on; what was sampled stays.
 
         Raises:
             Refused: there is no such reply.
         """
-        said = self._named(response)
-        said.told = message_key(message)
-        said.keys.add(said.told)
+        completion = self._find(response)
+        completion.told = message_key(message)
+        completion.keys.add(completion.told)
 
-    def _open(self, plan: PromptPlan) -> Call:
+    def _open(self, plan: PromptPlan) -> CallNode:
         call = self._tree.calls.get(plan.node)
         what = f"a completion of call {plan.node} of session {self._session}"
         if call is None or call.abandoned:
@@ -305,38 +332,38 @@ class TokenLedger:
         return message
 
     def abandon(self, plan: PromptPlan) -> None:
-        """The call was cancelled: what was sampled for it is not trained, and what still comes is refused.
+        """Cancel a call: its completions are not trained, and further ones are refused.
 
-        Where a later call goes on from it already, it stays there as context.
+        If a later call continues one of them already, that stays as context.
         """
-        self._given.pop(plan.node, None)
+        self._reply_ids.pop(plan.node, None)
         call = self._tree.calls.get(plan.node)
         if call is None or call.abandoned:
             return
         self._counts.abandoned += 1
-        self._tree.give_up(call)
-        for said in call.said:
-            self._counts.abandoned_tokens += len(said.what.tokens) if said.trained else 0
-            said.trained = False
+        self._tree.abandon(call)
+        for completion in call.completions:
+            self._counts.abandoned_tokens += len(completion.sampled.tokens) if completion.trained else 0
+            completion.trained = False
         self._tree.prune([call])
 
     def conversation(self, response: str) -> list[Message]:
-        """The messages up to and with a reply, to which new ones can be added for `prompt(..., previous=response)`.
+        """Return the messages up to a reply, to which new ones can be added for `prompt(..., previous=response)`.
 
         Raises:
             Refused: there is no such reply.
         """
-        path = chain(self._named(response))
-        return [dict(message) for said in path for message in (*said.call.messages, said.message)]
+        path = completion_path(self._find(response))
+        return [dict(message) for completion in path for message in (*completion.call.messages, completion.message)]
 
     @property
     def replies(self) -> tuple[str, ...]:
-        """See Episode."""
-        return tuple(name for _, name in sorted(one for given in self._given.values() for one in given))
+        """Ids of all replies in order; see Episode."""
+        return tuple(name for _, name in sorted(one for given in self._reply_ids.values() for one in given))
 
     def episode(self) -> Episode:
-        """What is to be trained, as it stands now; open calls are not part of it."""
-        branches = tuple(branches_of(sorted(self._tree.said.values(), key=lambda one: one.order)))
+        """Return what is trained at this moment; open calls are not part of it."""
+        branches = tuple(branches_of(sorted(self._tree.completions.values(), key=lambda one: one.order)))
         pictures = self._pictures.data({one.digest for branch in branches for one in branch.media})
         return Episode(branches, msgspec.structs.replace(self._counts), pictures, self.replies)
 
@@ -346,24 +373,23 @@ def budget_exhausted(error: Refused) -> bool:
     return "or raise max_" in (error.hint or "")
 
 
-def _as_sampled(messages: Sequence[Message], keys: Sequence[Key], place: Place) -> Sequence[Message]:
-    """A conversation with the replies that it goes on from in the words that were sampled, where callers were told
-    less."""
+def _with_sampled_words(messages: Sequence[Message], keys: Sequence[Key], place: CallPosition) -> Sequence[Message]:
+    """Return a conversation in which replies have the text that was sampled, if callers got less of it."""
     found = list(messages)
-    for said in chain(place.above):
+    for completion in completion_path(place.above):
         # The first key is that of the tools.
-        if said.told is not None and keys[said.depth - 1] == said.told:
-            found[said.depth - 2] = {**found[said.depth - 2], "content": said.message["content"]}
+        if completion.told is not None and keys[completion.depth - 1] == completion.told:
+            found[completion.depth - 2] = {**found[completion.depth - 2], "content": completion.message["content"]}
     return found
 
 
-def _moved(call: Call) -> Iterator[Shown]:
-    """The pictures that are new in a call, where they stand in its prompt."""
+def _new_media(call: CallNode) -> Iterator[Shown]:
+    """Return the new pictures of a call at their positions in its prompt."""
     return (one.moved(call.start) for one in call.media)
 
 
-def _wrong(what: Sampled) -> str:
-    """Why this is no completion."""
+def _invalid(what: Sampled) -> str:
+    """Return why this is not a valid completion; empty if it is."""
     count = len(what.tokens)
     if what.finish_reason not in FINISHED:
         return f"it ended as {what.finish_reason!r}: only {' and '.join(FINISHED)} are ends, others are abandoned"

@@ -6,7 +6,7 @@ So histories stay short and are compared cheaply.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +15,6 @@ from relax_rt.roles.data.media.pictures import IMAGE, MOST_PICTURES, data_of, di
 from relax_rt.transport.rpc.errors import Refused
 
 if TYPE_CHECKING:
-    from relax_rt.roles.agentic.tokens.ledger import TokenLedger
     from relax_rt.roles.data.media.sight import Looked, Sight
 
 MOST_MEDIA_BYTES = 16 << 20
@@ -29,7 +28,7 @@ class Picture(NamedTuple):
     tokens: tuple[int, ...]
 
 
-class Pictures:
+class SessionPictures:
     """The pictures that a ledger was shown.
 
     Args:
@@ -110,7 +109,9 @@ def _process(part: Mapping[str, Any], number: int, sight: Sight) -> Looked:
         raise Refused(f"new picture {number}: {error.what}", why=error.why, hint=error.hint) from error
 
 
-def with_digests(messages: Sequence[Message], looked: Sequence[Looked], ledger: TokenLedger) -> list[Message]:
+def with_digests(
+    messages: Sequence[Message], looked: Sequence[Looked], show: Callable[[Looked], Message]
+) -> list[Message]:
     """Return messages with new pictures replaced by their digests; they were processed in this order.
 
     Raises:
@@ -119,7 +120,7 @@ def with_digests(messages: Sequence[Message], looked: Sequence[Looked], ledger: 
     following = iter(looked)
 
     def of(part: Any) -> Any:
-        return ledger.show(next(following)) if is_picture(part) and not digest_in(part) else part
+        return show(next(following)) if is_picture(part) and not digest_in(part) else part
 
     return [
         {**message, "content": [of(part) for part in content]}
@@ -129,12 +130,17 @@ def with_digests(messages: Sequence[Message], looked: Sequence[Looked], ledger: 
     ]
 
 
-async def ingest_pictures(messages: list[Message], ledger: TokenLedger) -> list[Message]:
-    """Process the new pictures of messages and name them by digest, if the ledger's model takes pictures.
+async def ingest_pictures(
+    messages: list[Message], sight: Sight | None, show: Callable[[Looked], Message]
+) -> list[Message]:
+    """Process the new pictures of messages and name them by digest, if the model takes pictures (`sight`).
+
+    Args:
+        show: TokenLedger.show.
 
     Raises:
         Refused: see `process_pictures` and `with_digests`.
     """
-    if (sight := ledger.sight) is None or not (parts := new_pictures(messages)):
+    if sight is None or not (parts := new_pictures(messages)):
         return messages
-    return with_digests(messages, await process_pictures(parts, sight), ledger)
+    return with_digests(messages, await process_pictures(parts, sight), show)

@@ -11,15 +11,17 @@ from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.settings import ModelTable
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
+from relax_rt.roles.rollout.engines import make_engine
+from relax_rt.roles.rollout.engines.base import Chunk, Engine
+from relax_rt.roles.rollout.generation import GenerationService, serve_generation
+from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower, committed_versions
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from relax_rt.roles.rollout.engines.base import Chunk, Engine
-    from relax_rt.roles.rollout.generation import GenerationService
-    from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
 
 LOAD_ALLOWANCE_S = 120.0
 REPORT_EVERY_S = 2.0
@@ -37,7 +39,6 @@ def judge_folder(config: RunConfig, config_dir: Path) -> Path:
     Raises:
         RelaxError: there is none.
     """
-    from relax_rt.roles.models.resolve import resolve_model
 
     return resolve_model(genrm_settings(config).model or config.table(ModelTable).path, config_dir)
 
@@ -68,9 +69,6 @@ class GenrmRole(RLRole[GenrmSettings]):
         self.generation: GenerationService
 
     async def setup(self) -> None:
-        from relax_rt.roles.rollout.generation import serve_generation
-        from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
-
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
         await asyncio.to_thread(self._load)
         self.failure = EngineFailure()
@@ -79,8 +77,6 @@ class GenrmRole(RLRole[GenrmSettings]):
         await self.engine.start(self._on_chunks, self.failure)
 
     def _load(self) -> None:
-        from relax_rt.roles.rollout.engines import make_engine
-
         self.engine = make_engine(self.ctx, judge_folder(self.config, self.config_dir), self.settings)
         self.resources.push_async_callback(self.engine.close, 5.0)
 
@@ -104,8 +100,6 @@ class GenrmRole(RLRole[GenrmSettings]):
 
     async def _follow(self) -> None:
         if self.settings.follow:
-            from relax_rt.roles.training.publication.follower import committed_versions
-
             self.ctx.progress.waiting("the first committed weights")
             async for record in committed_versions(self.ctx):
                 await self.follower.follow(record)

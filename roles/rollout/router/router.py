@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from relax_rt.interfaces.members import Discovery, Members
+from relax_rt.interfaces.members import Members, watch_members
 from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.roles.rollout.router.admission import (
     AdmissionAction,
@@ -351,7 +351,7 @@ class Router:
             self._do(self.core.tick(self._now()))
 
     async def _follow(self) -> None:
-        async with Discovery(self._run.registry).watch(self._role) as members:
+        async with watch_members(self._run.registry, self._role) as members:
             self._members = members
             async for now in members.changes():
                 versions = await self._versions(members.committed)

@@ -149,7 +149,7 @@ def whitened(values: list[Floats]) -> list[Floats]:
     return [(v - mean) / (std + WHITEN_EPS) for v in values]
 
 
-def to_go(values: Floats) -> Floats:
+def reward_to_go(values: Floats) -> Floats:
     """Sums of each entry and all after it, [n]."""
     return np.cumsum(values[::-1])[::-1]
 
@@ -173,7 +173,7 @@ def reinforce_pp(batch: AdvantageInputs, options: WhitenOptions) -> list[NDArray
     Returns:
         float32 [T] for each trajectory.
     """
-    values = [t.reward - to_go(t.penalty[t.steps]) for t in batch.trajectories]
+    values = [t.reward - reward_to_go(t.penalty[t.steps]) for t in batch.trajectories]
     return _placed(batch, values, options.whiten)
 
 

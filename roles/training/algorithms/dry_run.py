@@ -23,7 +23,7 @@ from relax_rt.config.problems import KeyPath
 from relax_rt.roles.base.sample import Sample, TurnSpan, bare_meta
 from relax_rt.roles.base.user_code import user_line
 from relax_rt.roles.training.algorithms.objective import Objective, read_parts
-from relax_rt.roles.training.algorithms.registry import OwnPartFailed
+from relax_rt.roles.training.algorithms.registry import UserPartFailed
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.algorithms.tensors import TokenTensors
 from relax_rt.transport.rpc.errors import Refused
@@ -40,7 +40,7 @@ class DoesNotReturn(Exception):
     """Raised in the middle of a part that takes too long, so that the line is known."""
 
 
-class Asked(msgspec.Struct, frozen=True):
+class DryRunRequest(msgspec.Struct, frozen=True):
     """What to call, and for how many seconds at most. `turns`: samples come with turn rewards and states."""
 
     table: AlgorithmTable
@@ -50,7 +50,7 @@ class Asked(msgspec.Struct, frozen=True):
     calls_s: float
 
 
-class Found(msgspec.Struct, frozen=True):
+class DryRunFailure(msgspec.Struct, frozen=True):
     """What went wrong first. `returned`: the part returned something wrong, which it does on any device."""
 
     place: KeyPath
@@ -58,7 +58,7 @@ class Found(msgspec.Struct, frozen=True):
     returned: bool = False
 
 
-def first_failure(asked: Asked) -> Found | None:
+def first_failure(asked: DryRunRequest) -> DryRunFailure | None:
     """Call the advantage, its returns, the aggregation's count and the loss, with all that belongs to it."""
     parts = read_parts(asked.table, base=asked.base, longest=asked.longest)
     if isinstance(parts, list):
@@ -75,15 +75,15 @@ def first_failure(asked: Asked) -> Found | None:
         loss, _ = objective.loss(tokens)
         if parts.loss.target and not loss.requires_grad:
             raise parts.loss.wrong(NO_GRADIENT, tokens)
-    except OwnPartFailed as error:
-        return Found(error.place, f"{error.who} failed in a dry run: {error.told}", not error.raised)
+    except UserPartFailed as error:
+        return DryRunFailure(error.place, f"{error.who} failed in a dry run: {error.told}", not error.raised)
     except Refused:
         # The made-up batch lacks something that a part of a known name asks for: nothing can be said of the user's.
         return None
     except Exception as error:  # noqa: BLE001 - it ends this process, and is told
         # Of memory or a device, which is not laid to a part; or of a known part, after what a user's returned.
         told = f"{type(error).__name__}: {error} at {user_line(error)}"
-        return Found(("algorithm",), f"a part failed in a dry run: {told}")
+        return DryRunFailure(("algorithm",), f"a part failed in a dry run: {told}")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     return None
@@ -99,7 +99,7 @@ def _interrupt_after(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-def _samples(objective: Objective, asked: Asked) -> list[Sample]:
+def _samples(objective: Objective, asked: DryRunRequest) -> list[Sample]:
     """A step's groups, of several lengths and rewards, with the columns that a trainer would give them."""
     table, needs = asked.table, objective.needs
     groups = min(table.prompts_per_step, max(LOSS_GROUPS, MOST_SAMPLES // table.group_size))
@@ -158,11 +158,11 @@ def _tokens(samples: Sequence[Sample], objective: Objective) -> TokenTensors:
 
 
 def main() -> None:
-    """Read an `Asked` from standard input, and write what was found to standard output."""
+    """Read an `DryRunRequest` from standard input, and write what was found to standard output."""
     # What a part prints is not the answer.
     answer = os.dup(1)
     os.dup2(2, 1)
-    asked: Asked = pickle.load(sys.stdin.buffer)
+    asked: DryRunRequest = pickle.load(sys.stdin.buffer)
     found = first_failure(asked)
     with os.fdopen(answer, "wb") as stream:
         stream.write(msgspec.json.encode(found))
@@ -177,7 +177,7 @@ LOAD_S, CALLS_S = 120.0, 30.0
 """For its process to import torch and the user's files, and for all the calls."""
 
 
-def call_in_process(asked: Asked) -> Found | None:
+def call_in_process(asked: DryRunRequest) -> DryRunFailure | None:
     """Call the parts in a process of its own, and return what went wrong first."""
     command = [sys.executable, "-P", "-m", CALLS]
     try:
@@ -186,7 +186,7 @@ def call_in_process(asked: Asked) -> Found | None:
         )
     except subprocess.TimeoutExpired as error:
         told = f"a part failed in a dry run: it does not return within {error.timeout:g} s"
-        return Found(("algorithm",), told)
+        return DryRunFailure(("algorithm",), told)
     if ended.returncode == -signal.SIGALRM:
         how = f"it does not return within {asked.calls_s:g} s, and catches what interrupts it"
     elif ended.returncode < 0:
@@ -194,5 +194,5 @@ def call_in_process(asked: Asked) -> Found | None:
     else:
         how = f"its process ended with {ended.returncode} and no answer"
     if ended.returncode or not ended.stdout:
-        return Found(("algorithm",), f"a part failed in a dry run: {how}; what it printed stands above")
-    return msgspec.json.decode(ended.stdout, type=Found | None)
+        return DryRunFailure(("algorithm",), f"a part failed in a dry run: {how}; what it printed stands above")
+    return msgspec.json.decode(ended.stdout, type=DryRunFailure | None)

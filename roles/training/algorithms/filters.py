@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from relax_rt.config.schema import Table
 from relax_rt.roles.training.algorithms.advantages import EQUAL
 from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
-from relax_rt.roles.training.algorithms.registry import Bound, described, part
+from relax_rt.roles.training.algorithms.registry import BoundPart, describe, part
 from relax_rt.roles.training.algorithms.settings import RefillOptions
 from relax_rt.transport.rpc.errors import Refused
 
@@ -67,7 +67,7 @@ class TruncatedOptions(Table):
 def zero_variance(group: ScoredGroup, history: PromptHistory, options: SpreadOptions) -> str:
     """Groups of equal rewards are left out: no advantage comes of them.
 
-    DAPO's dynamic sampling (arXiv 2503.14476, section 3.2), together with `Refill`.
+    DAPO's dynamic sampling (arXiv 2503.14476, section 3.2), together with `RefillPolicy`.
     """
     if not group.rewards:
         return MASKED
@@ -96,11 +96,11 @@ def truncated(group: ScoredGroup, history: PromptHistory, options: TruncatedOpti
     return ""
 
 
-State = Literal["lacking", "full", "short", "barren"]
+State = Literal["lacking", "full", "short", "none_passed"]
 """Of a step: groups are lacking; it has all; it is to be taken with fewer; nothing was kept of all it may cost."""
 
 
-class Drop(msgspec.Struct, frozen=True):
+class FilteredGroup(msgspec.Struct, frozen=True):
     """A group is left out: by which rule, and why."""
 
     key: int
@@ -108,7 +108,7 @@ class Drop(msgspec.Struct, frozen=True):
     why: str
 
 
-class Refill:
+class RefillPolicy:
     """A pure state machine: scored groups in, the verdict on them out.
 
     Of the groups that are under way it says only how many there should be. Which of them are lost, late or too stale is
@@ -120,7 +120,7 @@ class Refill:
     """
 
     def __init__(
-        self, wanted: int, filters: Sequence[Bound], history: PromptHistory, options: RefillOptions | None = None
+        self, wanted: int, filters: Sequence[BoundPart], history: PromptHistory, options: RefillOptions | None = None
     ) -> None:
         self.wanted, self._filters, self.history = wanted, filters, history
         self._options = options or RefillOptions()
@@ -136,23 +136,23 @@ class Refill:
         """A step begins."""
         self._kept = self._scored = 0
 
-    def scored(self, group: ScoredGroup, step: int) -> Drop | None:
+    def scored(self, group: ScoredGroup, step: int) -> FilteredGroup | None:
         """A group came with its rewards; answers whether it is left out.
 
         Raises:
-            OwnPartFailed: a user's filter failed, or returned something else than a text.
+            UserPartFailed: a user's filter failed, or returned something else than a text.
         """
         self.history.record(group.item, group.rewards, step)
         drop = self._judge(group)
         self._count(drop)
         return drop
 
-    def left_out(self, group: ScoredGroup, step: int, drop: Drop) -> None:
+    def filtered(self, group: ScoredGroup, step: int, drop: FilteredGroup) -> None:
         """A group came and was judged by another: it is left out."""
         self.history.record(group.item, group.rewards, step)
         self._count(drop)
 
-    def _count(self, drop: Drop | None) -> None:
+    def _count(self, drop: FilteredGroup | None) -> None:
         self._scored += 1
         memory = self._options.memory
         self._share = memory * self._share + (1 - memory) * (drop is None)
@@ -161,14 +161,14 @@ class Refill:
         else:
             self.dropped[drop.rule] = self.dropped.get(drop.rule, 0) + 1
 
-    def _judge(self, group: ScoredGroup) -> Drop | None:
+    def _judge(self, group: ScoredGroup) -> FilteredGroup | None:
         for rule in self._filters:
             why = rule(group, self.history)
             if why is not None and not isinstance(why, str | bool | np.bool_):
-                message = f"it returned {described([why])}: a filter returns why a group is left out, or an empty text"
+                message = f"it returned {describe([why])}: a filter returns why a group is left out, or an empty text"
                 raise rule.wrong(message, group)
             if why:
-                return Drop(group.key, rule.part.name, f"{rule.part.name}: {why}")
+                return FilteredGroup(group.key, rule.part.name, f"{rule.part.name}: {why}")
         return None
 
     @property
@@ -178,10 +178,10 @@ class Refill:
             return "full"
         if self._scored < self._options.most * self.wanted:
             return "lacking"
-        return "short" if self._kept else "barren"
+        return "short" if self._kept else "none_passed"
 
     @property
-    def share(self) -> float:
+    def pass_rate(self) -> float:
         """The running share of groups that pass."""
         return self._share
 
@@ -193,9 +193,9 @@ class Refill:
         share = max(self._share, 1 / self._options.most)
         return math.ceil(lacking * self._options.over_sample / share - 1e-9) - lacking
 
-    def copy(self) -> Refill:
+    def copy(self) -> RefillPolicy:
         """The same machine with a history of its own, from now on apart."""
-        other = Refill(self.wanted, self._filters, self.history.copy(), self._options)
+        other = RefillPolicy(self.wanted, self._filters, self.history.copy(), self._options)
         other._kept, other._scored = self._kept, self._scored
         other._share, other.dropped = self._share, dict(self.dropped)
         return other

@@ -1,4 +1,4 @@
-"""What advantages are computed from: the samples of a step, as plain numbers."""
+"""The samples of a step as plain numbers: what advantage estimators compute from."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _order(sample: Sample, turns: int) -> list[int]:
 
 
 def _steps(sample: Sample, mask: NDArray[np.bool_], turns: Sequence[tuple[int, int]]) -> NDArray[np.intp]:
-    """See Trajectory.steps. Raises: Refused, if branches have trained tokens in no turn."""
+    """Return `Trajectory.steps`. Raises: Refused, if branches have trained tokens in no turn."""
     if not sample.meta.branches:
         return np.flatnonzero(mask)
     steps = np.concatenate([np.zeros(0, np.intp), *(start + np.flatnonzero(mask[start:end]) for start, end in turns)])

@@ -1,4 +1,4 @@
-"""The learning rate of each step."""
+"""The learning-rate schedule of RL and cold start, and its checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relax_rt.roles.training.algorithms.settings import Schedule
 
 
 class Rates(Protocol):
-    """The keys of a table that say how its learning rate goes."""
+    """The keys of a table that define its learning-rate schedule."""
 
     @property
     def learning_rate(self) -> float: ...
@@ -24,10 +24,10 @@ class Rates(Protocol):
 
 
 def learning_rate(table: Rates, number: int, steps: int) -> float:
-    """Of a step: up to the full rate over the warm-up, then down to the floor as the schedule has it.
+    """Return the learning rate of a step: a linear warm-up, then the schedule down to the floor.
 
-    Of the step's number alone, so that a training that is resumed goes on as it would have. The floor is the rate of
-    the step that would follow the last one: with a floor of 0 no step is without effect. Cosine: SGDR (arXiv
+    It depends on the step's number alone, so that a resumed training continues as it would have. The floor is the rate
+    of the step that would follow the last one: with a floor of 0 no step is without effect. Cosine: SGDR (arXiv
     1608.03983, equation 5), without restarts.
 
     Args:
@@ -44,7 +44,7 @@ def learning_rate(table: Rates, number: int, steps: int) -> float:
 
 
 def check_rates(table: Rates, place: KeyPath, steps: int | None) -> Iterator[Problem]:
-    """What of these keys cannot be meant.
+    """Yield what cannot be meant of these keys.
 
     Args:
         steps: of the training, where they are known.

@@ -16,8 +16,15 @@ from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.training.algorithms.advantages import apply_truncation
 from relax_rt.roles.training.algorithms.inputs import AdvantageInputs, Trajectory, trajectory
-from relax_rt.roles.training.algorithms.registry import Bound, Kind, bind
-from relax_rt.roles.training.algorithms.results import array, arrays, flat, number, two_numbers, with_metrics
+from relax_rt.roles.training.algorithms.registry import BoundPart, Kind, bind
+from relax_rt.roles.training.algorithms.results import (
+    check_array,
+    check_arrays,
+    check_metrics,
+    check_number,
+    check_pair,
+    check_tensor,
+)
 from relax_rt.roles.training.algorithms.tensors import Metrics, TokenTensors, log_ratio, merge
 from relax_rt.transport.rpc.errors import Refused
 
@@ -33,23 +40,25 @@ COMMON_OPTIONS = ("clip_low", "clip_high", "normalise_std")
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ObjectiveParts:
     """The parts of an objective."""
 
-    advantage: Bound
-    loss: Bound
-    aggregation: Bound
-    corrections: tuple[Bound, ...] = ()
-    kl: Bound | None = None
-    entropy: Bound | None = None
+    advantage: BoundPart
+    loss: BoundPart
+    aggregation: BoundPart
+    corrections: tuple[BoundPart, ...] = ()
+    kl: BoundPart | None = None
+    entropy: BoundPart | None = None
 
-    def all(self) -> list[Bound]:
+    def all(self) -> list[BoundPart]:
         """Every part that is there."""
         rest = [part for part in (self.kl, self.entropy) if part is not None]
         return [self.advantage, self.loss, self.aggregation, *self.corrections, *rest]
 
 
-def read_parts(table: AlgorithmTable, *, base: Path = Path(), longest: int | None = None) -> Parts | list[Problem]:
+def read_parts(
+    table: AlgorithmTable, *, base: Path = Path(), longest: int | None = None
+) -> ObjectiveParts | list[Problem]:
     """The parts that a table names, or everything that is wrong with how it names them.
 
     Args:
@@ -62,13 +71,13 @@ def read_parts(table: AlgorithmTable, *, base: Path = Path(), longest: int | Non
         common["length"] = longest
     problems: list[Problem] = []
 
-    def one(kind: Kind, given: Any, *place: str | int) -> Bound:
+    def one(kind: Kind, given: Any, *place: str | int) -> BoundPart:
         path: KeyPath = ("algorithm", *place)
         found = bind(kind, given, path, base=base, defaults=common)
-        problems.extend(found if isinstance(found, list) else _incomplete(found))
-        return cast(Bound, found)
+        problems.extend(found if isinstance(found, list) else _missing_functions(found))
+        return cast(BoundPart, found)
 
-    parts = Parts(
+    parts = ObjectiveParts(
         advantage=one("advantage", table.advantage, "advantage"),
         loss=one("loss", table.loss, "loss"),
         aggregation=one("aggregation", table.aggregation, "aggregation"),
@@ -79,7 +88,7 @@ def read_parts(table: AlgorithmTable, *, base: Path = Path(), longest: int | Non
     return problems or parts
 
 
-def _incomplete(bound: Bound) -> list[Problem]:
+def _missing_functions(bound: BoundPart) -> list[Problem]:
     """What a user's part lacks of what its kind must have."""
     kind, name = bound.part.kind, bound.part.name
     if (second := BELONGS.get(kind)) and second not in bound.part.extras:
@@ -100,7 +109,9 @@ class Objective:
         entropy_coefficient: of the entropy term of the step.
     """
 
-    def __init__(self, table: AlgorithmTable, parts: Parts, *, base: Path = Path(), longest: int | None = None) -> None:
+    def __init__(
+        self, table: AlgorithmTable, parts: ObjectiveParts, *, base: Path = Path(), longest: int | None = None
+    ) -> None:
         self._table, self.base, self.longest = table, base, longest
         self.parts = parts
         own = {"proximal"} if self._looks_at_policy else set()
@@ -148,15 +159,15 @@ class Objective:
             Tokens whose advantage the loss took away beforehand (its `prepare`, as that of `m2po`).
 
         Raises:
-            Refused: a sample lacks what is needed. OwnPartFailed: a user's function failed, or returned another shape.
+            Refused: a sample lacks what is needed. UserPartFailed: a user's function failed, or returned another shape.
         """
         kept, rewards = self._truncated(samples)
         inputs = AdvantageInputs([self._trajectory(s, r) for s, r in zip(kept, rewards, strict=True)])
-        values, left_out = arrays(self.parts.advantage, self.parts.advantage(inputs), inputs), 0
+        values, left_out = check_arrays(self.parts.advantage, self.parts.advantage(inputs), inputs), 0
         if "prepare" in self.parts.loss.part.extras:
             before = [one.copy() for one in values]
             prepared = self.parts.loss.extra("prepare", inputs, values)
-            values = arrays(self.parts.loss, prepared, inputs, extra="prepare")
+            values = check_arrays(self.parts.loss, prepared, inputs, extra="prepare")
             left_out = sum(int(((was != 0) & (now == 0)).sum()) for was, now in zip(before, values, strict=True))
         for sample in samples:
             sample.advantages = np.zeros(len(sample.tokens), np.float32)
@@ -174,7 +185,7 @@ class Objective:
             float32 [T] each, 0 where nothing is trained; None for samples that the truncation policy masks.
 
         Raises:
-            Refused: the advantage does not say. OwnPartFailed: a user's function failed, or returned another shape.
+            Refused: the advantage does not say. UserPartFailed: a user's function failed, or returned another shape.
         """
         advantage = self.parts.advantage
         if "returns" not in advantage.part.extras:
@@ -183,7 +194,7 @@ class Objective:
             raise Refused(f"advantage {advantage.part.name}: a critic learns returns", why=why, hint=hint)
         kept, rewards = self._truncated(samples)
         inputs = AdvantageInputs([self._trajectory(s, r) for s, r in zip(kept, rewards, strict=True)])
-        found = arrays(advantage, advantage.extra("returns", inputs), inputs, extra="returns")
+        found = check_arrays(advantage, advantage.extra("returns", inputs), inputs, extra="returns")
         by_sample = {id(sample): returns for sample, returns in zip(kept, found, strict=True)}
         return [by_sample.get(id(sample)) for sample in samples]
 
@@ -223,7 +234,7 @@ class Objective:
             if one.reference is None:
                 raise Refused(f"sample {sample.meta.group}.{sample.meta.member}", why="it has no reference_logprobs")
             gap = np.where(one.mask, one.current - one.reference, 0.0)
-            cost = array(kl, kl.extra("cost", gap), gap, extra="cost", dtype=np.float64)
+            cost = check_array(kl, kl.extra("cost", gap), gap, extra="cost", dtype=np.float64)
             one.penalty = kl.options.coefficient * cost
         return one
 
@@ -241,7 +252,9 @@ class Objective:
     def count(self, samples: Sequence[Sample]) -> float:
         """What the summed loss of these samples is divided by, once, after `advantages`; it adds up over parts of a
         batch that keep groups whole."""
-        return number(self.parts.aggregation, self.parts.aggregation.extra("count", samples), samples, extra="count")
+        return check_number(
+            self.parts.aggregation, self.parts.aggregation.extra("count", samples), samples, extra="count"
+        )
 
     def idle(self, sample: Sample) -> bool:
         """Whether a sample, after `advantages`, has no part in the gradient: it need not be computed."""
@@ -267,7 +280,7 @@ class Objective:
             `weight`, with corrections or a loss that leaves tokens out `rejected`; and the loss's own, as `clipped`.
 
         Raises:
-            OwnPartFailed: a user's function failed, or returned something else.
+            UserPartFailed: a user's function failed, or returned something else.
         """
         if "proximal" not in self.needs and tokens.proximal is not None:
             # Whoever computed it, it is not of the weights that this step begins with.
@@ -275,23 +288,23 @@ class Objective:
         metrics = _mismatch(tokens)
         if "proximal" in self.needs and tokens.proximal is None:
             tokens = dataclasses.replace(tokens, proximal=tokens.logprobs.detach())
-        each, own = with_metrics(self.parts.loss, self.parts.loss(tokens), tokens)
+        each, own = check_metrics(self.parts.loss, self.parts.loss(tokens), tokens)
         merge(metrics, own)
         left_out = self.parts.loss.extra("left_out", tokens) if "left_out" in self.parts.loss.part.extras else None
         if left_out is not None:
-            left_out = flat(self.parts.loss, left_out, tokens, extra="left_out") != 0
+            left_out = check_tensor(self.parts.loss, left_out, tokens, extra="left_out") != 0
             metrics["rejected"] = float((tokens.mask & left_out).sum())
         if self.parts.corrections:
             each = self._corrected(each, tokens, left_out, metrics)
         if self.parts.kl is not None and not self._kl_in_reward:
-            distance = flat(self.parts.kl, self.parts.kl(tokens), tokens)
+            distance = check_tensor(self.parts.kl, self.parts.kl(tokens), tokens)
             metrics["kl_reference"] = float(distance.detach().sum())
             each = each + self.parts.kl.options.coefficient * distance
         if tokens.entropy is not None:
             metrics["entropy"] = float(tokens.entropy.detach().sum())
             if self.parts.entropy is not None:
                 each = each - self.entropy_coefficient * tokens.entropy
-        weight = flat(self.parts.aggregation, self.parts.aggregation(tokens), tokens)
+        weight = check_tensor(self.parts.aggregation, self.parts.aggregation(tokens), tokens)
         return (weight * each).sum(), metrics
 
     def _corrected(
@@ -300,7 +313,7 @@ class Objective:
         """The loss under the corrections' weights. left_out: bool [m], tokens to which the loss itself gives none."""
         weight = tokens.mask.to(each.dtype)
         for correction in self.parts.corrections:
-            factor, found = with_metrics(correction, correction(tokens), tokens)
+            factor, found = check_metrics(correction, correction(tokens), tokens)
             merge(metrics, {k: v for k, v in found.items() if k != "rejected"})
             weight = weight * factor.detach()
         rejected = weight == 0 if left_out is None else (weight == 0) | left_out
@@ -313,7 +326,7 @@ class Objective:
         if self.parts.entropy is not None and metrics.get("tokens"):
             entropy = metrics.get("entropy", 0.0) / metrics["tokens"]
             found = self.parts.entropy(self._entropy_base, entropy)
-            self.entropy_coefficient, self._entropy_base = two_numbers(
+            self.entropy_coefficient, self._entropy_base = check_pair(
                 self.parts.entropy, found, self._entropy_base, entropy
             )
 

@@ -13,7 +13,7 @@ SUCCESS = 0.5
 """A sample whose reward is above this succeeded, unless told otherwise."""
 
 
-class Outcomes(msgspec.Struct, array_like=True, frozen=True):
+class PromptOutcomes(msgspec.Struct, array_like=True, frozen=True):
     """The outcomes of one prompt.
 
     Attributes:
@@ -38,7 +38,7 @@ class PromptHistory:
 
     def __init__(self, *, decay: float = 0.5, success: float = SUCCESS) -> None:
         self.decay, self.success = decay, success
-        self._items: dict[str, Outcomes] = {}
+        self._items: dict[str, PromptOutcomes] = {}
 
     def record(self, item: str, rewards: Sequence[float], step: int) -> None:
         """A group of this prompt was scored, whatever became of it then."""
@@ -47,7 +47,7 @@ class PromptHistory:
         found = self.outcomes(item)
         successes = sum(r > self.success for r in rewards)
         share = successes / len(rewards)
-        self._items[item] = Outcomes(
+        self._items[item] = PromptOutcomes(
             groups=found.groups + 1,
             samples=found.samples + len(rewards),
             successes=found.successes + successes,
@@ -60,9 +60,9 @@ class PromptHistory:
         found = self._items.get(item)
         return found.rate if found else None
 
-    def outcomes(self, item: str) -> Outcomes:
+    def outcomes(self, item: str) -> PromptOutcomes:
         """The outcomes of a prompt; zeros if no group was scored."""
-        return self._items.get(item, Outcomes())
+        return self._items.get(item, PromptOutcomes())
 
     def rare(self, below: float, before: int) -> Iterator[str]:
         """Prompts that succeeded at least once, at a rate of at most `below`, and were last seen before a step."""
@@ -94,7 +94,7 @@ class PromptHistory:
             Refused: it is not what `state` gave.
         """
         try:
-            items = msgspec.convert(state["items"], dict[str, Outcomes])
+            items = msgspec.convert(state["items"], dict[str, PromptOutcomes])
         except (KeyError, TypeError, msgspec.ValidationError) as error:
             raise Refused("prompt history of a checkpoint", why=str(error)) from error
         self._items = items

@@ -42,7 +42,7 @@ MOST_CHARS = 600
 SHOWN_CHARS = 40
 
 
-class OwnPartFailed(BadInput):
+class UserPartFailed(BadInput):
     """A user's own part raised, or returned what it may not (`raised` says which)."""
 
     def __init__(self, who: str, place: KeyPath, why: str, on: str, *, raised: bool = False) -> None:
@@ -52,43 +52,43 @@ class OwnPartFailed(BadInput):
 
 
 @contextmanager
-def own_code(who: str, place: KeyPath, arguments: Sequence[Any]) -> Iterator[None]:
+def user_code(who: str, place: KeyPath, arguments: Sequence[Any]) -> Iterator[None]:
     """Around a call of a user's part.
 
     Args:
         who: as "loss 'mine.py:my_loss'". place: the key that names it.
 
     Raises:
-        OwnPartFailed: it raised, or called sys.exit. What a lack of memory or the device makes it raise passes
+        UserPartFailed: it raised, or called sys.exit. What a lack of memory or the device makes it raise passes
             through: smaller micro-batches, or another start, may mend that.
     """
     from relax_rt.roles.base.user_code import user_line
 
     try:
         yield
-    except OwnPartFailed:
+    except UserPartFailed:
         raise
     except (Exception, SystemExit) as error:
         # It may raise anything.
-        if _of_the_machine(error):
+        if _is_machine_failure(error):
             raise
         why = f"{type(error).__name__}: {error} at {user_line(error)}"
-        raise OwnPartFailed(who, place, why, described(arguments), raised=True) from error
+        raise UserPartFailed(who, place, why, describe(arguments), raised=True) from error
 
 
-def _of_the_machine(error: BaseException) -> bool:
+def _is_machine_failure(error: BaseException) -> bool:
     from relax_rt.roles.models.device import out_of_memory
 
     return classify_exception(error) in ("cuda", "oom") or out_of_memory(error)
 
 
-def line_of(function: Callable[..., Any]) -> str:
+def definition_line(function: Callable[..., Any]) -> str:
     """`file:line` where it is defined."""
     code = getattr(function, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "an unknown line"
 
 
-def described(arguments: Sequence[Any]) -> str:
+def describe(arguments: Sequence[Any]) -> str:
     """Names, shapes and dtypes of arguments in a line."""
     text = ", ".join(_one(value) for value in arguments)
     return text if len(text) <= MOST_CHARS else text[: MOST_CHARS - 1] + "…"
@@ -148,7 +148,7 @@ class FreeOptions(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ObjectivePart:
     """A function that can be named in [algorithm].
 
     Attributes:
@@ -172,7 +172,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class BoundPart:
     """A part with its options.
 
     Attributes:
@@ -180,7 +180,7 @@ class Bound:
         target: the import path by which a user's own function was named; empty for a part of a known name.
     """
 
-    part: Part
+    part: ObjectivePart
     options: Any
     place: KeyPath
     target: str = ""
@@ -191,7 +191,7 @@ class Bound:
         return self.part.needs(self.options)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call it with the options. Raises: OwnPartFailed, if it is a user's own and raises."""
+        """Call it with the options. Raises: UserPartFailed, if it is a user's own and raises."""
         return self._called("", self.part.function, arguments)
 
     def extra(self, name: str, *arguments: Any) -> Any:
@@ -201,7 +201,7 @@ class Bound:
     def _called(self, extra: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         if not self.target:
             return function(*arguments, self.options)
-        with own_code(self.who(extra), self.place, arguments):
+        with user_code(self.who(extra), self.place, arguments):
             return function(*arguments, self.options)
 
     def who(self, extra: str = "") -> str:
@@ -217,10 +217,10 @@ class Bound:
         if not self.target:
             return Refused(self.who(extra), why=why)
         function = self.part.extras[extra] if extra else self.part.function
-        return OwnPartFailed(self.who(extra), self.place, f"{why} ({line_of(function)})", described(arguments))
+        return UserPartFailed(self.who(extra), self.place, f"{why} ({definition_line(function)})", describe(arguments))
 
 
-_PARTS: dict[str, dict[str, Part]] = {kind: {} for kind in get_args(Kind)}
+_PARTS: dict[str, dict[str, ObjectivePart]] = {kind: {} for kind in get_args(Kind)}
 
 
 def part(
@@ -250,7 +250,7 @@ def part(
 
     def declare(function: F) -> F:
         table = options or (NoOptions if name else FreeOptions)
-        made = Part(kind, name or function.__name__, function, table, wanted, extras, frozenset(traits))
+        made = ObjectivePart(kind, name or function.__name__, function, table, wanted, extras, frozenset(traits))
         function.__dict__["algorithm_part"] = made
         if name is not None:
             if name in _PARTS[kind]:
@@ -267,7 +267,7 @@ def _load_families() -> None:
         importlib.import_module(f"relax_rt.roles.training.algorithms.{family}")
 
 
-def parts(kind: Kind) -> Mapping[str, Part]:
+def parts(kind: Kind) -> Mapping[str, ObjectivePart]:
     """The parts of a kind that have a name, by it."""
     _load_families()
     return _PARTS[kind]
@@ -275,7 +275,7 @@ def parts(kind: Kind) -> Mapping[str, Part]:
 
 def bind(
     kind: Kind, given: str | Mapping[str, Any], place: KeyPath, *, base: Path = Path(), defaults: Mapping[str, Any]
-) -> Bound | list[Problem]:
+) -> BoundPart | list[Problem]:
     """The part that a config names, with its options; or what is wrong with it.
 
     Args:
@@ -297,10 +297,10 @@ def bind(
             table.setdefault(key, value)
     options = validate(found.options, table, place)
     target = "" if name in parts(kind) else name
-    return options if isinstance(options, list) else Bound(found, options, place, target)
+    return options if isinstance(options, list) else BoundPart(found, options, place, target)
 
 
-def _find(kind: Kind, name: str, place: KeyPath, base: Path) -> Part | Problem:
+def _find(kind: Kind, name: str, place: KeyPath, base: Path) -> ObjectivePart | Problem:
     known = parts(kind)
     if name in known:
         return known[name]
@@ -314,16 +314,16 @@ def _find(kind: Kind, name: str, place: KeyPath, base: Path) -> Part | Problem:
     except TargetError as error:
         return Problem(place, error.what + (f": {error.why}" if error.why else ""), error.hint)
     made = getattr(function, "algorithm_part", None)
-    if isinstance(made, Part):
+    if isinstance(made, ObjectivePart):
         if made.kind != kind:
             return Problem(place, f"{name} is declared as a {made.kind}, not as a {kind}")
         return made
     if not callable(function):
         return Problem(place, f"{name} is a {type(function).__name__}, not a function")
-    return Part(kind, name, function, FreeOptions, lambda _: frozenset(), {}, frozenset())
+    return ObjectivePart(kind, name, function, FreeOptions, lambda _: frozenset(), {}, frozenset())
 
 
-def bound(kind: Kind, given: str | Mapping[str, Any], **defaults: Any) -> Bound:
+def bound(kind: Kind, given: str | Mapping[str, Any], **defaults: Any) -> BoundPart:
     """A part by name, for code and tests.
 
     Raises:

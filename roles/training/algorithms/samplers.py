@@ -12,11 +12,11 @@ from pydantic import Field
 
 from relax_rt.config.schema import Table
 from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
-from relax_rt.roles.training.algorithms.registry import Bound, part
+from relax_rt.roles.training.algorithms.registry import BoundPart, part
 from relax_rt.transport.rpc.errors import Refused
 
 
-class Choice(msgspec.Struct, frozen=True):
+class SamplerContext(msgspec.Struct, frozen=True):
     """What a sampler chooses from.
 
     Attributes:
@@ -61,7 +61,7 @@ class ReplayOptions(Table):
 
 
 @part("sampler", "curriculum", options=CurriculumOptions)
-def curriculum(choice: Choice, history: PromptHistory, options: CurriculumOptions) -> int:
+def curriculum(choice: SamplerContext, history: PromptHistory, options: CurriculumOptions) -> int:
     """A prompt among a few, drawn with weights by how near its share of successes is to the target.
 
     Prompts of middling difficulty teach most: the variance of a group's rewards is largest there (online difficulty
@@ -91,7 +91,7 @@ def curriculum(choice: Choice, history: PromptHistory, options: CurriculumOption
 
 
 @part("sampler", "replay", options=ReplayOptions)
-def replay(choice: Choice, history: PromptHistory, options: ReplayOptions) -> int:
+def replay(choice: SamplerContext, history: PromptHistory, options: ReplayOptions) -> int:
     """Now and then a prompt that succeeded rarely and not lately; else the one of the run's order.
 
     The prompt is sampled anew: its old completions are of old weights and beyond the staleness bound.
@@ -117,7 +117,7 @@ class PromptSampler:
 
     def __init__(
         self,
-        rule: Bound | None,
+        rule: BoundPart | None,
         items: Sequence[str],
         usual: Callable[[int], int],
         *,
@@ -136,12 +136,12 @@ class PromptSampler:
             step: of the trainer, as far as it is known.
 
         Raises:
-            OwnPartFailed: a user's sampler failed, or returned no place.
+            UserPartFailed: a user's sampler failed, or returned no place.
         """
         if self._rule is None:
             return self._usual(index)
         if index not in self._chosen:
-            choice = Choice(
+            choice = SamplerContext(
                 index, step, self._usual(index), self._items, self._place, lambda i: uniform(self._seed, index, i)
             )
             found = self._rule(choice, self._history)
@@ -176,7 +176,7 @@ class PromptSampler:
         self._chosen = {i: self._place[item] for i, item in chosen.items() if item in self._place}
 
 
-class Ahead:
+class PromptLookahead:
     """Chooses the prompts of the places that come next in the run's order, so many that admission finds one each time.
 
     Args:
@@ -196,7 +196,7 @@ class Ahead:
             step: of the trainer. next_index: the first that was not given out.
 
         Raises:
-            OwnPartFailed: a user's sampler failed, or returned no place.
+            UserPartFailed: a user's sampler failed, or returned no place.
         """
         self._sampler.renew(next_index)
         self._sampler.forget(next_index)

@@ -23,16 +23,16 @@ T = TypeVar("T")
 
 GATHER_S = 300.0
 """Of rank 0, for another rank's copy aside and for each of its messages: after that the rank is taken for hung."""
-ORDER_S = 1800.0
+COMMAND_S = 1800.0
 """Of rank 0, until a rank takes the order: it may be busy with the step, whose collectives wait as long."""
-TURN_S = 86_400.0
+SEND_WAIT_S = 86_400.0
 """Of the other ranks, for their turn: gloo sends when rank 0 receives. A rank 0 that is gone ends the wait, one that
 hangs is ended by its supervisor."""
-WORD_BYTES = 512
-ORDER, COPIED = "word of the order to copy its weights aside", "word of its copy aside"
+TEXT_BYTES = 512
+STARTED, COPIED = "word of the order to copy its weights aside", "word of its copy aside"
 
 
-def gathered(value: T, group: dist.ProcessGroup) -> list[T]:
+def all_gather_values(value: T, group: dist.ProcessGroup) -> list[T]:
     """A small plain value of each rank of a group, by rank, on all of them."""
     data = msgspec.msgpack.encode(value)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
@@ -48,7 +48,7 @@ def gathered(value: T, group: dist.ProcessGroup) -> list[T]:
     ]
 
 
-class Channel:
+class WeightChannel:
     """From every rank of a group to rank 0, whose calls match theirs one by one. One thread of a rank uses it at a
     time.
 
@@ -64,9 +64,9 @@ class Channel:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     @classmethod
-    def beside_training(cls, device: torch.device, gather_s: float = GATHER_S) -> Channel:
+    def beside_training(cls, device: torch.device, gather_s: float = GATHER_S) -> WeightChannel:
         """One over a group of all ranks that is made for it; all make it at the same time."""
-        return cls(dist.new_group(backend="gloo", timeout=timedelta(seconds=TURN_S)), device, gather_s)
+        return cls(dist.new_group(backend="gloo", timeout=timedelta(seconds=SEND_WAIT_S)), device, gather_s)
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Where this rank's part is kept, uint8 [nbytes]; the same each time: fresh pages cost more than the copy."""
@@ -84,7 +84,7 @@ class Channel:
         Raises:
             Exception: what this rank's copy raised. RelaxError: another rank's failed. Unreachable: one is gone.
         """
-        arrived = self._begin_send(_word(""), 0, ORDER) if self.rank != 0 else None
+        arrived = self._begin_send(_encode_text(""), 0, STARTED) if self.rank != 0 else None
         failed: Exception | None = None
         try:
             with _own_stream(self._device):
@@ -101,19 +101,19 @@ class Channel:
 
     def _agreed(self, arrived: dist.Work | None, why: str) -> str:
         """The first rank whose copy failed, and why; empty if none did. All ranks get the same."""
-        word = _word(why)
+        word = _encode_text(why)
         if arrived is not None:
-            self._end(arrived, f"sending {ORDER} to rank 0")
+            self._end(arrived, f"sending {STARTED} to rank 0")
             self._send(word, 0, COPIED)
             self._receive(word, 0, "whether all ranks have copied their weights aside")
-            return _text(word)
+            return _decode_text(word)
         told = f"0 {why}" if why else ""
         for rank in range(1, self.world):
-            self._receive(word, rank, ORDER, self._order_s)
+            self._receive(word, rank, STARTED, self._order_s)
             self._receive(word, rank, COPIED, self._gather_s)
-            told = told or (f"{rank} {_text(word)}" if _text(word) else "")
+            told = told or (f"{rank} {_decode_text(word)}" if _decode_text(word) else "")
         for rank in range(1, self.world):
-            self._send(_word(told), rank, "whether all ranks have copied their weights aside")
+            self._send(_encode_text(told), rank, "whether all ranks have copied their weights aside")
         return told
 
     def send(self, part: torch.Tensor, what: str) -> None:
@@ -154,11 +154,11 @@ class Channel:
 
     @property
     def _order_s(self) -> float | None:
-        return None if self._gather_s is None else max(ORDER_S, self._gather_s)
+        return None if self._gather_s is None else max(COMMAND_S, self._gather_s)
 
     def _receive(self, into: torch.Tensor, rank: int, what: str, timeout_s: float | None = None) -> None:
         what = f"{what} from rank {rank}"
-        with _talk(what):
+        with _gloo_errors(what):
             work = self.group.recv([into], rank, 0)
         self._end(work, what, timeout_s)
 
@@ -166,12 +166,12 @@ class Channel:
         self._end(self._begin_send(part, rank, what), f"sending {what} to rank {rank}")
 
     def _begin_send(self, part: torch.Tensor, rank: int, what: str) -> dist.Work:
-        with _talk(f"sending {what} to rank {rank}"):
+        with _gloo_errors(f"sending {what} to rank {rank}"):
             return self.group.send([part], rank, 0)
 
     @staticmethod
     def _end(work: dist.Work, what: str, timeout_s: float | None = None) -> None:
-        with _talk(what):
+        with _gloo_errors(what):
             if timeout_s is None:
                 work.wait()
             else:
@@ -179,26 +179,26 @@ class Channel:
 
 
 @contextmanager
-def _talk(what: str) -> Iterator[None]:
+def _gloo_errors(what: str) -> Iterator[None]:
     """Around calls of gloo alone: whatever else raises a RuntimeError, as memory that does not suffice, is no lost
     rank."""
     try:
         yield
     except RuntimeError as error:  # gloo has one kind for a peer that is gone and for one that is late
         hint = "the trainer's gang begins again at its last checkpoint; was a rank killed, or did it hang?"
-        raise Unreachable(f"the weights of the gang: {what}", why=_said(error), hint=hint) from error
+        raise Unreachable(f"the weights of the gang: {what}", why=_gloo_message(error), hint=hint) from error
 
 
-def _word(text: str) -> torch.Tensor:
+def _encode_text(text: str) -> torch.Tensor:
     """A message of fixed size."""
-    return torch.frombuffer(bytearray(text.encode()[:WORD_BYTES].ljust(WORD_BYTES, b"\0")), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
 
 
-def _text(word: torch.Tensor) -> str:
+def _decode_text(word: torch.Tensor) -> str:
     return word.numpy().tobytes().rstrip(b"\0").decode(errors="ignore")
 
 
-def _said(error: RuntimeError) -> str:
+def _gloo_message(error: RuntimeError) -> str:
     """What gloo says, without the place in its source before it and the advice on reading logs behind it."""
     return re.sub(r"^\[/\S+\] ", "", str(error)).partition(". ")[0]
 

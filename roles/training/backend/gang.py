@@ -25,29 +25,29 @@ from relax_rt.config.problems import BadInput
 from relax_rt.roles.base.sample import Sample, SampleMeta
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.backend.channel import GATHER_S, ORDER_S
-from relax_rt.roles.training.backend.interface import AdapterBackend, Partial, StepResult
-from relax_rt.roles.training.batch.rows import Numbered, share
-from relax_rt.roles.training.checkpoints.optimizer_state import failure_of
-from relax_rt.roles.training.checkpoints.store import passing
+from relax_rt.roles.training.backend.channel import COMMAND_S, GATHER_S
+from relax_rt.roles.training.backend.interface import AdapterBackend, GradientPart, StepResult
+from relax_rt.roles.training.batch.rows import Numbered, replica_share
+from relax_rt.roles.training.checkpoints.optimizer_state import failure_file
+from relax_rt.roles.training.checkpoints.store import is_transient
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused
 from relax_rt.transport.weights.manifest import Layout
 from relax_rt.transport.weights.payloads import Lora
 
 T = TypeVar("T")
 
-COPIED_S = ORDER_S + GATHER_S
-"""For a rank's copy of its weights: others may have to begin theirs first."""
+COPY_WAIT_S = COMMAND_S + GATHER_S
+"""Limit of a rank's copy of its weights: others may have to begin theirs first."""
 UNREADABLE = (SafetensorError, OSError, Refused)
-"""What a checkpoint that cannot be used raises."""
+"""Raised by a checkpoint that cannot be used."""
 
 
-class Ranks(Protocol):
-    """This process among the ranks of a gang.
+class GangRanks(Protocol):
+    """This process's place among the ranks of a gang.
 
     Attributes:
         rank: among all. replica, replicas: its place among those that have samples of their own.
-        speaks: whether its losses are counted: one of those that compute the same ones.
+        reports_loss: whether its losses are counted: one of those that compute the same ones.
     """
 
     @property
@@ -57,18 +57,18 @@ class Ranks(Protocol):
     @property
     def replicas(self) -> int: ...
     @property
-    def speaks(self) -> bool: ...
+    def reports_loss(self) -> bool: ...
     @property
     def control(self) -> dist.ProcessGroup:
-        """Between the processors of all ranks; waits as long as it takes."""
+        """Process group for commands, over CPU memory; it waits without a timeout."""
 
     def gather(self, value: T) -> list[T]:
-        """A small plain value of each rank, by rank, on all of them."""
+        """Gather a small plain value of each rank, by rank, on all of them."""
 
 
 class RankBackend(Protocol):
-    """One rank of a backend. All make the same calls in the same order; each is given its share of a batch, which may
-    be empty. What each call does is said by `TrainerBackend`.
+    """One rank of a backend; `TrainerBackend` documents the calls. All ranks make the same calls in the same order;
+    each gets its share of a batch, which may be empty.
 
     Attributes:
         takes_branches: whether it computes the branches of a sample as what they are, sequences of their own.
@@ -79,21 +79,21 @@ class RankBackend(Protocol):
     @property
     def takes_branches(self) -> bool: ...
     @property
-    def ranks(self) -> Ranks: ...
-    def together(self, samples: Sequence[Sample]) -> bool:
-        """Whether the samples of a group go to one replica."""
+    def ranks(self) -> GangRanks: ...
+    def keeps_groups_together(self, samples: Sequence[Sample]) -> bool:
+        """Whether the samples of a group must go to one replica."""
 
     def use(self, objective: Objective, table: AlgorithmTable, *, temperature: float | None = None) -> None: ...
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]: ...
-    def accumulate(self, samples: Sequence[Sample]) -> Partial: ...
+    def accumulate(self, samples: Sequence[Sample]) -> GradientPart: ...
     def apply(self, count: float, number: int, before_update: Callable[[], None] = ...) -> StepResult: ...
     def layout(self, dtype: str) -> Layout: ...
     def export(self, into: memoryview | None, dtype: str, copied: Callable[[], None] = ...) -> None:
-        """The weights of all ranks into rank 0's buffer; the others give None. Called beside the other calls, so that
-        it uses no process group of theirs.
+        """Write the weights of all ranks into rank 0's buffer; the others pass None. It runs beside the other calls, so
+        it uses none of their process groups.
 
         Args:
-            copied: called when this rank's weights may change.
+            copied: called once this rank's weights may change.
         """
 
     def snapshot(self) -> None: ...
@@ -101,11 +101,11 @@ class RankBackend(Protocol):
     def restore(self, folder: Path) -> None: ...
 
 
-class Member:
-    """One rank's part of each order. The same code runs on rank 0 and on those that follow it.
+class GangMember:
+    """One rank's part of each command. The same code runs on rank 0 and on its followers.
 
     Args:
-        waiting: told what this rank waits for, and the empty string when it goes on.
+        waiting: called with what this rank waits for, and with "" when it continues.
     """
 
     def __init__(self, backend: RankBackend, waiting: Callable[[str], None] = lambda _: None) -> None:
@@ -114,7 +114,7 @@ class Member:
         self._copied.set()
 
     def _export(self, into: memoryview | None, dtype: str, copied: Callable[[], None] = lambda: None) -> None:
-        """This rank's part of a publication; `_copied` was cleared when it was ordered."""
+        """Export this rank's part of a publication; `_copied` was cleared when the command came."""
 
         def aside() -> None:
             self._copied.set()
@@ -130,8 +130,10 @@ class Member:
             return
         self._waiting("this rank's copy of its weights for a publication")
         try:
-            if not self._copied.wait(COPIED_S):
-                raise DeadlineExceeded(f"rank {self.ranks.rank} did not copy its weights aside within {COPIED_S:g} s")
+            if not self._copied.wait(COPY_WAIT_S):
+                raise DeadlineExceeded(
+                    f"rank {self.ranks.rank} did not copy its weights aside within {COPY_WAIT_S:g} s"
+                )
         finally:
             self._waiting("")
 
@@ -141,24 +143,24 @@ class Member:
         return self.backend
 
     def _share(self, samples: Sequence[Sample]) -> list[Numbered]:
-        whole = self.backend.together(samples)
-        return share(samples, self.ranks.replica, self.ranks.replicas, whole_groups=whole)
+        whole = self.backend.keeps_groups_together(samples)
+        return replica_share(samples, self.ranks.replica, self.ranks.replicas, whole_groups=whole)
 
     def _log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """Of the whole batch, on every rank: each replica has computed its share."""
+        """Return the log-probabilities of the whole batch, on every rank; each replica computes its share."""
         mine = self._share(samples)
         values = self.backend.log_probabilities([sample for _, sample in mine])
-        speaks = self.ranks.speaks
+        speaks = self.ranks.reports_loss
         told = {str(i): v.tobytes() for (i, _), v in zip(mine, values, strict=True)} if speaks else {}
         found = {int(i): np.frombuffer(v, np.float32) for part in self.ranks.gather(told) for i, v in part.items()}
         return [found[index] for index in range(len(samples))]
 
     def _accumulate(self, samples: Sequence[Sample]) -> None:
-        """This replica's share."""
+        """Compute this replica's share."""
         self.backend.accumulate([sample for _, sample in self._share(samples)])
 
     def _restore(self, folder: Path) -> None:
-        """All ranks or none go on from it.
+        """Restore a checkpoint on all ranks or on none.
 
         Raises:
             OSError: the file system refused it to one of them.
@@ -169,7 +171,7 @@ class Member:
         try:
             self.backend.restore(folder)
         except UNREADABLE as error:
-            why, again = str(error) or type(error).__name__, passing(error)
+            why, again = str(error) or type(error).__name__, is_transient(error)
         told = [
             (f"rank {rank}: {why}", again) for rank, (why, again) in enumerate(self.ranks.gather((why, again))) if why
         ]
@@ -179,8 +181,8 @@ class Member:
             raise Refused(f"checkpoint {folder}", why=told[0][0])
 
 
-class Leader(Member):
-    """Rank 0: a `TrainerBackend` over all ranks. Batches are whole; each replica takes its share of them."""
+class Leader(GangMember):
+    """Rank 0: a `TrainerBackend` over all ranks. It gets whole batches; each replica takes its share of them."""
 
     def __init__(self, backend: RankBackend) -> None:
         super().__init__(backend)
@@ -195,13 +197,15 @@ class Leader(Member):
         options: Mapping[str, str | int | float] | None = None,
         table: Mapping[str, Any] | None = None,
     ) -> Iterator[None]:
-        """Give an order; it is carried out on this rank within the context."""
+        """Send a command; this rank carries it out within the context."""
         with self._turn:
-            give(Order(name, sent(samples), dict(options or {}), dict(table or {})), self.ranks.control)
+            send_command(
+                GangCommand(name, encode_samples(samples), dict(options or {}), dict(table or {})), self.ranks.control
+            )
             yield
 
     def _check(self, samples: Sequence[Sample]) -> None:
-        """Before the order is given: the others must not be in the middle of one when this rank ends."""
+        """Refuse bad samples before the command is sent: a rank that ends within a command leaves the others in it."""
         most = max((len(sample.meta.branches) for sample in samples), default=0)
         if most > 1 and not self.backend.takes_branches:
             raise BadInput(
@@ -211,7 +215,7 @@ class Leader(Member):
             )
 
     def use(self, objective: Objective, table: AlgorithmTable, *, temperature: float | None = None) -> None:
-        """Every rank follows the objective, which is of the table, from now on."""
+        """Have every rank use another objective, which is of the table, from now on."""
         options: dict[str, str | int | float] = {"base": str(objective.base)}
         if objective.longest is not None:
             options["longest"] = objective.longest
@@ -221,7 +225,7 @@ class Leader(Member):
             self.backend.use(objective, table, temperature=temperature)
 
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """Of each trained token, of logits / temperature: float32 [T] for each sample.
+        """Return log-probabilities of each trained token, of logits / temperature: float32 [T] for each sample.
 
         Raises:
             BadInput: one has branches, and the backend takes none.
@@ -230,9 +234,9 @@ class Leader(Member):
         with self._order("log_probabilities", samples):
             return self._log_probabilities(samples)
 
-    def accumulate(self, samples: Sequence[Sample]) -> Partial:
-        """Forward and backward of a part of the step's batch. What the objective carries from step to step goes along:
-        a checkpoint gave it to rank 0 alone.
+    def accumulate(self, samples: Sequence[Sample]) -> GradientPart:
+        """Add the gradients of a part of the step's batch. The objective's state goes along: a checkpoint gave it to
+        rank 0 alone.
 
         Raises:
             BadInput: a sample has branches, and the backend takes none.
@@ -241,21 +245,20 @@ class Leader(Member):
         objective = self.backend.objective
         with self._order("accumulate", samples, objective.state()):
             self._accumulate(samples)
-        return Partial(objective.count(samples), sum(int(sample.loss_mask.sum()) for sample in samples))
+        return GradientPart(objective.count(samples), sum(int(sample.loss_mask.sum()) for sample in samples))
 
     def apply(self, count: float, number: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
-        """The optimizer's step. What `before_update` waits for may need orders of its own, so it is called first."""
+        """Take the optimizer's step. `before_update` comes first: what it waits for may need commands of its own."""
         before_update()
         with self._order("apply", options={"count": count, "number": number}):
             return self.backend.apply(count, number, self._weights_may_change)
 
     def layout(self, dtype: str) -> Layout:
-        """Where `export` puts each tensor."""
+        """Return where `export` puts each tensor."""
         return self.backend.layout(dtype)
 
     def export(self, into: memoryview, dtype: str, copied: Callable[[], None] = lambda: None) -> None:
-        """The weights of all ranks, as they are when their turn comes, by Hugging Face names; other orders are carried
-        out meanwhile.
+        """Write the weights of all ranks, as they are when the command comes; other commands run meanwhile.
 
         Raises:
             Unreachable: a rank is gone, or did not send its part in time. RelaxError: one could not copy it.
@@ -266,7 +269,7 @@ class Leader(Member):
             self._export(into, dtype, copied)
 
     def export_base(self, into: memoryview | None, dtype: str) -> None:
-        """See `AdapterBackend.export_base`."""
+        """Write the model's own weights, without the adapters."""
         with self._order("export_base", options={"dtype": dtype}):
             self._adapted.export_base(into, dtype)
 
@@ -277,23 +280,23 @@ class Leader(Member):
         return found
 
     def adapters(self) -> Lora:
-        """See `AdapterBackend.adapters`."""
+        """Return a copy of the adapters, whole."""
         with self._order("adapters"):
             return self._adapted.adapters()
 
     def snapshot(self) -> None:
-        """Every rank copies its state aside."""
+        """Have every rank copy its state aside."""
         with self._order("snapshot"):
             self.backend.snapshot()
 
     def write(self, folder: Path) -> None:
-        """Every rank writes its part of the last snapshot, beside whatever is ordered next."""
+        """Have every rank write its part of the last snapshot, beside the commands that follow."""
         with self._order("write", options={"folder": str(folder)}):
             pass
         self.backend.write(folder)
 
     def restore(self, folder: Path) -> None:
-        """Every rank takes its part of a checkpoint.
+        """Have every rank restore its part of a checkpoint.
 
         Raises:
             Refused: one of them could not; none must go on without another `restore`.
@@ -302,16 +305,16 @@ class Leader(Member):
             self._restore(folder)
 
     def close(self) -> None:
-        """The others need not wait for orders any more."""
+        """End the other ranks' wait for commands."""
         with self._exporting, self._order("end"):
             pass
 
 
-class Follower(Member):
-    """Any other rank: does as it is told until it is told to end.
+class Follower(GangMember):
+    """Any other rank: carries out rank 0's commands until it is told to end.
 
     Args:
-        doing: told the name of each order when it comes, and the empty string when it is done.
+        doing: called with the name of each command when it comes, and with "" when it is done.
     """
 
     def __init__(
@@ -326,9 +329,9 @@ class Follower(Member):
         self._failed: BaseException | None = None
 
     def run(self) -> None:
-        """Follow rank 0. Raises what an order, or what ran beside the orders, raised."""
+        """Follow rank 0. Raises what a command, or work beside the commands, raised."""
         self._doing("")
-        while (order := take(self.ranks.control)).name != "end":
+        while (order := receive_command(self.ranks.control)).name != "end":
             self._raise_failure()
             self._doing(order.name)
             self._carry_out(order)
@@ -342,12 +345,12 @@ class Follower(Member):
             raise self._failed
 
     def _end_of(self, name: str) -> None:
-        """Wait for what runs beside the orders under this name; its own deadlines bound it."""
+        """Wait for the work beside the commands of this name; its own deadlines bound it."""
         if name in self._threads:
             self._threads[name].join()
 
     def _beside(self, name: str, work: Callable[[], None]) -> None:
-        """Do it beside the orders that follow."""
+        """Run the work in a thread, beside the commands that follow."""
 
         def guarded() -> None:
             try:
@@ -358,8 +361,8 @@ class Follower(Member):
         self._threads[name] = threading.Thread(target=guarded, name=name, daemon=True)
         self._threads[name].start()
 
-    def _carry_out(self, order: Order) -> None:
-        samples, options = received(order.samples), order.options
+    def _carry_out(self, order: GangCommand) -> None:
+        samples, options = decode_samples(order.samples), order.options
         match order.name:
             case "use":
                 self._use(order)
@@ -388,11 +391,11 @@ class Follower(Member):
                 try:
                     self._restore(Path(str(options["folder"])))
                 except Refused:
-                    pass  # rank 0 says so, and orders another one
+                    pass  # rank 0 reports it, and sends another restore
             case _:
                 raise Refused(f"order {order.name!r}", why="this rank does not know it: are all of one version?")
 
-    def _use(self, order: Order) -> None:
+    def _use(self, order: GangCommand) -> None:
         table, longest = AlgorithmTable(**order.table), order.options.get("longest")
         temperature = order.options.get("temperature")
         objective = Objective.of(
@@ -404,7 +407,7 @@ class Follower(Member):
         try:
             self.backend.write(folder)
         except BaseException as error:
-            failure_of(folder, self.ranks.rank).write_text(str(error))
+            failure_file(folder, self.ranks.rank).write_text(str(error))
             raise
 
 
@@ -417,19 +420,19 @@ COLUMNS: dict[str, type[np.generic]] = {
     "reference_logprobs": np.float32,
     "values": np.float32,
 }
-"""What forward and backward passes read of a sample."""
+"""Columns of a sample that forward and backward passes read."""
 
 
-class SentSample(msgspec.Struct, array_like=True, frozen=True):
-    """A sample's columns as bytes, by name, and its reward."""
+class EncodedSample(msgspec.Struct, array_like=True, frozen=True):
+    """A sample on its way to other ranks: its columns as bytes, by name, and its reward."""
 
     meta: SampleMeta
     columns: dict[str, bytes]
     reward: float | None = None
 
 
-class Order(msgspec.Struct, array_like=True, frozen=True):
-    """A call that every rank makes.
+class GangCommand(msgspec.Struct, array_like=True, frozen=True):
+    """A call that every rank makes; decoding one builds plain values alone.
 
     Attributes:
         name: the method. samples: its batch. options: its other arguments.
@@ -437,13 +440,13 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
     """
 
     name: str
-    samples: list[SentSample] = []
+    samples: list[EncodedSample] = []
     options: dict[str, str | int | float] = {}
     table: dict[str, Any] = {}
 
 
-def sent(samples: Sequence[Sample]) -> list[SentSample]:
-    """Samples on their way to other ranks."""
+def encode_samples(samples: Sequence[Sample]) -> list[EncodedSample]:
+    """Encode samples for other ranks."""
     found = []
     for sample in samples:
         columns = {}
@@ -451,12 +454,12 @@ def sent(samples: Sequence[Sample]) -> list[SentSample]:
             values = getattr(sample, name)
             if values is not None:
                 columns[name] = np.ascontiguousarray(values, dtype).tobytes()
-        found.append(SentSample(sample.meta, columns, sample.reward))
+        found.append(EncodedSample(sample.meta, columns, sample.reward))
     return found
 
 
-def received(samples: Sequence[SentSample]) -> list[Sample]:
-    """Samples as they were sent; what passes do not read is not with them."""
+def decode_samples(samples: Sequence[EncodedSample]) -> list[Sample]:
+    """Decode samples; columns that passes do not read are not with them."""
     found = []
     for sample in samples:
         columns: dict[str, Any] = {k: np.frombuffer(v, COLUMNS[k]) for k, v in sample.columns.items()}
@@ -464,17 +467,17 @@ def received(samples: Sequence[SentSample]) -> list[Sample]:
     return found
 
 
-def give(order: Order, group: dist.ProcessGroup) -> None:
-    """Rank 0's side: to all others of the group."""
+def send_command(order: GangCommand, group: dist.ProcessGroup) -> None:
+    """Send a command from rank 0 to all others of the group."""
     data = bytearray(msgspec.msgpack.encode(order))
     dist.broadcast(torch.tensor([len(data)]), 0, group=group)
     dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), 0, group=group)
 
 
-def take(group: dist.ProcessGroup) -> Order:
-    """The others' side: wait for the next order."""
+def receive_command(group: dist.ProcessGroup) -> GangCommand:
+    """Wait for the next command from rank 0."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.broadcast(size, 0, group=group)
     data = torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(data, 0, group=group)
-    return msgspec.msgpack.decode(data.numpy().data, type=Order)
+    return msgspec.msgpack.decode(data.numpy().data, type=GangCommand)

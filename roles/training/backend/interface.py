@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from relax_rt.transport.weights.payloads import Lora
 
 
-class Partial(msgspec.Struct, frozen=True):
+class GradientPart(msgspec.Struct, frozen=True):
     """What one call of `accumulate` added.
 
     Attributes:
@@ -144,7 +144,7 @@ def step_result(sums: Mapping[str, float], *, count: float, grad_norm: float, le
     )
 
 
-def thrown_away(why: str, sums: Mapping[str, float], learning_rate: float) -> StepResult:
+def skipped_result(why: str, sums: Mapping[str, float], learning_rate: float) -> StepResult:
     """The result of a step that left the weights as they were; what was measured before it went wrong is in it."""
     nan = float("nan")
     found = step_result(sums, count=1.0, grad_norm=nan, learning_rate=learning_rate)
@@ -170,7 +170,7 @@ class TrainerBackend(Protocol):
         Those of trained tokens are there; others may be 0.
         """
 
-    def accumulate(self, samples: Sequence[Sample]) -> Partial:
+    def accumulate(self, samples: Sequence[Sample]) -> GradientPart:
         """Forward and backward of a part of a batch, which may be empty; any number of calls a step.
 
         Samples have their advantages. Gradients are added up as the aggregation weights them, divided by nothing.

@@ -1,6 +1,6 @@
 """Attention of sequences that are packed one behind the other in one row.
 
-Each is computed on its own, so that no pair of tokens of two sequences is ever computed. `takes_segments` finds out
+Each is computed on its own, so that no pair of tokens of two sequences is ever computed. `supports_segments` finds out
 whether a model's attention can do so.
 """
 
@@ -36,7 +36,7 @@ CLOSE = 1e-3
 
 
 @dataclass(frozen=True)
-class Segment:
+class AttentionSegment:
     """Neighbouring tokens of a row.
 
     Attributes:
@@ -58,7 +58,7 @@ def attention_in_segments(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    segments: Sequence[Segment] | None = None,
+    segments: Sequence[AttentionSegment] | None = None,
     **given: Any,
 ) -> tuple[torch.Tensor, None]:
     """Torch's attention, of each segment apart; without segments, as transformers calls it.
@@ -93,12 +93,12 @@ def attention_in_segments(
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention_in_segments)
 
 
-def mask_behind(prefix: int, length: int, device: torch.device) -> torch.Tensor:
+def suffix_mask(prefix: int, length: int, device: torch.device) -> torch.Tensor:
     """Mask of a segment behind another: bool [length, prefix + length]."""
     return torch.ones(length, prefix + length, dtype=torch.bool, device=device).tril(prefix)
 
 
-def takes_segments(layers: Any) -> bool:
+def supports_segments(layers: Any) -> bool:
     """Give a transformers model, without its output layer, attention in segments, if it computes by it what it computes
     of each sequence alone; else it stays as it was.
 
@@ -128,10 +128,10 @@ def _same(layers: Any) -> bool:
     positions[prefix + first :] -= first
     positions[-other:] = torch.arange(other, device=device)
     segments = [
-        Segment(prefix),
-        Segment(first, 0, mask_behind(prefix, first, device)),
-        Segment(second, 0, mask_behind(prefix, second, device)),
-        Segment(other),
+        AttentionSegment(prefix),
+        AttentionSegment(first, 0, suffix_mask(prefix, first, device)),
+        AttentionSegment(second, 0, suffix_mask(prefix, second, device)),
+        AttentionSegment(other),
     ]
     row = layers(input_ids=ids[None], position_ids=positions[None], use_cache=False, segments=segments)
     together = row.last_hidden_state[0]
@@ -171,8 +171,8 @@ PROBE_SIZES = {
 """Of the small model, where its kind has them. They do not matter to what layers do with their arguments."""
 
 
-def kind_packs(folder: Path) -> bool | None:
-    """What `takes_segments` finds of a small model of random weights, of the class that this folder's config.json says.
+def architecture_packs(folder: Path) -> bool | None:
+    """Return what `supports_segments` finds of a small random model of the class that the folder's config.json names.
 
     Returns:
         None: no such small model can be made.
@@ -187,7 +187,7 @@ def kind_packs(folder: Path) -> bool | None:
                 layers(input_ids=torch.arange(4)[None], use_cache=False)
         except (*UNLIKE, OSError, StrictDataclassError):
             return None
-        return takes_segments(layers)
+        return supports_segments(layers)
 
 
 def _smaller(config: Any) -> Any:
@@ -205,8 +205,9 @@ def _smaller(config: Any) -> Any:
 
 
 def packing_costs(layers: Any, device: torch.device) -> Costs | None:
-    """Of a transformers model, without its output layer; None: its attention cannot have several sequences in a row, or
-    the layers differ in size, which is no case for one estimate.
+    """Return the packing costs of a transformers model, without its output layer.
+
+    None: its attention cannot have several sequences in a row, or its layers differ in size.
 
     Args:
         device: that it will be on. It is tried where it is.
@@ -215,4 +216,4 @@ def packing_costs(layers: Any, device: torch.device) -> Costs | None:
         costs = Costs.of(layers.config, device)
     except (AttributeError, TypeError, ValueError):
         return None
-    return costs if takes_segments(layers) else None
+    return costs if supports_segments(layers) else None

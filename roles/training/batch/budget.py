@@ -15,7 +15,7 @@ from relax_rt.transport.rpc.errors import GivenUp, RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.interfaces.role import RoleContext
-    from relax_rt.roles.training.batch.rows import Row
+    from relax_rt.roles.training.batch.rows import SampleRow
 
 T = TypeVar("T")
 P = TypeVar("P")
@@ -23,7 +23,7 @@ P = TypeVar("P")
 SHORTER = "lower sampling.max_new_tokens or data.max_prompt_tokens"
 
 
-class Tried(NamedTuple):
+class MicroBatchAttempt(NamedTuple):
     """A micro-batch: its tokens, and of how many parts it is that can be computed apart."""
 
     tokens: int
@@ -31,20 +31,20 @@ class Tried(NamedTuple):
     unit: str
 
 
-class _Kept(msgspec.Struct, frozen=True):
+class _SavedBudget(msgspec.Struct, frozen=True):
     configured: int
     tokens: Annotated[int, msgspec.Meta(ge=1)]
 
 
-def _read(file: Path) -> _Kept | None:
+def _read(file: Path) -> _SavedBudget | None:
     """What was kept; a file that is not whole, as after the host went down, is none: the number is learnt again."""
     try:
-        return msgspec.json.decode(file.read_bytes(), type=_Kept)
+        return msgspec.json.decode(file.read_bytes(), type=_SavedBudget)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
 
 
-class Budget:
+class TokenBudget:
     """Tokens of a micro-batch: as configured, or fewer from the moment on that one did not fit.
 
     Args:
@@ -63,13 +63,13 @@ class Budget:
     ) -> None:
         self.configured, self.tokens = configured, configured
         self._file, self._on_smaller, self._remedy = file, on_smaller, remedy
-        self._trying = Tried(0, 0, "nothing")
+        self._trying = MicroBatchAttempt(0, 0, "nothing")
         kept = _read(file) if file is not None else None
         if kept is not None and kept.configured == configured:
             self.tokens = kept.tokens
 
     @classmethod
-    def of(cls, ctx: RoleContext, configured: int, remedy: str = "") -> Budget:
+    def of(cls, ctx: RoleContext, configured: int, remedy: str = "") -> TokenBudget:
         """That of a role in a run: kept in the run's folder for all slots of the role; events say when it shrinks.
 
         Args:
@@ -83,7 +83,7 @@ class Budget:
         file = ctx.run_dir / f"micro_batch_{role}.json"
         return cls(configured, file, smaller, f"{SHORTER}, or {remedy}" if remedy else SHORTER)
 
-    def trying(self, rows: Sequence[Row], tokens: int, *, whole_groups: bool = False) -> None:
+    def attempting(self, rows: Sequence[SampleRow], tokens: int, *, whole_groups: bool = False) -> None:
         """These rows are computed next.
 
         Args:
@@ -91,11 +91,11 @@ class Budget:
         """
         # The branches of one sample are members of a row, and stay together.
         units = {sample.meta.group if whole_groups else index for row in rows for index, sample in row.members}
-        self.trying_units(tokens, len(units), whole_groups=whole_groups)
+        self.attempting_units(tokens, len(units), whole_groups=whole_groups)
 
-    def trying_units(self, tokens: int, units: int, *, whole_groups: bool = False) -> None:
+    def attempting_units(self, tokens: int, units: int, *, whole_groups: bool = False) -> None:
         """So many tokens are computed next, of so many sequences, or groups, that can be computed apart."""
-        self._trying = Tried(tokens, units, "one group" if whole_groups else "one sequence")
+        self._trying = MicroBatchAttempt(tokens, units, "one group" if whole_groups else "one sequence")
 
     def agree(self, gather: Callable[[int], list[int]]) -> None:
         """Take the smallest of all ranks: those that compute parts of one micro-batch must cut the batch alike.
@@ -122,12 +122,12 @@ class Budget:
         if self._file is not None:
             # Several ranks, or slots of a pool, may write it at the same time.
             partial = self._file.with_suffix(f".{os.getpid()}")
-            partial.write_bytes(msgspec.json.encode(_Kept(self.configured, self.tokens)))
+            partial.write_bytes(msgspec.json.encode(_SavedBudget(self.configured, self.tokens)))
             partial.rename(self._file)
         self._on_smaller(before, self.tokens, why)
 
 
-class Fitting:
+class MemoryRetry:
     """Work in micro-batches, done again with smaller ones each time that memory runs out.
 
     Args:
@@ -139,7 +139,7 @@ class Fitting:
         halved: how often it was, since `taken`.
     """
 
-    def __init__(self, budget: Budget, device: torch.device = CPU, *, rank: str = "") -> None:
+    def __init__(self, budget: TokenBudget, device: torch.device = CPU, *, rank: str = "") -> None:
         self.budget, self._device, self._rank = budget, device, rank
         self._halved = 0
 
@@ -174,7 +174,7 @@ class Fitting:
         return {"micro_batches_halved": float(halved)} if halved else {}
 
 
-class Accumulation(Generic[P]):
+class GradientAccumulation(Generic[P]):
     """The gradients of a step, added up part by part; when memory runs out in one, the step's are computed anew.
 
     A pass that failed may have left half of its gradients in those of the passes before.
@@ -183,12 +183,12 @@ class Accumulation(Generic[P]):
         begin: no gradients any more, and nothing measured. add: add those of a part.
     """
 
-    def __init__(self, fitting: Fitting, begin: Callable[[], Any], add: Callable[[P], Any]) -> None:
+    def __init__(self, fitting: MemoryRetry, begin: Callable[[], Any], add: Callable[[P], Any]) -> None:
         self._fitting, self._begin, self._add = fitting, begin, add
         self._parts: list[P] = []
 
     def __call__(self, part: P) -> None:
-        """Add a part; the first one after `forget` begins the step. See `Fitting` for what is raised."""
+        """Add a part; the first one after `forget` begins the step. See `MemoryRetry` for what is raised."""
         first = len(self._parts)
         self._parts.append(part)
 

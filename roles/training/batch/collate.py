@@ -15,8 +15,8 @@ import torch
 from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.data.media.pictures import Glance
 from relax_rt.roles.models.device import CPU
-from relax_rt.roles.training.batch.attention import Segment, mask_behind
-from relax_rt.roles.training.batch.rows import Branch, Costs, Row
+from relax_rt.roles.training.batch.attention import AttentionSegment, suffix_mask
+from relax_rt.roles.training.batch.rows import Costs, EpisodeBranch, SampleRow
 
 
 @dataclass(slots=True)
@@ -44,11 +44,11 @@ class MicroBatch:
     group: torch.Tensor
     proximal: torch.Tensor | None = None
     reference: torch.Tensor | None = None
-    segments: list[Segment] | None = field(default=None, kw_only=True)
+    segments: list[AttentionSegment] | None = field(default=None, kw_only=True)
     glances: list[Glance] = field(default_factory=list, kw_only=True)
 
 
-def collate(rows: Sequence[Row], device: torch.device = CPU, costs: Costs | None = None) -> MicroBatch:
+def collate(rows: Sequence[SampleRow], device: torch.device = CPU, costs: Costs | None = None) -> MicroBatch:
     """Tensors of one micro-batch, on the device. A sample's advantages and behaviour log-probabilities are per
     token.
 
@@ -88,7 +88,9 @@ def collate(rows: Sequence[Row], device: torch.device = CPU, costs: Costs | None
 
     def trained(columns: Sequence[np.ndarray | None]) -> torch.Tensor | None:
         """A column at the trained tokens, float32 [m]; None if a sample lacks it."""
-        parts = [c[_places(s)].astype(np.float32) for c, s in zip(columns, samples, strict=True) if c is not None]
+        parts = [
+            c[_trained_positions(s)].astype(np.float32) for c, s in zip(columns, samples, strict=True) if c is not None
+        ]
         return there(np.concatenate(parts)) if len(parts) == len(samples) else None
 
     columns = [there(np.concatenate(parts)) for parts in zip(*picks, strict=True)]
@@ -102,7 +104,7 @@ def collate(rows: Sequence[Row], device: torch.device = CPU, costs: Costs | None
     return batch
 
 
-def _places(sample: Sample) -> np.ndarray:
+def _trained_positions(sample: Sample) -> np.ndarray:
     """Places of the trained tokens. Nothing predicts the first token."""
     trained = np.flatnonzero(sample.loss_mask)
     return trained[trained > 0]
@@ -117,7 +119,7 @@ def _predictions(
         place: a row, and where in it the prefix begins and the sample's own tokens do.
     """
     row, start, at = place
-    trained = _places(sample)
+    trained = _trained_positions(sample)
     # Token t is predicted at t - 1; the first one after the prefix is predicted at the prefix's last position.
     before = trained - 1
     column = np.where(before < prefix, before + start, before - prefix + at)
@@ -129,7 +131,7 @@ def _predictions(
         sample.behaviour_logprobs[trained].astype(np.float32),
         advantages[trained].astype(np.float32),
         np.full(len(trained), index, np.int64),
-        trained.astype(np.int64) + (sample.offset if isinstance(sample, Branch) else 0),
+        trained.astype(np.int64) + (sample.offset if isinstance(sample, EpisodeBranch) else 0),
         np.full(len(trained), group, np.int64),
     )
 
@@ -143,20 +145,20 @@ def _attention_mask(numbers: torch.Tensor) -> torch.Tensor:
     return (allowed | torch.eye(length, dtype=torch.bool, device=numbers.device))[:, None]
 
 
-def _segments(rows: Sequence[Row], numbers: torch.Tensor, costs: Costs) -> list[Segment]:
+def _segments(rows: Sequence[SampleRow], numbers: torch.Tensor, costs: Costs) -> list[AttentionSegment]:
     """What is read at once of rows one behind the other, with the numbers of their members, [1, L]."""
-    found: list[Segment] = []
+    found: list[AttentionSegment] = []
     at = 0
     for row in rows:
         own = [len(sample.tokens) - row.prefix for _, sample in row.members]
         if costs.apart(row):
             after = len(found) if row.prefix else -1
-            found += [Segment(row.prefix)] if row.prefix else []
+            found += [AttentionSegment(row.prefix)] if row.prefix else []
             for length in filter(None, own):
-                mask = mask_behind(row.prefix, length, numbers.device) if row.prefix else None
-                found.append(Segment(length, after, mask))
+                mask = suffix_mask(row.prefix, length, numbers.device) if row.prefix else None
+                found.append(AttentionSegment(length, after, mask))
         else:
             mask = _attention_mask(numbers[:, at : at + row.length]) if len(own) > 1 else None
-            found.append(Segment(row.length, mask=mask))
+            found.append(AttentionSegment(row.length, mask=mask))
         at += row.length
     return found

@@ -13,9 +13,9 @@ from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.data.media.eyes import Eyes
 from relax_rt.roles.models.device import CPU, autocasting
 from relax_rt.roles.models.numerics import denormals_flushed
-from relax_rt.roles.training.batch.budget import Budget
+from relax_rt.roles.training.batch.budget import TokenBudget
 from relax_rt.roles.training.batch.collate import MicroBatch, collate
-from relax_rt.roles.training.batch.rows import Costs, lay_out, shared_rows
+from relax_rt.roles.training.batch.rows import Costs, plan_micro_batches, shared_rows
 
 
 def hidden_states(model: Any, batch: MicroBatch, eyes: Eyes | None = None) -> torch.Tensor:
@@ -35,7 +35,7 @@ def hidden_states(model: Any, batch: MicroBatch, eyes: Eyes | None = None) -> to
     return found
 
 
-def predicted(
+def token_logprobs(
     model: Any,
     batch: MicroBatch,
     *,
@@ -60,10 +60,10 @@ def predicted(
     return every.gather(-1, batch.targets[:, None])[:, 0], entropies
 
 
-def at_trained_tokens(
+def compute_at_trained_tokens(
     compute: Callable[[MicroBatch], torch.Tensor],
     samples: Sequence[Sample],
-    budget: Budget,
+    budget: TokenBudget,
     on_progress: Callable[[int], object],
     *,
     device: torch.device = CPU,
@@ -77,17 +77,17 @@ def at_trained_tokens(
 
     Args:
         budget: tokens of a micro-batch; it is told of each. on_progress: told of as many as went through the model.
-        device: on which `compute` gets its micro-batches. costs: by which they are laid out, see `lay_out`.
+        device: on which `compute` gets its micro-batches. costs: by which they are laid out, see `plan_micro_batches`.
         passes: how many passes to make, given how many micro-batches there are. idle: makes one of those beyond them.
     """
     found = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
     trained = [(index, sample) for index, sample in enumerate(samples) if sample.loss_mask[1:].any()]
     rows = shared_rows([sample for _, sample in trained], budget.tokens)
     with denormals_flushed(), torch.no_grad():
-        batches = lay_out(rows, budget.tokens, costs)
+        batches = plan_micro_batches(rows, budget.tokens, costs)
         beyond = passes(len(batches)) - len(batches)
         for chosen in batches:
-            budget.trying(chosen.rows, chosen.tokens)
+            budget.attempting(chosen.rows, chosen.tokens)
             batch = collate(chosen.rows, device, chosen.costs)
             values, sample, token = (one.cpu() for one in (compute(batch), batch.sample, batch.token))
             for own in {index for row in chosen.rows for index, _ in row.members}:

@@ -18,18 +18,18 @@ from safetensors.numpy import save_file
 
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.training.algorithms.settings import ColdStartTable
-from relax_rt.roles.training.checkpoints.store import PREFIX, passing
+from relax_rt.roles.training.checkpoints.store import PREFIX, is_transient
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Unreachable
 
 FOLDER = "cold_start"
-MARK_FILE = "cold_start.json"
+PROGRESS_FILE = "cold_start.json"
 REFERENCE_FILE = "reference.safetensors"
 KEEP = 2
 
 Floats = NDArray[np.float32]
 
 
-class Mark(msgspec.Struct, frozen=True, kw_only=True):
+class ColdStartProgress(msgspec.Struct, frozen=True, kw_only=True):
     """How far a checkpoint of a cold start has come.
 
     Attributes:
@@ -46,42 +46,42 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_s: float = 0.0
 
 
-def folder_of(run_dir: Path) -> Path:
+def cold_start_folder(run_dir: Path) -> Path:
     """Where the checkpoints are."""
     return run_dir / FOLDER
 
 
-def write_mark(folder: Path, mark: Mark) -> None:
+def write_progress(folder: Path, mark: ColdStartProgress) -> None:
     """Into a checkpoint that is being made."""
-    (folder / MARK_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(mark)))
+    (folder / PROGRESS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(mark)))
 
 
-def read_mark(folder: Path) -> Mark | None:
+def read_progress(folder: Path) -> ColdStartProgress | None:
     """How far a checkpoint has come; None if it does not say.
 
     Raises:
-        OSError: the file system refused it, see `passing`.
+        OSError: the file system refused it, see `is_transient`.
     """
     try:
-        return msgspec.json.decode((folder / MARK_FILE).read_bytes(), type=Mark)
+        return msgspec.json.decode((folder / PROGRESS_FILE).read_bytes(), type=ColdStartProgress)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        if passing(error):
+        if is_transient(error):
             raise
         return None
 
 
-def finished(run_dir: Path) -> Path | None:
+def cold_start_weights(run_dir: Path) -> Path | None:
     """The weights after the cold start, as a Hugging Face folder; None before its end."""
-    for folder in sorted(folder_of(run_dir).glob(f"{PREFIX}*"), reverse=True):
+    for folder in sorted(cold_start_folder(run_dir).glob(f"{PREFIX}*"), reverse=True):
         # What cannot be read now is asked again: by those who wait for it, and by a trainer that goes on.
         with suppress(OSError):
-            mark = read_mark(folder)
+            mark = read_progress(folder)
             if mark is not None and mark.done:
                 return folder
     return None
 
 
-def write_reference(folder: Path, values: list[list[Floats]], digest: str) -> None:
+def write_reference_logprobs(folder: Path, values: list[list[Floats]], digest: str) -> None:
     """Keep log-probabilities of the weights before the phase, of each sequence of each row; whole or not at all."""
     flat = [one for row in values for one in row]
     joined: Floats = np.concatenate(flat).astype(np.float32)
@@ -91,25 +91,25 @@ def write_reference(folder: Path, values: list[list[Floats]], digest: str) -> No
         "values": joined,
     }
     temporary = folder / f".{REFERENCE_FILE}.partial"
-    save_file(tensors, temporary, metadata={"digest": digest, "check": _check(joined)})
+    save_file(tensors, temporary, metadata={"digest": digest, "check": _checksum(joined)})
     temporary.replace(folder / REFERENCE_FILE)
 
 
-def read_reference(folder: Path, digest: str) -> list[list[Floats]] | None:
-    """What `write_reference` left, if it is of this data."""
+def read_reference_logprobs(folder: Path, digest: str) -> list[list[Floats]] | None:
+    """What `write_reference_logprobs` left, if it is of this data."""
     try:
         with safe_open(folder / REFERENCE_FILE, framework="np") as file:
             found = {name: file.get_tensor(name) for name in ("lengths", "members", "values")}
             metadata = file.metadata() or {}
     except (OSError, SafetensorError):
         return None
-    if metadata.get("digest") != digest or metadata.get("check") != _check(found["values"]):
+    if metadata.get("digest") != digest or metadata.get("check") != _checksum(found["values"]):
         return None
     flat = iter(np.split(found["values"], np.cumsum(found["lengths"])[:-1]))
     return [[next(flat) for _ in range(int(members))] for members in found["members"]]
 
 
-def _check(values: Floats) -> str:
+def _checksum(values: Floats) -> str:
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(values).tobytes())
 
 
@@ -117,7 +117,7 @@ WHY = "the trainer's cold start"
 POLL_S = 0.5
 
 
-async def wait_for_weights(ctx: RoleContext) -> None:
+async def report_cold_start_wait(ctx: RoleContext) -> None:
     """Say, in a run with a cold start that has no weights yet, that there is nothing to do until then.
 
     The role counts as started with it: the cold start may take longer than a start may. What waits for the weights
@@ -132,9 +132,9 @@ async def wait_for_weights(ctx: RoleContext) -> None:
     await ctx.ready()
 
 
-async def weights_after(ctx: RoleContext) -> Path | None:
+async def wait_for_cold_start(ctx: RoleContext) -> Path | None:
     """The weights that RL begins with, once they are there; None: the role was asked to stop before."""
-    while (folder := finished(ctx.run_dir)) is None:
+    while (folder := cold_start_weights(ctx.run_dir)) is None:
         ctx.progress.waiting(WHY)
         if not ctx.stopping.is_set():
             with suppress(TimeoutError):

@@ -21,11 +21,11 @@ from relax_rt.transport.weights.safetensors_header import LENGTH, METADATA, head
 
 CHUNK_BYTES = 1 << 20
 """Read at a time, into the same memory: it stays in the processor's cache, and the digest is made without the GIL."""
-TOLD_BYTES = 64 << 20
+PROGRESS_BYTES = 64 << 20
 """Of a file, between two words on how its digest gets on."""
-AT_ONCE = 4
+DIGEST_THREADS = 4
 """Files that are compared at the same time: disks and network file systems are faster then."""
-BESIDE = ".digest"
+DIGEST_SUFFIX = ".digest"
 """Behind the name of a file: there lies its digest, until the checkpoint is complete."""
 
 
@@ -37,10 +37,10 @@ class FileDigest(msgspec.Struct, frozen=True):
 
 
 def digest_of(path: Path, done: Callable[[int], object] = lambda _: None) -> FileDigest:
-    """Blocks; the file is never in memory as a whole.
+    """Digest a file without reading it into memory as a whole. Blocks.
 
     Args:
-        done: told of bytes as they are read.
+        done: called with the number of bytes as they are read.
     """
     digest, size, told = xxhash.xxh3_128(), 0, 0
     memory = memoryview(bytearray(CHUNK_BYTES))
@@ -48,33 +48,35 @@ def digest_of(path: Path, done: Callable[[int], object] = lambda _: None) -> Fil
         while count := file.readinto(memory):
             digest.update(memory[:count])
             size += count
-            if size - told >= TOLD_BYTES:
+            if size - told >= PROGRESS_BYTES:
                 done(size - told)
                 told = size
     done(size - told)
     return FileDigest(size, digest.hexdigest())
 
 
-def leave_digest(path: Path, digest: FileDigest) -> None:
-    """Put a file's digest beside it, for whoever completes the checkpoint."""
-    _beside(path).write_bytes(msgspec.json.encode(digest))
+def write_digest(path: Path, digest: FileDigest) -> None:
+    """Write a file's digest beside it, for the process that completes the checkpoint."""
+    _digest_path(path).write_bytes(msgspec.json.encode(digest))
 
 
-def _beside(path: Path) -> Path:
-    return path.with_name(path.name + BESIDE)
+def _digest_path(path: Path) -> Path:
+    return path.with_name(path.name + DIGEST_SUFFIX)
 
 
-def digests_of(folder: Path, done: Callable[[int], object] = lambda _: None) -> dict[str, FileDigest]:
-    """Of all files in a folder, by path within it. Those that lie beside files are taken up, and are gone then; the
-    others are made.
+def collect_digests(folder: Path, done: Callable[[int], object] = lambda _: None) -> dict[str, FileDigest]:
+    """Collect the digests of all files in a folder, by path within it. Digests that lie beside their files are
+    adopted and removed; the others are computed.
 
     Args:
         done: see `digest_of`.
     """
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    left = {path: msgspec.json.decode(path.read_bytes(), type=FileDigest) for path in paths if path.suffix == BESIDE}
+    left = {
+        path: msgspec.json.decode(path.read_bytes(), type=FileDigest) for path in paths if path.suffix == DIGEST_SUFFIX
+    }
     found = {
-        path.relative_to(folder).as_posix(): left.get(_beside(path)) or digest_of(path, done)
+        path.relative_to(folder).as_posix(): left.get(_digest_path(path)) or digest_of(path, done)
         for path in paths
         if path not in left
     }
@@ -83,8 +85,10 @@ def digests_of(folder: Path, done: Callable[[int], object] = lambda _: None) -> 
     return found
 
 
-def compare(folder: Path, wanted: Mapping[str, FileDigest], done: Callable[[int], object] = lambda _: None) -> None:
-    """See that the files of a folder are those that were written; others beside them are not looked at.
+def verify_digests(
+    folder: Path, wanted: Mapping[str, FileDigest], done: Callable[[int], object] = lambda _: None
+) -> None:
+    """Verify that the files of a folder are those that were written; other files are ignored.
 
     Args:
         done: see `digest_of`; called by several threads.
@@ -102,7 +106,7 @@ def compare(folder: Path, wanted: Mapping[str, FileDigest], done: Callable[[int]
             raise Corrupt(f"checkpoint {folder}", why=f"{name} is no file: {of.bytes} bytes were written")
         if found.st_size != of.bytes:
             raise Corrupt(f"checkpoint {folder}", why=f"{name} has {found.st_size} bytes, {of.bytes} were written")
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="digests") as threads:
+    with ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="digests") as threads:
         made = {name: threads.submit(digest_of, folder / name, done) for name in wanted}
         try:
             for name, of in wanted.items():
@@ -137,13 +141,13 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     weights: str
 
     def other(self, than: ModelIdentity) -> list[str]:
-        """What differs, in words."""
+        """Name what differs."""
         named = {"config": "config.json", "tokenizer": "tokenizer", "weights": "set of weights"}
         return [words for name, words in named.items() if getattr(self, name) != getattr(than, name)]
 
 
 def identity_of(folder: Path) -> ModelIdentity:
-    """Blocks for some milliseconds.
+    """Identify the model in a folder. Blocks for some milliseconds.
 
     Raises:
         OSError: a file cannot be read. Corrupt: one is not what it should be.
@@ -177,13 +181,13 @@ def _tokenizer_digest(folder: Path) -> str:
 def _weights_digest(folder: Path) -> str:
     paths = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
     if not paths:
-        return _unstructured(sorted(folder.glob("*.bin")))
+        return _opaque_digest(sorted(folder.glob("*.bin")))
     found = [(name, entry, path, data) for path in paths for name, entry, data in _tensors(path)]
     tensors = sorted(found, key=lambda one: (one[0], one[2]))
     digest = xxhash.xxh3_128()
     for name, entry, _, _ in tensors:
         digest.update(f"{name}:{entry['dtype']}:{entry['shape']};".encode())
-    for _, entry, path, data in _spread(tensors):
+    for _, entry, path, data in _evenly_spaced(tensors):
         start, stop = entry["data_offsets"]
         digest.update(_read_at(path, data + (start + stop - SAMPLE_BYTES) // 2, data + start, data + stop))
     return digest.hexdigest()
@@ -202,7 +206,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
         yield name, entry, LENGTH.size + length
 
 
-def _spread(tensors: Sequence[Any]) -> Sequence[Any]:
+def _evenly_spaced(tensors: Sequence[Any]) -> Sequence[Any]:
     return tensors[:: max(1, len(tensors) // SAMPLES)]
 
 
@@ -213,8 +217,8 @@ def _read_at(path: Path, at: int, start: int, stop: int) -> bytes:
         return os.pread(file.fileno(), min(stop, first + SAMPLE_BYTES) - first, first)
 
 
-def _unstructured(paths: Sequence[Path]) -> str:
-    """Of files that are not read here: their sizes, and some of their bytes."""
+def _opaque_digest(paths: Sequence[Path]) -> str:
+    """Digest files of unknown structure: their sizes, and some of their bytes."""
     if not paths:
         return ""
     digest = xxhash.xxh3_128()

@@ -18,11 +18,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from relax_rt.roles.training.checkpoints.digests import digest_of, leave_digest
+from relax_rt.roles.training.checkpoints.digests import digest_of, write_digest
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError
 
 
-class Block(NamedTuple):
+class TensorBlock(NamedTuple):
     """Rows and columns of a Hugging Face tensor, as a matrix: one of more dimensions as its first one by all others."""
 
     name: str
@@ -32,7 +32,7 @@ class Block(NamedTuple):
     columns: int
 
 
-Read = Callable[[Block], torch.Tensor]
+ReadBlock = Callable[[TensorBlock], torch.Tensor]
 """Gives a block's values [rows, columns]."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
@@ -41,22 +41,22 @@ FILES_WAIT_S = 600.0
 """For the other ranks' files of a checkpoint."""
 
 
-def key_of(kind: str, block: Block) -> str:
-    """Under which name a block is written."""
+def block_key(kind: str, block: TensorBlock) -> str:
+    """Return the name under which a block is written."""
     return f"{block.name}|{kind}|{block.row}:{block.rows}|{block.column}:{block.columns}"
 
 
-def file_of(folder: Path, rank: int, world: int) -> Path:
-    """A rank's file."""
+def rank_file(folder: Path, rank: int, world: int) -> Path:
+    """Return the path of a rank's file."""
     return folder / f"optimizer-{rank + 1:05d}-of-{world:05d}.safetensors"
 
 
-def failure_of(folder: Path, rank: int) -> Path:
-    """Where a rank says why its file does not come."""
+def failure_file(folder: Path, rank: int) -> Path:
+    """Return the path where a rank writes why its file will not come."""
     return folder / f"rank-{rank}.failed"
 
 
-def write(path: Path, blocks: Mapping[str, torch.Tensor], steps: int) -> None:
+def write_blocks(path: Path, blocks: Mapping[str, torch.Tensor], steps: int) -> None:
     """Write a rank's blocks, and their digest beside them; the file is there when both are complete.
 
     Args:
@@ -64,17 +64,17 @@ def write(path: Path, blocks: Mapping[str, torch.Tensor], steps: int) -> None:
     """
     partial = path.with_suffix(".partial")
     save_file(dict(blocks), partial, metadata={STEPS: str(steps)})
-    leave_digest(path, digest_of(partial))
+    write_digest(path, digest_of(partial))
     partial.rename(path)
 
 
-class _Part(NamedTuple):
+class _BlockPart(NamedTuple):
     """Where in a wanted block the tensor `inner` of a file belongs."""
 
     rows: slice
     columns: slice
     file: Any
-    inner: Block
+    inner: TensorBlock
 
 
 class OptimizerFiles:
@@ -91,7 +91,7 @@ class OptimizerFiles:
             raise Refused(f"checkpoint {folder}", why="it has no state of an optimizer")
         if "-of-" in paths[0].name and len(paths) != (world := int(paths[0].stem.rpartition("-")[2])):
             raise Refused(f"checkpoint {folder}", why=f"it has {len(paths)} of the {world} ranks' files")
-        self._found: dict[tuple[str, str], list[tuple[Block, Any, str]]] = {}
+        self._found: dict[tuple[str, str], list[tuple[TensorBlock, Any, str]]] = {}
         steps = set()
         for path in paths:
             file: Any = safe_open(path, framework="pt")
@@ -106,10 +106,10 @@ class OptimizerFiles:
         name, kind, *place = key.split("|")
         if place:
             rows, columns = (tuple(map(int, part.split(":"))) for part in place)
-            block = Block(name, *rows, *columns)
+            block = TensorBlock(name, *rows, *columns)
         else:
             size = file.get_slice(key).get_shape()
-            block = whole(name, size)
+            block = whole_block(name, size)
         self._found.setdefault((name, kind), []).append((block, file, key))
 
     def has(self, kind: str) -> bool:
@@ -121,7 +121,7 @@ class OptimizerFiles:
         return (name, kind) in self._found
 
     def tensor(self, name: str, kind: str) -> torch.Tensor | None:
-        """What was written whole under this name and kind, if anything."""
+        """Return the tensor that was written whole under this name and kind, if there is one."""
         found = self._found.get((name, kind))
         if not found:
             return None
@@ -129,12 +129,12 @@ class OptimizerFiles:
         values: torch.Tensor = file.get_tensor(key)
         return values
 
-    def reader(self, kind: str) -> Read:
-        """Gives blocks of one kind of state, put together of those in the files."""
+    def reader(self, kind: str) -> ReadBlock:
+        """Return a reader of blocks of one kind of state."""
         return lambda wanted: self._read(kind, wanted)
 
-    def check(self, kind: str, wanted: Block) -> None:
-        """See that a block of this kind of state is there, without reading it.
+    def check(self, kind: str, wanted: TensorBlock) -> None:
+        """Check that a block of this kind of state is there, without reading it.
 
         Raises:
             Refused: some of it is not.
@@ -149,32 +149,32 @@ class OptimizerFiles:
                 hint="it is of another model, or incomplete",
             )
 
-    def _read(self, kind: str, wanted: Block) -> torch.Tensor:
+    def _read(self, kind: str, wanted: TensorBlock) -> torch.Tensor:
         self.check(kind, wanted)
         out = torch.empty(wanted.rows, wanted.columns)
         for part in self._parts(kind, wanted):
             out[part.rows, part.columns] = read_block(part.file, part.inner)
         return out
 
-    def _parts(self, kind: str, wanted: Block) -> Iterator[_Part]:
-        """What the files have of a block."""
+    def _parts(self, kind: str, wanted: TensorBlock) -> Iterator[_BlockPart]:
+        """Yield the parts of a block that the files have."""
         for block, file, key in self._found.get((wanted.name, kind), ()):
             top, bottom = max(wanted.row, block.row), min(wanted.row + wanted.rows, block.row + block.rows)
             left = max(wanted.column, block.column)
             right = min(wanted.column + wanted.columns, block.column + block.columns)
             if top < bottom and left < right:
-                inner = Block(key, top - block.row, bottom - top, left - block.column, right - left)
+                inner = TensorBlock(key, top - block.row, bottom - top, left - block.column, right - left)
                 rows = slice(top - wanted.row, bottom - wanted.row)
                 columns = slice(left - wanted.column, right - wanted.column)
-                yield _Part(rows, columns, file, inner)
+                yield _BlockPart(rows, columns, file, inner)
 
 
-def whole(name: str, shape: Sequence[int]) -> Block:
-    """All of a tensor of this shape."""
-    return Block(name, 0, shape[0] if shape else 1, 0, math.prod(shape[1:]))
+def whole_block(name: str, shape: Sequence[int]) -> TensorBlock:
+    """Return the block that is all of a tensor of this shape."""
+    return TensorBlock(name, 0, shape[0] if shape else 1, 0, math.prod(shape[1:]))
 
 
-def read_block(file: Any, block: Block) -> torch.Tensor:
+def read_block(file: Any, block: TensorBlock) -> torch.Tensor:
     """A block [rows, columns] of a tensor in an opened safetensors file; nothing else of it is read."""
     part = file.get_slice(block.name)
     dimensions = len(part.get_shape())
@@ -202,11 +202,11 @@ class TensorFiles:
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Of a tensor; None if it is not there."""
+        """Return a tensor's shape; None if it is not there."""
         file = self._where.get(name)
         return None if file is None else tuple(file.get_slice(name).get_shape())
 
-    def __call__(self, block: Block) -> torch.Tensor:
+    def __call__(self, block: TensorBlock) -> torch.Tensor:
         """The block's values [rows, columns], in the file's dtype. What is read must have been checked."""
         return read_block(self._where[block.name], block)
 
@@ -218,9 +218,9 @@ def await_files(folder: Path, world: int) -> None:
         RelaxError: a rank could not. DeadlineExceeded: one does not come.
     """
     deadline = time.monotonic() + FILES_WAIT_S
-    while lacking := [r for r in range(world) if not file_of(folder, r, world).exists()]:
+    while lacking := [r for r in range(world) if not rank_file(folder, r, world).exists()]:
         for rank in lacking:
-            if (failure := failure_of(folder, rank)).exists():
+            if (failure := failure_file(folder, rank)).exists():
                 raise RelaxError(f"checkpoint {folder}", why=f"rank {rank}: {failure.read_text()}")
         if time.monotonic() > deadline:
             raise DeadlineExceeded(

@@ -14,29 +14,29 @@ from safetensors import SafetensorError
 
 from relax_rt.config.problems import BadInput
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.training.checkpoints.store import PARTIAL, CheckpointState, CheckpointStore, passing
+from relax_rt.roles.training.checkpoints.store import PARTIAL, CheckpointState, CheckpointStore, is_transient
 from relax_rt.transport.rpc.errors import Corrupt, Refused, RelaxError, StaleEpoch
 
 LOOK_S = 1.0
 COMPARE_ALLOWANCE_S = 120.0
 """Until the first bytes of a checkpoint that is compared were read."""
 MIB = 1 << 20
-NAMED = 4
+LISTED_FAULTS = 4
 """Checkpoints whose faults are told in full when none can be read."""
 
-Take = Callable[[Path, CheckpointState], Awaitable[None]]
+Resume = Callable[[Path, CheckpointState], Awaitable[None]]
 
 
-class Taken(NamedTuple):
+class ResumedCheckpoint(NamedTuple):
     """A checkpoint that a training goes on from."""
 
     folder: Path
     state: CheckpointState
 
 
-async def take_newest(
-    ctx: RoleContext, store: CheckpointStore, take: Take, *, shown: str = "", anew: bool = False
-) -> tuple[Taken | None, list[str]]:
+async def resume_newest(
+    ctx: RoleContext, store: CheckpointStore, take: Resume, *, shown: str = "", anew: bool = False
+) -> tuple[ResumedCheckpoint | None, list[str]]:
     """Go on from the newest checkpoint that can be read and whose files have the bytes that were written, which is seen
     before anything of it is taken. Those passed over are said (event `checkpoint_damaged`) and, once an older one was
     taken, set aside (event `checkpoint_quarantined`).
@@ -60,20 +60,20 @@ async def take_newest(
         if state is not None:
             unsaid = store.check(folder, state)
             try:
-                await asyncio.to_thread(compared, ctx, store, folder, state, shown)
+                await asyncio.to_thread(verify_files, ctx, store, folder, state, shown)
                 await take(folder, state)
             except StaleEpoch:
                 raise
             except (SafetensorError, OSError, Refused, Corrupt) as error:
                 why = str(error) or type(error).__name__
-                if passing(error):
+                if is_transient(error):
                     hint = "the trainer is started again and looks once more; is the file system there?"
                     raise RelaxError(f"checkpoint {folder}", why=why, hint=hint) from error
             else:
                 if unsaid:
                     ctx.event("checkpoint_unverified", checkpoint=f"{shown}{folder.name}", why=unsaid)
                 await _set_aside(ctx, store, passed, shown)
-                return Taken(folder, state), [one.name for one, _ in passed]
+                return ResumedCheckpoint(folder, state), [one.name for one, _ in passed]
         passed.append((folder, why))
         ctx.event("checkpoint_damaged", checkpoint=f"{shown}{folder.name}", why=why)
         ctx.log.warning("passing over a checkpoint", checkpoint=f"{shown}{folder.name}", error=why)
@@ -86,13 +86,15 @@ async def take_newest(
     return None, []
 
 
-def compared(ctx: RoleContext, store: CheckpointStore, folder: Path, state: CheckpointState, shown: str = "") -> None:
+def verify_files(
+    ctx: RoleContext, store: CheckpointStore, folder: Path, state: CheckpointState, shown: str = ""
+) -> None:
     """See `CheckpointStore.compare`; blocks. The role's deadline, as if it is at its start, moves out by what reading
     takes, and once more by that for whoever takes the checkpoint: the same bytes are read again. A read that stands
     still moves nothing.
 
     Args:
-        shown: see `take_newest`.
+        shown: see `resume_newest`.
     """
     if not state.files:
         return
@@ -119,8 +121,8 @@ async def _set_aside(ctx: RoleContext, store: CheckpointStore, passed: list[tupl
 
 
 def _none_readable(folder: Path, passed: list[tuple[Path, str]], aside: list[Path]) -> BadInput:
-    reasons = [f"{one.name}: {why}" for one, why in passed[:NAMED]]
-    reasons += [f"and {len(passed) - NAMED} more"] * (len(passed) > NAMED)
+    reasons = [f"{one.name}: {why}" for one, why in passed[:LISTED_FAULTS]]
+    reasons += [f"and {len(passed) - LISTED_FAULTS} more"] * (len(passed) > LISTED_FAULTS)
     reasons += [f"set aside before: {', '.join(one.name for one in aside)}"] * bool(aside)
     hint = (
         "put back a good copy, or the model that model.path had when these were written; to begin again at step 0, "
@@ -129,7 +131,7 @@ def _none_readable(folder: Path, passed: list[tuple[Path, str]], aside: list[Pat
     return BadInput(f"none of the checkpoints in {folder} can be read", why="; ".join(reasons), hint=hint)
 
 
-async def through(
+async def wait_for_save(
     saving: asyncio.Task[None],
     store: CheckpointStore,
     tell: Callable[[int, str], None],

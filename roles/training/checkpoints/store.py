@@ -15,23 +15,23 @@ import xxhash
 from msgspec.structs import replace
 
 from relax_rt.config.problems import BadInput
-from relax_rt.roles.training.checkpoints.digests import FileDigest, ModelIdentity, compare, digests_of
+from relax_rt.roles.training.checkpoints.digests import FileDigest, ModelIdentity, collect_digests, verify_digests
 from relax_rt.transport.rpc.errors import Corrupt, Refused, RelaxError, StaleEpoch
 
-FORMAT = 1
-"""Of checkpoint folders. One of a higher number is refused; 0: it was written before they had one."""
+FORMAT = 2
+"""Format number of checkpoint folders; those of another one are refused. 1: relax-rt 0.1."""
 STATE_FILE = "relax_rt.json"
 SAMPLING_FILE = "sampling.json"
-"""What became of the prompts so far, where filters or a sampler decide by it."""
+"""Outcomes of the prompts so far, if filters or a prompt sampler decide by them."""
 PREFIX = "step-"
 PARTIAL = ".partial-"
 DAMAGED = "damaged-"
-"""Before the name of a checkpoint that was passed over: it counts as none, and is kept for whoever looks into it."""
+"""Prefix of a quarantined checkpoint: it was skipped, counts as none, and is kept for inspection."""
 KEEP_DAMAGED = 2
 REPLACED = "-replaced"
-"""Behind the name of a checkpoint while the same step, done again, takes its place."""
+"""Suffix of a checkpoint while the same step, done again, takes its place."""
 FORCE_BYTES = 64 << 20
-"""Of a file that are forced to disk at a time, so that it can be told how this gets on."""
+"""Bytes of a file that are forced to disk at a time, so that progress can be reported."""
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -42,21 +42,21 @@ TOKENIZER_FILES = (
     "processor_config.json",
     "preprocessor_config.json",
 )
-"""Of a model folder: a checkpoint has them as well."""
+"""Patterns of the tokenizer files of a model folder; a checkpoint has copies."""
 
 
 class CheckpointState(msgspec.Struct, frozen=True):
-    """What a checkpoint says of itself, besides model and optimizer.
+    """The state file of a checkpoint: all but model and optimizer.
 
     Attributes:
         step: optimizer steps done. version: the policy version of its weights; digest: that version's digest.
         epoch: incarnation of the trainer that wrote it.
-        ledger_step: the queue's mark: samples trained up to this step are covered.
+        ledger_step: samples trained up to this step are covered, by the queue's count.
         elapsed_s: wall-clock time that training had taken.
         objective: what the objective carries from step to step (`Objective.state`).
-        format: see FORMAT. model: what the training began with; None: it was written before checkpoints said so.
-        files: digests of the other files, by path within the folder; empty: it was written before there were any.
-        own: digest of all else that is said here, see `_own_digest`; without it nothing is compared.
+        format: see FORMAT. model: identity of the initial model; None: not recorded.
+        files: digests of the other files, by path within the folder; empty: they are not verified.
+        own: digest of the other fields, see `_own_digest`; empty: it is not verified.
     """
 
     step: int
@@ -72,23 +72,24 @@ class CheckpointState(msgspec.Struct, frozen=True):
     own: str = ""
 
 
-class _Newer(msgspec.Struct):
-    """What is read before it is known whether the format is."""
+class _FormatHeader(msgspec.Struct):
+    """The fields that are read before the format is known."""
 
     format: int = 0
     own: str | None = None
 
 
-class Found(NamedTuple):
-    """A checkpoint folder, and what it says of itself; None: `why` that cannot be read."""
+class FoundCheckpoint(NamedTuple):
+    """A checkpoint folder and its state; None: `why` it cannot be read."""
 
     folder: Path
     state: CheckpointState | None
     why: str
 
 
-def passing(error: BaseException) -> bool:
-    """Whether the file system failed, and not the checkpoint: another try may read it, and it must not be set aside."""
+def is_transient(error: BaseException) -> bool:
+    """Whether the file system failed, and not the checkpoint: another try may read it, so it must not be
+    quarantined."""
     return isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError)
 
 
@@ -96,12 +97,12 @@ class CheckpointStore:
     """The checkpoints of a run, in one folder.
 
     Args:
-        model: what the training begins with; None: checkpoints neither say nor are asked what they are of.
+        model: identity of the initial model; None: checkpoints neither record nor check it.
 
     Attributes:
-        published: digests of the run's policy versions; a checkpoint of another one is of another run. None: it is not
-            asked.
-        digested, forced: bytes of the checkpoint being written that were read for digests here, that are on disk.
+        published: digests of the run's policy versions; a checkpoint of another version is of another run. None: not
+            checked.
+        digested, forced: bytes of the checkpoint being written that were digested, and that were forced to disk.
 
     Raises:
         StaleEpoch: a newer incarnation of the trainer writes here.
@@ -123,11 +124,11 @@ class CheckpointStore:
             else:
                 replaced.rename(target)
 
-    def found(self) -> list[Found]:
+    def found(self) -> list[FoundCheckpoint]:
         """All checkpoint folders, highest step first; those that were set aside are not among them.
 
         Raises:
-            OSError: the file system refused one, see `passing`.
+            OSError: the file system refused one, see `is_transient`.
         """
         return find_checkpoints(self.folder)
 
@@ -181,7 +182,7 @@ class CheckpointStore:
         unsaid += ["has no digests of its files"] * (not state.files)
         if not unsaid:
             return ""
-        return f"its {STATE_FILE} {' and '.join(unsaid)}: it was written by an earlier version, and is taken as it is"
+        return f"its {STATE_FILE} {' and '.join(unsaid)}: it is taken unverified"
 
     def _of_this_run(self, folder: Path, state: CheckpointState) -> None:
         if self.published is None or not state.digest:
@@ -212,9 +213,9 @@ class CheckpointStore:
             done: told of bytes as they are read; called by several threads.
 
         Raises:
-            Corrupt: one is missing, or has other bytes. OSError: the file system refused one, see `passing`.
+            Corrupt: one is missing, or has other bytes. OSError: the file system refused one, see `is_transient`.
         """
-        compare(folder, state.files, done)
+        verify_digests(folder, state.files, done)
 
     def save(self, state: CheckpointState, write: Callable[[Path], None]) -> Path:
         """Have `write` fill a new folder, force it to disk and rename it into place; then remove the oldest ones. A
@@ -230,7 +231,7 @@ class CheckpointStore:
         partial.mkdir()
         try:
             write(partial)
-            _write_state(partial / STATE_FILE, replace(state, files=digests_of(partial, self._count_digested)))
+            _write_state(partial / STATE_FILE, replace(state, files=collect_digests(partial, self._count_digested)))
             for path in partial.rglob("*"):
                 _sync(path, self._count)
             _sync(partial)
@@ -281,18 +282,23 @@ def read_state(folder: Path) -> CheckpointState:
 
     Raises:
         Refused: it is not a checkpoint of a run. Corrupt: its state file cannot be read.
-        BadInput: it is of a format that only newer versions know.
+        BadInput: it is of another format.
     """
     path = folder / STATE_FILE
     try:
         raw = path.read_bytes()
-        newer = msgspec.json.decode(raw, type=_Newer)
-        if newer.own is not None and newer.own != (digest := _own_digest(raw)):
-            why = f"{STATE_FILE} is not what was written: its xxh3-128 is {digest}, it was {newer.own}"
+        header = msgspec.json.decode(raw, type=_FormatHeader)
+        if header.own is not None and header.own != (digest := _own_digest(raw)):
+            why = f"{STATE_FILE} is not what was written: its xxh3-128 is {digest}, it was {header.own}"
             raise Corrupt(f"checkpoint {folder}", why=why, hint='if it was changed by hand, take "own" out of it')
-        if newer.format > FORMAT:
-            why = f"it is of format {newer.format}, and this version of relax-rt reads formats up to {FORMAT}"
-            raise BadInput(f"checkpoint {folder}", why=why, hint="go on with the version that wrote it, or a newer one")
+        if header.format != FORMAT:
+            writer = "a newer version" if header.format > FORMAT else "relax-rt 0.1"
+            raise BadInput(
+                f"checkpoint {folder}",
+                why=f"it is of format {header.format}, which {writer} wrote, and this version reads format {FORMAT}",
+                hint="continue with the version that wrote it, or begin a run of another run.name with this folder as "
+                "model.path",
+            )
         return msgspec.json.decode(raw, type=CheckpointState)
     except FileNotFoundError:
         raise Refused(f"checkpoint {folder}", why=f"it has no {STATE_FILE}") from None
@@ -300,25 +306,25 @@ def read_state(folder: Path) -> CheckpointState:
         raise Corrupt(f"checkpoint {folder}", why=str(error), hint="remove it: an older one will be used") from error
 
 
-def find_checkpoints(folder: Path) -> list[Found]:
+def find_checkpoints(folder: Path) -> list[FoundCheckpoint]:
     """All checkpoint folders in a folder, highest step first; those that were set aside are not among them.
 
     Nothing is changed. A checkpoint whose replacement never came is among them, because the next trainer renames it
     back.
 
     Raises:
-        BadInput: one is of a format that only newer versions know. OSError: the file system refused one, see `passing`.
+        BadInput: one is of another format. OSError: the file system refused one, see `is_transient`.
     """
     found = []
     for one in folder.glob(f"{PREFIX}*"):
         if one.name.endswith(REPLACED) and one.with_name(one.name.removesuffix(REPLACED)).exists():
             continue
         try:
-            found.append(Found(one, read_state(one), ""))
+            found.append(FoundCheckpoint(one, read_state(one), ""))
         except (Refused, Corrupt, OSError) as error:
-            if passing(error):
+            if is_transient(error):
                 raise
-            found.append(Found(one, None, error.why if isinstance(error, RelaxError) else str(error)))
+            found.append(FoundCheckpoint(one, None, error.why if isinstance(error, RelaxError) else str(error)))
     return sorted(found, key=lambda one: one.state.step if one.state else _step_of(one.folder), reverse=True)
 
 

@@ -25,7 +25,7 @@ from relax_rt.transport.rpc.interface import idempotent
 CRITIC_SLOT = "critic/0"
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class CriticSample(msgspec.Struct, frozen=True, array_like=True):
     """A sample as the critic sees it: tokens int32 [T], mask uint8 [T], as bytes; and the number of its group.
 
     branches: tokens [start, end) of each, one behind the other, if there are several: none sees what lies before it.
@@ -37,7 +37,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     branches: list[tuple[int, int]] = []
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class TrainingPosition(msgspec.Struct, frozen=True, array_like=True):
     """Where a training is: the trainer's epoch, and the steps it has done."""
 
     epoch: int
@@ -49,7 +49,7 @@ class CriticReport(msgspec.Struct, frozen=True):
 
     Attributes:
         applied: False when it was thrown away (a loss or gradient that is not finite); of several updates, when all
-            were. thrown_away: how many were.
+            were. updates_skipped: how many were.
         loss: mean over the trained tokens. grad_norm: before clipping; the mean of the updates that were taken.
         value, returned: mean value before the step, and mean return. clipped: share of tokens whose gradient the
             clip stopped.
@@ -64,7 +64,7 @@ class CriticReport(msgspec.Struct, frozen=True):
     returned: float
     clipped: float
     explained: float
-    thrown_away: int = 0
+    updates_skipped: int = 0
 
 
 class CriticApi(Protocol):
@@ -76,7 +76,7 @@ class CriticApi(Protocol):
     """
 
     @idempotent
-    async def begin(self, at: Place, folder: str) -> None:
+    async def begin(self, at: TrainingPosition, folder: str) -> None:
         """Start from a checkpoint's folder, or from the model's own weights if it is empty.
 
         Raises:
@@ -84,43 +84,43 @@ class CriticApi(Protocol):
         """
 
     @idempotent
-    async def values(self, at: Place, first: int, pieces: list[Piece]) -> list[bytes]:
+    async def values(self, at: TrainingPosition, first: int, pieces: list[CriticSample]) -> list[bytes]:
         """Values of these samples of the step, of which `first` is the number of the first one; float32 [T] each.
 
         The value of a token is that of the state before it; tokens under mask 0 have 0.
         """
 
     @idempotent
-    async def returns(self, at: Place, first: int, returns: list[bytes]) -> None:
+    async def returns(self, at: TrainingPosition, first: int, returns: list[bytes]) -> None:
         """What those values should have been, float32 [T]; empty: the sample is not learnt from."""
 
     @idempotent
-    async def learn(self, at: Place) -> CriticReport:
+    async def learn(self, at: TrainingPosition) -> CriticReport:
         """Take the updates of a step on what `values` and `returns` gave; the critic is at the next step then."""
 
     @idempotent
-    async def snapshot(self, at: Place) -> None:
+    async def snapshot(self, at: TrainingPosition) -> None:
         """Copy the state aside."""
 
     @idempotent
-    async def write(self, at: Place, folder: str) -> None:
+    async def write(self, at: TrainingPosition, folder: str) -> None:
         """Write the snapshot of that step into a folder."""
 
 
 CALL_S = 900.0
 SCRATCH = "critic"
-"""Folder of the run where the critic writes what goes into a checkpoint."""
+"""Folder of the run where the critic writes its part of a checkpoint."""
 SKIPPED_IN_A_ROW = 5
-"""Of its steps one after the other, thrown away or with an update that was, before the run ends; as of the policy."""
-PIECE_BYTES = 8 << 20
-"""Of tokens and masks in one call; an answer has about as many."""
+"""Consecutive steps of the critic that were skipped, or one of whose updates was, before the run ends."""
+CALL_BYTES = 8 << 20
+"""Bytes of tokens and masks in one call; a reply has about as many."""
 
 
-class CriticLink:
-    """Takes the critic along with the trainer: to a checkpoint, through each step, into the next checkpoint.
+class CriticClient:
+    """The trainer's side of the critic: resumes it, computes values, has it learn, and saves it with each checkpoint.
 
     Raises (all methods):
-        Refused: the critic is at another place, because it was started again: end, and begin at a checkpoint.
+        Refused: the critic is at another position, because it was restarted: end, and resume from a checkpoint.
     """
 
     def __init__(self, ctx: RoleContext) -> None:
@@ -130,7 +130,7 @@ class CriticLink:
 
     @asynccontextmanager
     async def _waiting(self, what: str) -> AsyncIterator[CriticApi]:
-        """The critic, while nothing else is done here."""
+        """Yield the critic's API; the wait for it is visible in the role's progress."""
         api = await self._api()
         self._ctx.progress.waiting(f"the critic: {what}")
         try:
@@ -142,19 +142,21 @@ class CriticLink:
         return await self._ctx.peer(CRITIC_SLOT, CriticApi, timeout_s=CALL_S)
 
     async def begin(self, step: int, folder: Path | None) -> None:
-        """Both start from this checkpoint, or from the beginning.
+        """Start the critic from this checkpoint, or from the model's own weights.
 
         Raises:
             Refused: the checkpoint does not hold the critic's state.
         """
         async with self._waiting("its state") as api:
-            await api.begin(Place(self._epoch, step), str(folder) if folder is not None else "")
+            await api.begin(TrainingPosition(self._epoch, step), str(folder) if folder is not None else "")
 
-    async def judge(self, samples: Sequence[Sample], step: int) -> None:
-        """Give each sample its values, float32 [T], of the critic at this step."""
+    async def compute_values(self, samples: Sequence[Sample], step: int) -> None:
+        """Set each sample's `values`, float32 [T], of the critic at this step."""
         async with self._waiting("values") as api:
             for first, part in _parts(samples):
-                found = await api.values(Place(self._epoch, step), first, [_piece(sample) for sample in part])
+                found = await api.values(
+                    TrainingPosition(self._epoch, step), first, [_piece(sample) for sample in part]
+                )
                 for sample, raw in zip(part, found, strict=True):
                     values = np.frombuffer(raw, np.float32)
                     if len(values) != len(sample.tokens):
@@ -162,21 +164,21 @@ class CriticLink:
                     sample.values = values
 
     async def learn(self, samples: Sequence[Sample], returns: Sequence[NDArray[np.float32] | None], step: int) -> None:
-        """Have the critic learn what was judged at this step; it is at the next one then.
+        """Have the critic learn from the samples of this step's `compute_values`; afterwards it is at the next step.
 
         Args:
-            samples: as they were judged. returns: float32 [T] each; None: not to be learnt from.
+            samples: the same samples. returns: float32 [T] each; None: not to be learnt from.
 
         Raises:
             GivenUp: too many of its steps in a row had a loss or gradient that is not finite.
         """
-        at = Place(self._epoch, step)
+        at = TrainingPosition(self._epoch, step)
         async with self._waiting("its step") as api:
             for first, part in _parts(samples):
                 raw = [b"" if one is None else one.tobytes() for one in returns[first : first + len(part)]]
                 await api.returns(at, first, raw)
             report = await api.learn(at)
-        self._skipped = self._skipped + 1 if report.thrown_away else 0
+        self._skipped = self._skipped + 1 if report.updates_skipped else 0
         if self._skipped >= SKIPPED_IN_A_ROW:
             which = "had an update that was thrown away" if report.applied else "were thrown away"
             why = f"a loss or gradient is not finite; of the last step: {report.loss} and {report.grad_norm}"
@@ -184,44 +186,44 @@ class CriticLink:
             raise GivenUp(f"{self._skipped} steps of the critic in a row {which}", why=why, hint=hint)
 
     async def snapshot(self, step: int) -> None:
-        """Copy its state aside, for the checkpoint of this step."""
+        """Have the critic copy its state aside, for the checkpoint of this step."""
         async with self._waiting("a copy of its state") as api:
-            await api.snapshot(Place(self._epoch, step))
+            await api.snapshot(TrainingPosition(self._epoch, step))
 
-    async def written(self, step: int) -> CriticFiles:
-        """Its snapshot of this step, on disk. Training may go on meanwhile."""
+    async def write(self, step: int) -> CriticFiles:
+        """Have the critic write its snapshot of this step to disk. Training may continue meanwhile."""
         folder = self._scratch / f"step-{step:06d}-{self._epoch}"
         shutil.rmtree(self._scratch, ignore_errors=True)
         folder.mkdir(parents=True)
-        await (await self._api()).write(Place(self._epoch, step), str(folder))
+        await (await self._api()).write(TrainingPosition(self._epoch, step), str(folder))
         return CriticFiles(folder)
 
 
 class CriticFiles:
-    """Files of a snapshot, in a folder of the run's own."""
+    """The files of a critic's snapshot, in a scratch folder of the run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def move(self, into: Path) -> None:
-        """Into a checkpoint that is being made, on the same file system."""
+        """Move the files into a checkpoint that is being written, on the same file system."""
         for path in self._folder.iterdir():
             path.rename(into / path.name)
         shutil.rmtree(self._folder)
 
 
-def _piece(sample: Sample) -> Piece:
+def _piece(sample: Sample) -> CriticSample:
     tokens = np.ascontiguousarray(sample.tokens, np.int32).tobytes()
     mask = np.ascontiguousarray(sample.loss_mask, np.uint8).tobytes()
-    return Piece(sample.meta.group, tokens, mask, sample.meta.branches)
+    return CriticSample(sample.meta.group, tokens, mask, sample.meta.branches)
 
 
 def _parts(samples: Sequence[Sample]) -> Iterator[tuple[int, Sequence[Sample]]]:
-    """Samples that go together in one call, with the number of the first of them."""
+    """Yield the samples of one call each, with the number of the first of them."""
     first, size = 0, 0
     for index, sample in enumerate(samples):
         nbytes = 5 * len(sample.tokens)
-        if size and size + nbytes > PIECE_BYTES:
+        if size and size + nbytes > CALL_BYTES:
             yield first, samples[first:index]
             first, size = index, 0
         size += nbytes

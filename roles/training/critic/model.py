@@ -1,4 +1,4 @@
-"""A transformer with a value head, and the steps it is trained by."""
+"""The critic's model: a transformer with a value head, and its optimizer steps."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from relax_rt.roles.models.numerics import denormals_flushed
 from relax_rt.roles.training.algorithms.advantages import value_loss
 from relax_rt.roles.training.algorithms.tensors import Metrics, merge
 from relax_rt.roles.training.batch.attention import packing_costs
-from relax_rt.roles.training.batch.budget import Budget, Fitting
+from relax_rt.roles.training.batch.budget import MemoryRetry, TokenBudget
 from relax_rt.roles.training.batch.collate import MicroBatch, collate
-from relax_rt.roles.training.batch.logprobs import at_trained_tokens, hidden_states
-from relax_rt.roles.training.batch.rows import chosen, lay_out, mini_batches, shared_rows
-from relax_rt.roles.training.checkpoints.digests import digest_of, leave_digest
-from relax_rt.roles.training.checkpoints.store import passing
+from relax_rt.roles.training.batch.logprobs import compute_at_trained_tokens, hidden_states
+from relax_rt.roles.training.batch.rows import mini_batches, pick, plan_micro_batches, shared_rows
+from relax_rt.roles.training.checkpoints.digests import digest_of, write_digest
+from relax_rt.roles.training.checkpoints.store import is_transient
 from relax_rt.roles.training.critic.client import CriticReport
 from relax_rt.roles.training.critic.settings import CriticSettings
 from relax_rt.transport.rpc.errors import Refused
@@ -72,20 +72,20 @@ class CriticModel:
         settings: CriticSettings,
         on_progress: Callable[[int], object],
         device: torch.device = CPU,
-        budget: Budget | None = None,
+        budget: TokenBudget | None = None,
         *,
         updates: int = 1,
     ) -> None:
         torch.set_num_threads(settings.threads)
         self._folder, self._settings, self._on_progress, self._device = folder, settings, on_progress, device
-        self._budget = budget if budget is not None else Budget(settings.tokens_per_micro_batch)
-        self._fitting = Fitting(self._budget, device)
+        self._budget = budget if budget is not None else TokenBudget(settings.tokens_per_micro_batch)
+        self._fitting = MemoryRetry(self._budget, device)
         self._updates = updates
         self._snapshot: dict[str, dict[str, torch.Tensor]] = {}
         self.reset()
 
     def reset(self) -> None:
-        """Weights as before the first step."""
+        """Reset the weights to those before the first step."""
         self._model = ValueModel(self._folder)
         self._costs = packing_costs(self._model.body, self._device)
         self._model.to(self._device)
@@ -96,9 +96,9 @@ class CriticModel:
         )
 
     def values(self, samples: Sequence[Sample]) -> list[Values]:
-        """Values of each sample's trained tokens, 0 at others; float32 [T]."""
+        """Compute the values of each sample's trained tokens, 0 at others; float32 [T]."""
         return self._fitting(
-            lambda: at_trained_tokens(
+            lambda: compute_at_trained_tokens(
                 self._values, samples, self._budget, self._on_progress, device=self._device, costs=self._costs
             )
         )
@@ -108,7 +108,8 @@ class CriticModel:
         return found
 
     def learn(self, samples: Sequence[Sample], old: Sequence[Values], returns: Sequence[Values]) -> CriticReport:
-        """The updates of a step, each on the mean of `value_loss` over the trained tokens of its part of the groups.
+        """Take the updates of a step, each on the mean of `value_loss` over the trained tokens of its part of the
+        groups.
 
         Args:
             old: values before the step. returns: what they should have been; float32 [T] each.
@@ -117,7 +118,7 @@ class CriticModel:
             What they did; one is thrown away, and the weights stay, if a loss or gradient is not finite.
         """
         parts = mini_batches([sample.meta.group for sample in samples], self._updates) or [[]]
-        found = [self._update(chosen(samples, at), chosen(old, at), chosen(returns, at)) for at in parts]
+        found = [self._update(pick(samples, at), pick(old, at), pick(returns, at)) for at in parts]
         taken = [(sums, norm) for applied, sums, norm in found if applied]
         counted = taken or [(measured, norm) for _, measured, norm in found]
         sums: Metrics = {}
@@ -133,7 +134,7 @@ class CriticModel:
             returned=float(wanted.mean()) if len(before) else 0.0,
             clipped=sums.get("clipped", 0.0) / max(sums.get("tokens", 0.0), 1.0),
             explained=_explained(before, wanted),
-            thrown_away=sum(bool(measured) and not applied for applied, measured, _ in found),
+            updates_skipped=sum(bool(measured) and not applied for applied, measured, _ in found),
         )
 
     def _update(
@@ -142,9 +143,9 @@ class CriticModel:
         """One update; whether it was taken, what was measured, as sums, and the gradients' norm before clipping."""
         count = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
         trained = [place for place, sample in enumerate(samples) if sample.loss_mask[1:].any()]
-        columns = _Columns(chosen(old, trained), chosen(returns, trained), self._device)
+        columns = _Columns(pick(old, trained), pick(returns, trained), self._device)
         with denormals_flushed():
-            sums = self._fitting(lambda: self._gradients(chosen(samples, trained), columns, count))
+            sums = self._fitting(lambda: self._gradients(pick(samples, trained), columns, count))
             norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.max_grad_norm))
             applied = count > 0 and math.isfinite(norm) and math.isfinite(sums["loss"])
             if applied:
@@ -152,11 +153,11 @@ class CriticModel:
         return applied, sums, norm
 
     def _gradients(self, samples: Sequence[Sample], columns: _Columns, count: int) -> Metrics:
-        """Those of a whole batch and of nothing else; what was measured, as sums."""
+        """Compute the gradients of a whole batch; returns metrics as sums."""
         sums: Metrics = {}
         self._optimizer.zero_grad(set_to_none=False)
-        for laid in lay_out(shared_rows(samples, self._budget.tokens), self._budget.tokens, self._costs):
-            self._budget.trying(laid.rows, laid.tokens)
+        for laid in plan_micro_batches(shared_rows(samples, self._budget.tokens), self._budget.tokens, self._costs):
+            self._budget.attempting(laid.rows, laid.tokens)
             merge(sums, self._micro_batch(collate(laid.rows, self._device, laid.costs), columns, count))
             self._on_progress(laid.tokens)
         return sums
@@ -185,10 +186,10 @@ class CriticModel:
         """Write the last snapshot, and beside each file its digest."""
         for name, tensors in self._snapshot.items():
             save_file(tensors, folder / name)
-            leave_digest(folder / name, digest_of(folder / name))
+            write_digest(folder / name, digest_of(folder / name))
 
     def restore(self, folder: Path) -> None:
-        """Go on from what `write` wrote.
+        """Restore what `write` wrote.
 
         Raises:
             OSError: the file system refused it: another try may read it.
@@ -197,7 +198,7 @@ class CriticModel:
         try:
             tensors, optimizer = load_file(folder / MODEL_FILE), load_file(folder / OPTIMIZER_FILE)
         except (OSError, SafetensorError) as error:
-            if passing(error):
+            if is_transient(error):
                 raise
             raise Refused(f"critic of checkpoint {folder}", why=str(error)) from error
         with torch.no_grad():
@@ -233,7 +234,7 @@ class _Columns:
 
 
 def _trained(samples: Sequence[Sample], values: Sequence[Values]) -> NDArray[np.float64]:
-    """Of all trained tokens of the samples."""
+    """Select the values of all trained tokens of the samples."""
     picked = (one[1:][sample.loss_mask[1:] != 0] for sample, one in zip(samples, values, strict=True))
     return np.concatenate([np.zeros(0), *picked])
 

@@ -16,7 +16,7 @@ from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.base.sample import Sample, bare_meta
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.critic.client import CriticReport, Piece, Place
+from relax_rt.roles.training.critic.client import CriticReport, CriticSample, TrainingPosition
 from relax_rt.roles.training.critic.settings import CriticSettings
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 
@@ -56,11 +56,11 @@ class CriticRole(RLRole[CriticSettings]):
         from relax_rt.roles.base.locations import model_folder
         from relax_rt.roles.models.device import open_device
         from relax_rt.roles.models.opening import refused_for_good
-        from relax_rt.roles.training.batch.budget import Budget
+        from relax_rt.roles.training.batch.budget import TokenBudget
         from relax_rt.roles.training.critic.model import CriticModel
 
         device = open_device(self.ctx, self.settings)
-        budget = Budget.of(self.ctx, self.settings.tokens_per_micro_batch)
+        budget = TokenBudget.of(self.ctx, self.settings.tokens_per_micro_batch)
         updates, told = self.table(AlgorithmTable).updates_per_step, self.ctx.progress.advance
         folder = model_folder(self.ctx)
         with refused_for_good():
@@ -79,8 +79,8 @@ class CriticRole(RLRole[CriticSettings]):
         self.ctx.metrics({"kind": "critic", "step": step, **fields})
         if not report.applied:
             self.ctx.event("critic_step_skipped", step=step)
-        elif report.thrown_away:
-            self.ctx.event("critic_update_skipped", step=step, thrown_away=report.thrown_away)
+        elif report.updates_skipped:
+            self.ctx.event("critic_update_skipped", step=step, updates_skipped=report.updates_skipped)
 
 
 T = TypeVar("T")
@@ -99,12 +99,12 @@ class CriticService:
     ) -> None:
         self._model, self._working, self._report = model, working, report
         self._lock, self._writing = asyncio.Lock(), asyncio.Lock()
-        self._at = Place(0, 0)
+        self._at = TrainingPosition(0, 0)
         self._samples: dict[int, list[Sample]] = {}
         self._old: dict[int, list[Values]] = {}
         self._returns: dict[int, list[Values | None]] = {}
         self._last: CriticReport | None = None
-        self._snapshot_of: Place | None = None
+        self._snapshot_of: TrainingPosition | None = None
 
     async def _alone(self, work: Callable[[], T]) -> T:
         async def at_work() -> T:
@@ -116,14 +116,14 @@ class CriticService:
 
         return await _to_its_end(self._lock, at_work)
 
-    async def begin(self, at: Place, folder: str) -> None:
-        """See CriticApi."""
+    async def begin(self, at: TrainingPosition, folder: str) -> None:
+        """Start from a checkpoint, or from the model's own weights."""
         self._fence(at)
 
         def work() -> None:
             self._fence(at)
             # Until it is whole it is at no trainer's place.
-            self._at, self._last, self._snapshot_of = Place(at.epoch, -1), None, None
+            self._at, self._last, self._snapshot_of = TrainingPosition(at.epoch, -1), None, None
             self._clear()
             self._model.reset()
             if folder:
@@ -132,8 +132,8 @@ class CriticService:
 
         await self._alone(work)
 
-    async def values(self, at: Place, first: int, pieces: list[Piece]) -> list[bytes]:
-        """See CriticApi."""
+    async def values(self, at: TrainingPosition, first: int, pieces: list[CriticSample]) -> list[bytes]:
+        """Compute values of samples of the step."""
 
         def work() -> list[bytes]:
             self._check(at)
@@ -146,8 +146,8 @@ class CriticService:
 
         return await self._alone(work)
 
-    async def returns(self, at: Place, first: int, returns: list[bytes]) -> None:
-        """See CriticApi."""
+    async def returns(self, at: TrainingPosition, first: int, returns: list[bytes]) -> None:
+        """Take the returns of samples of the step."""
 
         def work() -> None:
             self._check(at)
@@ -162,11 +162,11 @@ class CriticService:
 
         await self._alone(work)
 
-    async def learn(self, at: Place) -> CriticReport:
-        """See CriticApi."""
+    async def learn(self, at: TrainingPosition) -> CriticReport:
+        """Take the step's updates."""
 
         def work() -> CriticReport:
-            if self._last is not None and self._at == Place(at.epoch, at.step + 1):
+            if self._last is not None and self._at == TrainingPosition(at.epoch, at.step + 1):
                 # Sent again: it is done.
                 return self._last
             self._check(at)
@@ -181,15 +181,15 @@ class CriticService:
                 if one is not None
             ]
             report = self._model.learn([c[0] for c in chosen], [c[1] for c in chosen], [c[2] for c in chosen])
-            self._at, self._last = Place(at.epoch, at.step + 1), report
+            self._at, self._last = TrainingPosition(at.epoch, at.step + 1), report
             self._clear()
             self._report(at.step + 1, report)
             return report
 
         return await self._alone(work)
 
-    async def snapshot(self, at: Place) -> None:
-        """See CriticApi."""
+    async def snapshot(self, at: TrainingPosition) -> None:
+        """Copy the state aside."""
 
         def work() -> None:
             self._check(at)
@@ -198,8 +198,8 @@ class CriticService:
 
         await self._alone(work)
 
-    async def write(self, at: Place, folder: str) -> None:
-        """See CriticApi."""
+    async def write(self, at: TrainingPosition, folder: str) -> None:
+        """Write the snapshot of that step."""
 
         def work() -> None:
             if self._snapshot_of != at:
@@ -212,11 +212,11 @@ class CriticService:
     def _clear(self) -> None:
         self._samples, self._old, self._returns = {}, {}, {}
 
-    def _fence(self, at: Place) -> None:
+    def _fence(self, at: TrainingPosition) -> None:
         if at.epoch < self._at.epoch:
             raise StaleEpoch("critic", why=f"trainer epoch {self._at.epoch} has begun, this is {at.epoch}")
 
-    def _check(self, at: Place) -> None:
+    def _check(self, at: TrainingPosition) -> None:
         self._fence(at)
         if self._at != at:
             here = f"step {self._at.step} of trainer epoch {self._at.epoch}" if self._at.epoch else "no step: it is new"
@@ -246,7 +246,7 @@ async def _to_its_end(lock: asyncio.Lock, work: Callable[[], Awaitable[T]]) -> T
         raise
 
 
-def _sample(piece: Piece, number: int) -> Sample:
+def _sample(piece: CriticSample, number: int) -> Sample:
     """What packing reads of a sample."""
     tokens = np.frombuffer(piece.tokens, np.int32)
     mask = np.frombuffer(piece.mask, np.uint8)

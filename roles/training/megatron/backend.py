@@ -15,23 +15,23 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from relax_rt.roles.base.sample import Sample, bare_meta
-from relax_rt.roles.models.heap import give_back
+from relax_rt.roles.models.heap import trim_heap
 from relax_rt.roles.models.numerics import denormals_flushed
 from relax_rt.roles.models.settings import TrainedSettings
 from relax_rt.roles.training.algorithms.learning_rate import learning_rate
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.algorithms.tensors import Metrics, TokenTensors, merge
-from relax_rt.roles.training.backend.channel import Channel
-from relax_rt.roles.training.backend.interface import Partial, StepResult, step_result, thrown_away
-from relax_rt.roles.training.batch.budget import Accumulation, Budget, Fitting
+from relax_rt.roles.training.backend.channel import WeightChannel
+from relax_rt.roles.training.backend.interface import GradientPart, StepResult, skipped_result, step_result
+from relax_rt.roles.training.batch.budget import GradientAccumulation, MemoryRetry, TokenBudget
 from relax_rt.roles.training.checkpoints.optimizer_state import (
     MASTER,
     OptimizerFiles,
-    Read,
+    ReadBlock,
     await_files,
-    file_of,
-    write,
+    rank_file,
+    write_blocks,
 )
 from relax_rt.roles.training.checkpoints.store import TOKENIZER_FILES
 from relax_rt.roles.training.megatron.model import (
@@ -44,14 +44,14 @@ from relax_rt.roles.training.megatron.model import (
     sequence_parallel,
     transformer_config,
 )
-from relax_rt.roles.training.megatron.packs import Pack, column, fill, pack
+from relax_rt.roles.training.megatron.packs import Pack, at_wanted_tokens, fill_packs, pack
 from relax_rt.roles.training.megatron.passes import Passes
-from relax_rt.roles.training.megatron.ranks import Ranks
-from relax_rt.roles.training.megatron.state import Files, OptimizerState, with_tied_copy
-from relax_rt.roles.training.megatron.state import fill as fill_tensor
-from relax_rt.roles.training.resharding.layout import Division, naming_of
-from relax_rt.roles.training.resharding.plan import Plan, plan_buckets
-from relax_rt.roles.training.resharding.transfer import check_shards, gather, publish
+from relax_rt.roles.training.megatron.ranks import MegatronRanks
+from relax_rt.roles.training.megatron.state import HfModelFiles, OptimizerState, with_tied_copy
+from relax_rt.roles.training.megatron.state import fill_parameter as fill_tensor
+from relax_rt.roles.training.resharding.layout import ModelDivision, naming_of
+from relax_rt.roles.training.resharding.plan import ReshardPlan, plan_buckets
+from relax_rt.roles.training.resharding.transfer import check_shards, gather_weights, publish_weights
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout
 
@@ -78,36 +78,38 @@ class MegatronBackend:
         model_dir: Path,
         algorithm: AlgorithmTable,
         table: TrainedSettings,
-        ranks: Ranks,
+        ranks: MegatronRanks,
         *,
         temperature: float,
         objective: Objective | None = None,
         stacked_experts: bool = True,
         layers: Wanted = "auto",
         on_progress: Callable[[int], None] = lambda _: None,
-        budget: Budget | None = None,
+        budget: TokenBudget | None = None,
     ) -> None:
         torch.set_num_threads(table.threads)
         self._source, self._algorithm, self._table, self.ranks = model_dir, algorithm, table, ranks
         self._stacked = stacked_experts
         self.objective = objective if objective is not None else Objective.of(algorithm)
-        self._budget = budget if budget is not None else Budget(table.tokens_per_micro_batch)
+        self._budget = budget if budget is not None else TokenBudget(table.tokens_per_micro_batch)
         self._budget.agree(ranks.gather)
         together = f"rank {ranks.rank} of the trainer" if ranks.pass_together else ""
-        self._fitting = Fitting(self._budget, ranks.device, rank=together)
-        self._accumulation: Accumulation[Sequence[Sample]] = Accumulation(self._fitting, self._begin, self._add)
+        self._fitting = MemoryRetry(self._budget, ranks.device, rank=together)
+        self._accumulation: GradientAccumulation[Sequence[Sample]] = GradientAccumulation(
+            self._fitting, self._begin, self._add
+        )
         architecture = read_architecture(model_dir)
         self._shape = architecture.shape
         chosen = choose_layers(layers).layers
         config = transformer_config(architecture, table, chosen)
         self.model = build(architecture, config, ranks.sizes, chosen)
         self.parameters = {(0, name): p for name, p in self.model.named_parameters()}
-        self._division = Division(
+        self._division = ModelDivision(
             sizes=ranks.sizes,
             naming=naming_of([name for _, name in self.parameters]),
             padded_vocabulary=padded_vocabulary(self._shape, ranks.sizes),
         )
-        self._plans: dict[tuple[str, bool], Plan] = {}
+        self._plans: dict[tuple[str, bool], ReshardPlan] = {}
         held, _ = self._plan(table.dtype, stacked=False).held(ranks.rank)
         check_shards(self._plan(table.dtype, stacked=False), ranks.rank, self._shards)
         self._held = with_tied_copy(self._shape, held, self.parameters, ranks.at["tensor"])
@@ -132,11 +134,11 @@ class MegatronBackend:
         self._snapshot: dict[str, torch.Tensor] | None = None
         self._snapshot_steps, self._snapshot_model = 0, bytearray()
         self._snapshot_generators: dict[str, torch.Tensor] = {}
-        self._load(Files(model_dir))
+        self._load(HfModelFiles(model_dir))
         self._begin()
 
     def _mark(self) -> None:
-        """Tell Megatron of parameters what it does not know of itself."""
+        """Set attributes of parameters that Megatron relies on and does not set itself."""
         for place, local in self._held.items():
             parameter: Any = self.parameters[place]
             # It is noted where weights are initialised, which is left out; the norm of all gradients rests on it.
@@ -146,7 +148,7 @@ class MegatronBackend:
                 parameter.allreduce = False
 
     def use(self, objective: Objective, table: AlgorithmTable, *, temperature: float | None = None) -> None:
-        """See `TrainerBackend.use`."""
+        """Take steps of another objective from now on; the moments start anew."""
         self.objective, self._algorithm = objective, table
         self._passes.use(temperature=temperature, entropy="entropy" in objective.needs)
         for group in self._optimizer.param_groups:
@@ -158,13 +160,13 @@ class MegatronBackend:
 
     # Gradients.
 
-    def together(self, samples: Sequence[Sample]) -> bool:
-        """Whether the samples of a group go to one replica: where the loss compares them."""
+    def keeps_groups_together(self, samples: Sequence[Sample]) -> bool:
+        """Whether the samples of a group go to one replica: only where the loss compares them."""
         return "pairs" in self.objective.needs
 
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """Of each trained token, under the current weights, of logits / temperature: float32 [T] for each sample; 0 for
-        others. The same on all ranks of the replica whose samples these are."""
+        """Compute the log-probability of each trained token, of logits / temperature: float32 [T] for each sample, 0
+        for others. The same on all ranks of the replica whose samples these are."""
         return self._fitting(lambda: self._log_probabilities(samples))
 
     def _log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
@@ -181,11 +183,11 @@ class MegatronBackend:
                     found[index][one.at[mine].numpy()] = value[mine].numpy()
         return found
 
-    def accumulate(self, samples: Sequence[Sample]) -> Partial:
+    def accumulate(self, samples: Sequence[Sample]) -> GradientPart:
         """Forward and backward of this replica's share of a batch, which may be empty; gradients are added up as they
         are, divided by nothing. Samples have their advantages."""
         self._accumulation(samples)
-        return Partial(self.objective.count(samples), sum(int(sample.loss_mask.sum()) for sample in samples))
+        return GradientPart(self.objective.count(samples), sum(int(sample.loss_mask.sum()) for sample in samples))
 
     def _add(self, samples: Sequence[Sample]) -> None:
         """Add the gradients of these samples, and what is measured of them."""
@@ -195,7 +197,7 @@ class MegatronBackend:
         dummies = self._dummies(len(packs))
         with denormals_flushed():
             results = self._passes.backward([*packs, *dummies], self._loss, len(dummies))
-        if self.ranks.speaks:
+        if self.ranks.reports_loss:
             tokens = float(sum(int(sample.loss_mask.sum()) for sample in samples))
             merge(self._found, {"trained": tokens, "computed": float(sum(one.tokens for one in packs))})
             for value, metrics in results:
@@ -222,7 +224,7 @@ class MegatronBackend:
         if not finite or not math.isfinite(loss):
             self._forget()
             what = f"gradient norm is {norm}" if math.isfinite(loss) else f"loss is {loss}"
-            return thrown_away(f"{what} in step {number}", found, rate)
+            return skipped_result(f"{what} in step {number}", found, rate)
         if found.get("tokens"):
             self._clip(norm)
             for group in self._optimizer.param_groups:
@@ -239,12 +241,12 @@ class MegatronBackend:
         return {name: parameter.main_grad.detach().clone() for (_, name), parameter in self.parameters.items()}
 
     def _forget(self) -> None:
-        """The step is over; the next part begins another one."""
+        """End the step: the next part begins another one."""
         self._accumulation.forget()
         self._begin()
 
     def _begin(self) -> None:
-        """No gradients, and nothing measured."""
+        """Clear gradients and metrics."""
         self._wrapped.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._found: Metrics = {}
@@ -258,7 +260,7 @@ class MegatronBackend:
 
     def _filled(self, samples: Sequence[Sample | None]) -> list[list[tuple[int, Sample]]]:
         there = [(index, sample) for index, sample in enumerate(samples) if sample is not None]
-        return fill(there, self._budget.tokens, whole_groups="pairs" in self.objective.needs)
+        return fill_packs(there, self._budget.tokens, whole_groups="pairs" in self.objective.needs)
 
     def _pack(self, members: Sequence[tuple[int, Sample]], *, trained_only: bool) -> Pack:
         context = self._table.context_parallel
@@ -268,14 +270,14 @@ class MegatronBackend:
     def _trying(self, one: Pack) -> None:
         pairs = "pairs" in self.objective.needs
         units = {sample.meta.group if pairs else number for number, (_, sample) in enumerate(one.members)}
-        self._budget.trying_units(one.tokens, len(units), whole_groups=pairs)
+        self._budget.attempting_units(one.tokens, len(units), whole_groups=pairs)
 
     def _dummies(self, packs: int) -> list[Pack]:
         """Packs that count for nothing: ranks that exchange tokens of experts make the same number of passes."""
         if self.ranks.sizes.expert_ranks == self.ranks.sizes.pipeline:
             return []
         most = max(self.ranks.gather(packs))
-        return [self._pack([(-1, _NOTHING)], trained_only=True) for _ in range(most - packs)]
+        return [self._pack([(-1, _EMPTY_SAMPLE)], trained_only=True) for _ in range(most - packs)]
 
     # Weights.
 
@@ -283,7 +285,7 @@ class MegatronBackend:
     def _shards(self) -> list[Mapping[str, torch.Tensor]]:
         return [{name: parameter for (_, name), parameter in self.parameters.items()}]
 
-    def _plan(self, dtype: str, *, stacked: bool) -> Plan:
+    def _plan(self, dtype: str, *, stacked: bool) -> ReshardPlan:
         key = (dtype, stacked and self._shape.experts > 0)
         if key not in self._plans:
             rows = max(self._shape.hidden, self._shape.ffn, self._shape.query) * 4
@@ -301,11 +303,11 @@ class MegatronBackend:
         return self._plan(dtype, stacked=self._stacked).layout
 
     def export(self, into: memoryview | None, dtype: str, copied: Callable[[], None] = lambda: None) -> None:
-        """See `RankBackend.export`."""
+        """Write the weights of all ranks into rank 0's buffer, beside other calls."""
         plan = self._plan(dtype, stacked=self._stacked)
-        publish(plan, self.ranks.publication, self._shards, into, copied)
+        publish_weights(plan, self.ranks.publication, self._shards, into, copied)
 
-    def _load(self, files: Files, masters: Read | None = None) -> None:
+    def _load(self, files: HfModelFiles, masters: ReadBlock | None = None) -> None:
         """Weights from Hugging Face files; float32 copies of bfloat16 ones from `masters`, or the same files."""
         files.check(self._shape)
         with torch.no_grad():
@@ -316,17 +318,17 @@ class MegatronBackend:
     # Checkpoints.
 
     def snapshot(self) -> None:
-        """Copy weights and optimizer state aside; `write` saves the copy while training goes on."""
+        """Copy weights and optimizer state aside; `write_blocks` saves the copy while training goes on."""
         self._snapshot = {} if self._snapshot is None else self._snapshot
         self._state.copy(self._held, self._mine, self._snapshot)
         self._snapshot_steps = self._state.steps
         self._snapshot_generators = self.ranks.generators()
-        give_back()
+        trim_heap()
         plan = self._plan(self._table.dtype, stacked=False)
         if self.ranks.rank == 0 and not self._snapshot_model:
             self._snapshot_model = bytearray(plan.layout.nbytes)
         into = memoryview(self._snapshot_model) if self.ranks.rank == 0 else None
-        gather(plan, Channel(self.ranks.control), self._shards, into)
+        gather_weights(plan, WeightChannel(self.ranks.control), self._shards, into)
 
     def write(self, folder: Path) -> None:
         """Write the last snapshot: each rank its optimizer's state, rank 0 the model in Hugging Face format. Rank 0
@@ -339,7 +341,7 @@ class MegatronBackend:
         if self._snapshot is None:
             raise Refused(f"write checkpoint {folder}", why="no snapshot was taken")
         kept = {**self._snapshot, **self._snapshot_generators}
-        write(file_of(folder, ranks.rank, ranks.sizes.world), kept, self._snapshot_steps)
+        write_blocks(rank_file(folder, ranks.rank, ranks.sizes.world), kept, self._snapshot_steps)
         if ranks.rank != 0:
             return
         layout = self._plan(self._table.dtype, stacked=False).layout
@@ -359,7 +361,7 @@ class MegatronBackend:
         Raises:
             Refused: it is of another model, or lacks something. SafetensorError: a file is truncated.
         """
-        state, files = OptimizerFiles(folder), Files(folder)
+        state, files = OptimizerFiles(folder), HfModelFiles(folder)
         files.check(self._shape)
         self._state.check(self._held, state)
         self._load(files, state.reader(MASTER) if state.has(MASTER) else None)
@@ -376,7 +378,7 @@ def tokens_of(of: Pack, logprobs: torch.Tensor, entropy: torch.Tensor | None) ->
 
     def there(columns: Sequence[NDArray[np.float32] | None]) -> torch.Tensor | None:
         found = [values for values in columns if values is not None]
-        return column(of, found).to(logprobs) if len(found) == len(columns) else None
+        return at_wanted_tokens(of, found).to(logprobs) if len(found) == len(columns) else None
 
     behaviour, advantages = there([s.behaviour_logprobs for s in samples]), there([s.advantages for s in samples])
     assert behaviour is not None
@@ -393,7 +395,7 @@ def tokens_of(of: Pack, logprobs: torch.Tensor, entropy: torch.Tensor | None) ->
     )
 
 
-_NOTHING = Sample(
+_EMPTY_SAMPLE = Sample(
     meta=bare_meta(0, 0),
     tokens=np.zeros(2, np.int32),
     loss_mask=np.array([0, 1], np.uint8),

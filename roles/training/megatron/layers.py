@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from relax_rt.roles.training.megatron.packs import places_of
+from relax_rt.roles.training.megatron.packs import context_positions
 
 
 class PackedAttention(torch.nn.Module):
@@ -76,7 +76,7 @@ class PackedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Attention of this rank's tokens [t / ranks, heads, head_dim] to those before them of all ranks."""
         ranks = dist.get_world_size(group)
-        places = [places_of(bounds, rank, ranks).to(query.device) for rank in range(ranks)]
+        places = [context_positions(bounds, rank, ranks).to(query.device) for rank in range(ranks)]
         gather: Any = _Gathered.apply
         key, value = (gather(x, torch.cat(places), group) for x in (key, value))
         mine, parts, at = places[dist.get_rank(group)], [], 0

@@ -92,7 +92,7 @@ class _VocabularyParallel(torch.autograd.Function):
         return gradient.to(ctx.dtype), None, None, None
 
 
-class Whole(torch.autograd.Function):
+class GatherContext(torch.autograd.Function):
     """Values of all ranks of a group, of which each has some: float [m] from float [k] and their places, int64 [k].
 
     Every rank computes the same loss of the whole, so that a rank's own values get their whole gradient from its own

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from relax_rt.roles.base.sample import Sample
-from relax_rt.roles.training.batch.rows import Numbered, tokens_of, units
+from relax_rt.roles.training.batch.rows import Numbered, indivisible_units, unit_tokens
 
 
-class Share(NamedTuple):
+class ContextShare(NamedTuple):
     """What one of several context-parallel ranks computes of a pack.
 
     Attributes:
@@ -55,17 +55,17 @@ class Pack:
         """Tokens that go through the model."""
         return int(self.ids.shape[1])
 
-    def share(self, rank: int, ranks: int) -> Share:
-        """Of a pack whose sequences are multiples of 2 x ranks."""
-        places = places_of(self.bounds, rank, ranks)
+    def share(self, rank: int, ranks: int) -> ContextShare:
+        """Return a rank's share of a pack whose sequences are multiples of 2 x ranks."""
+        places = context_positions(self.bounds, rank, ranks)
         local = torch.full((self.tokens,), -1)
         local[places] = torch.arange(len(places))
         rows = local[self.rows]
         wanted = (rows >= 0).nonzero()[:, 0]
-        return Share(places, rows[wanted], wanted)
+        return ContextShare(places, rows[wanted], wanted)
 
 
-def places_of(bounds: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+def context_positions(bounds: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     """Tokens of a pack that a context-parallel rank has: of each sequence, cut into 2 x ranks chunks, the one of the
     rank's number and the one as far from the end. So all have as much to attend to (Llama 3, arXiv 2407.21783, section
     3.3.2; TransformerEngine cuts alike). int64 [t / ranks]
@@ -81,7 +81,7 @@ def places_of(bounds: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     return torch.cat(found)
 
 
-def fill(samples: Iterable[Numbered], budget: int, *, whole_groups: bool = False) -> list[list[Numbered]]:
+def fill_packs(samples: Iterable[Numbered], budget: int, *, whole_groups: bool = False) -> list[list[Numbered]]:
     """Samples in packs of at most `budget` tokens, the longest first into the first that has room.
 
     A sample longer than the budget goes alone. The division depends on the samples alone.
@@ -91,8 +91,8 @@ def fill(samples: Iterable[Numbered], budget: int, *, whole_groups: bool = False
     """
     packs: list[list[Numbered]] = []
     room: list[int] = []
-    for unit in units(samples, whole_groups):
-        length = tokens_of(unit)
+    for unit in indivisible_units(samples, whole_groups):
+        length = unit_tokens(unit)
         at = next((n for n, left in enumerate(room) if left >= length), -1)
         if at < 0:
             packs.append([])
@@ -139,7 +139,7 @@ def pack(
     )
 
 
-def column(pack: Pack, values: Sequence[np.ndarray]) -> torch.Tensor:
+def at_wanted_tokens(pack: Pack, values: Sequence[np.ndarray]) -> torch.Tensor:
     """Per-token values of the members, each [T], at the tokens wanted: float32 [m]."""
     parts = [value[pack.at[pack.sequence == number].numpy()] for number, value in enumerate(values)]
     return torch.from_numpy(np.concatenate(parts).astype(np.float32))

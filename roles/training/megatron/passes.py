@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from relax_rt.roles.training.megatron.logprobs import VocabularySlice, Whole, log_probabilities
+from relax_rt.roles.training.megatron.logprobs import GatherContext, VocabularySlice, log_probabilities
 from relax_rt.roles.training.megatron.model import PredictedRows
-from relax_rt.roles.training.megatron.packs import Pack, Share
-from relax_rt.roles.training.megatron.ranks import Ranks
+from relax_rt.roles.training.megatron.packs import ContextShare, Pack
+from relax_rt.roles.training.megatron.ranks import MegatronRanks
 
 Loss = Callable[[Pack, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, float]]]
 """From a pack, the log-probabilities of the tokens wanted and the entropies at their positions, both [m] with
@@ -30,7 +30,7 @@ class Passes:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: MegatronRanks,
         config: Any,
         wrapped: Any,
         model: Any,
@@ -57,12 +57,13 @@ class Passes:
             self._part = VocabularySlice(ranks.at["tensor"] * rows, rows, vocabulary, group)
 
     def use(self, *, temperature: float | None, entropy: bool) -> None:
-        """From now on with this temperature (None: as before), and with or without entropies."""
+        """Set the temperature (None: as before), and whether entropies are computed."""
         self._temperature = self._temperature if temperature is None else temperature
         self._entropy = entropy
 
     def log_probabilities(self, packs: Sequence[Pack]) -> list[torch.Tensor]:
-        """Of the tokens wanted in each pack, float32 [m], on the CPU of every rank of the replica."""
+        """Compute log-probabilities of the tokens wanted in each pack, float32 [m], on the CPU of every rank of the
+        replica."""
         found: list[torch.Tensor] = []
         with torch.no_grad():
             found = self._run(packs, lambda pack, out: self._predicted(pack, out, entropy=False)[0], forward_only=True)
@@ -131,7 +132,7 @@ class Passes:
         self._on_progress(pack.tokens)
         return out, lambda output, non_loss_data=False: of(pack, output)
 
-    def _share(self, pack: Pack) -> Share | None:
+    def _share(self, pack: Pack) -> ContextShare | None:
         """What this rank computes of a pack; None: all of it."""
         ranks = self._ranks.sizes.context
         return pack.share(self._ranks.at["context"], ranks) if ranks > 1 else None
@@ -146,5 +147,5 @@ class Passes:
         if share is None:
             return found
         wanted, group = share.wanted.to(logits.device), self._ranks.context_group
-        whole: Any = Whole.apply
+        whole: Any = GatherContext.apply
         return whole(found[0], wanted, len(pack.targets), group), whole(found[1], wanted, len(pack.targets), group)

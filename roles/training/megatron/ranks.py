@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from relax_rt.roles.models.device import generator_states, set_generator_states
 from relax_rt.roles.models.parallel import Sizes, coordinates
-from relax_rt.roles.training.backend.channel import GATHER_S, Channel, gathered
+from relax_rt.roles.training.backend.channel import GATHER_S, WeightChannel, all_gather_values
 from relax_rt.roles.training.megatron.shims import prepare
 from relax_rt.transport.rpc.errors import Refused
 
@@ -25,7 +25,7 @@ GENERATOR = "generator_"
 """Before the kind of a device, or Megatron's name, in the name of a random generator's state."""
 
 
-class Ranks:
+class MegatronRanks:
     """The process groups of a gang, and this rank's place in them. One a process.
 
     Args:
@@ -79,7 +79,7 @@ class Ranks:
         self.pipeline_group: dist.ProcessGroup = state.get_pipeline_model_parallel_group()
         self.control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=IDLE)
         """Between the ranks' processors; waits as long as it takes."""
-        self.publication = Channel.beside_training(self.device, gather_s)
+        self.publication = WeightChannel.beside_training(self.device, gather_s)
         """To rank 0's processor, beside all else."""
 
     @property
@@ -103,13 +103,13 @@ class Ranks:
         return self.sizes.model_ranks > 1 or self.sizes.expert_ranks > 1
 
     @property
-    def speaks(self) -> bool:
+    def reports_loss(self) -> bool:
         """Whether this rank's losses are counted: one of those that compute the same ones."""
         return self.last_stage and self.at["tensor"] == 0 and self.at["context"] == 0
 
     def gather(self, value: T) -> list[T]:
         """A small plain value of each rank, by rank, on all of them."""
-        return gathered(value, self.control)
+        return all_gather_values(value, self.control)
 
     def from_last_stage(self, values: torch.Tensor) -> torch.Tensor:
         """The last stage's values on all stages of this replica."""

@@ -12,17 +12,17 @@ from relax_rt.roles.models.shape import ModelShape
 from relax_rt.roles.training.checkpoints.optimizer_state import (
     MASTER,
     MOMENTS,
-    Block,
     OptimizerFiles,
-    Read,
+    ReadBlock,
+    TensorBlock,
     TensorFiles,
-    key_of,
+    block_key,
 )
-from relax_rt.roles.training.resharding.layout import Local, Run, targets
+from relax_rt.roles.training.resharding.layout import LocalParameter, RowRun, hf_tensors
 from relax_rt.transport.rpc.errors import Refused
 
 
-class Owned(NamedTuple):
+class OwnedElements(NamedTuple):
     """Elements [start, start + n) of a parameter, as this rank updates them.
 
     Attributes:
@@ -30,7 +30,7 @@ class Owned(NamedTuple):
         separate: master is a float32 copy, and not the parameter itself.
     """
 
-    place: Place
+    place: ParameterKey
     start: int
     master: torch.Tensor
     state: dict[str, Any]
@@ -44,13 +44,13 @@ class OptimizerState:
         optimizer: Megatron's ChainedOptimizer. parameters: this rank's, by place.
     """
 
-    def __init__(self, optimizer: Any, parameters: Mapping[Place, torch.nn.Parameter]) -> None:
+    def __init__(self, optimizer: Any, parameters: Mapping[ParameterKey, torch.nn.Parameter]) -> None:
         self._optimizer = optimizer
         self._parameters = list(parameters.values())
         self._places = {id(parameter): place for place, parameter in parameters.items()}
         self._distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
 
-    def owned(self) -> Iterator[Owned]:
+    def owned(self) -> Iterator[OwnedElements]:
         """Everything that this rank updates."""
         for optimizer in self._optimizer.chained_optimizers:
             if getattr(optimizer, "is_stub_optimizer", False):
@@ -59,7 +59,7 @@ class OptimizerState:
             for parameter, start, master in parts:
                 place = self._places[id(parameter)]
                 separate = parameter.dtype != master.dtype
-                yield Owned(place, start, master.detach(), optimizer.optimizer.state[master], separate)
+                yield OwnedElements(place, start, master.detach(), optimizer.optimizer.state[master], separate)
 
     def _divided(self, optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor]]:
         """A distributed optimizer has a range of each parameter's elements, its replicas the others."""
@@ -82,7 +82,9 @@ class OptimizerState:
             counts += [int(group.get("step", 0)) for group in optimizer.optimizer.param_groups]
         return max(counts, default=0)
 
-    def copy(self, held: Mapping[Place, Local], mine: frozenset[Place], into: dict[str, torch.Tensor]) -> None:
+    def copy(
+        self, held: Mapping[ParameterKey, LocalParameter], mine: frozenset[ParameterKey], into: dict[str, torch.Tensor]
+    ) -> None:
         """Copy the state aside as blocks of Hugging Face tensors, on the CPU.
 
         Args:
@@ -95,22 +97,22 @@ class OptimizerState:
             kinds = {kind: part.state[kind].view(-1) for kind in MOMENTS if kind in part.state}
             if part.separate:
                 kinds[MASTER] = part.master.view(-1)
-            for at, block in blocks_of(held[part.place], part.start, part.start + part.master.numel()):
+            for at, block in parameter_blocks(held[part.place], part.start, part.start + part.master.numel()):
                 for kind, values in kinds.items():
-                    key, end = key_of(kind, block), at + block.rows * block.columns
+                    key, end = block_key(kind, block), at + block.rows * block.columns
                     found = values[at:end].view(block.rows, block.columns)
                     if key in into:
                         into[key].copy_(found)
                     else:
                         into[key] = found.detach().to("cpu", copy=True)
 
-    def masters(self, held: Mapping[Place, Local], read: Read) -> None:
+    def masters(self, held: Mapping[ParameterKey, LocalParameter], read: ReadBlock) -> None:
         """Set the float32 copies of bfloat16 parameters."""
         for part in self.owned():
             if part.separate:
-                fill(part.master.view(-1), held[part.place], read, part.start)
+                fill_parameter(part.master.view(-1), held[part.place], read, part.start)
 
-    def check(self, held: Mapping[Place, Local], files: OptimizerFiles) -> None:
+    def check(self, held: Mapping[ParameterKey, LocalParameter], files: OptimizerFiles) -> None:
         """See that a checkpoint has all that `masters` and `take` read of it. Changes nothing.
 
         Raises:
@@ -119,11 +121,11 @@ class OptimizerState:
         moments = [kind for kind in MOMENTS if files.has(kind)]
         for part in self.owned():
             kinds = [*moments, *([MASTER] if part.separate and files.has(MASTER) else [])]
-            for _, block in blocks_of(held[part.place], part.start, part.start + part.master.numel()):
+            for _, block in parameter_blocks(held[part.place], part.start, part.start + part.master.numel()):
                 for kind in kinds:
                     files.check(kind, block)
 
-    def take(self, held: Mapping[Place, Local], files: OptimizerFiles) -> None:
+    def take(self, held: Mapping[ParameterKey, LocalParameter], files: OptimizerFiles) -> None:
         """Set moments and their count from a checkpoint; without any there, the state is as before the first update.
 
         Raises:
@@ -134,7 +136,7 @@ class OptimizerState:
             part.state.clear()
             for kind in moments:
                 part.state[kind] = torch.zeros_like(part.master)
-                fill(part.state[kind].view(-1), held[part.place], files.reader(kind), part.start)
+                fill_parameter(part.state[kind].view(-1), held[part.place], files.reader(kind), part.start)
             if moments and self._counts_by_parameter:
                 # A count of its own for each: shared, it would be raised once for every parameter.
                 part.state["step"] = torch.tensor(float(files.steps))
@@ -158,13 +160,16 @@ class OptimizerState:
         return any(isinstance(o.optimizer, torch.optim.Adam) for o in self._optimizer.chained_optimizers)
 
 
-Place = tuple[int, str]
+ParameterKey = tuple[int, str]
 """Number of a rank's model chunk, and Megatron's name of a parameter in it."""
 
 
 def with_tied_copy(
-    shape: ModelShape, held: Mapping[Place, Local], parameters: Mapping[Place, torch.Tensor], tensor_rank: int
-) -> dict[Place, Local]:
+    shape: ModelShape,
+    held: Mapping[ParameterKey, LocalParameter],
+    parameters: Mapping[ParameterKey, torch.Tensor],
+    tensor_rank: int,
+) -> dict[ParameterKey, LocalParameter]:
     """What a rank holds, the last stage's copy of a tied embedding included: it is read, though never published."""
     found = dict(held)
     for place, parameter in parameters.items():
@@ -172,12 +177,12 @@ def with_tied_copy(
             rows = int(parameter.shape[0])
             first = tensor_rank * rows
             real = max(0, min(rows, shape.vocabulary - first))
-            runs = (Run(0, "model.embed_tokens.weight", first, real),) if real else ()
-            found[place] = Local(place[0], place[1], (rows, shape.hidden), 0, runs)
+            runs = (RowRun(0, "model.embed_tokens.weight", first, real),) if real else ()
+            found[place] = LocalParameter(place[0], place[1], (rows, shape.hidden), 0, runs)
     return found
 
 
-def blocks_of(local: Local, start: int, stop: int) -> list[tuple[int, Block]]:
+def parameter_blocks(local: LocalParameter, start: int, stop: int) -> list[tuple[int, TensorBlock]]:
     """Which blocks of Hugging Face tensors the elements [start, stop) of a parameter are, row by row.
 
     Rows of padding are in none of them.
@@ -194,13 +199,15 @@ def blocks_of(local: Local, start: int, stop: int) -> list[tuple[int, Block]]:
         for run in local.runs:
             first, last = max(row, run.local), min(row + rows, run.local + run.rows)
             if first < last:
-                block = Block(run.name, run.row + first - run.local, last - first, local.column + column, end - column)
+                block = TensorBlock(
+                    run.name, run.row + first - run.local, last - first, local.column + column, end - column
+                )
                 found.append((at - start + (first - row) * width, block))
         at += rows * (end - column)
     return found
 
 
-def fill(values: torch.Tensor, local: Local, read: Read, start: int = 0) -> None:
+def fill_parameter(values: torch.Tensor, local: LocalParameter, read: ReadBlock, start: int = 0) -> None:
     """Copy into the elements of a parameter from `start` on what Hugging Face tensors have there; padding is zero.
 
     Args:
@@ -209,14 +216,14 @@ def fill(values: torch.Tensor, local: Local, read: Read, start: int = 0) -> None
     Raises:
         Refused: from `read`: a tensor is missing or of another shape.
     """
-    blocks = blocks_of(local, start, start + values.numel())
+    blocks = parameter_blocks(local, start, start + values.numel())
     if sum(block.rows * block.columns for _, block in blocks) < values.numel():
         values.zero_()
     for at, block in blocks:
         values[at : at + block.rows * block.columns].view(block.rows, block.columns).copy_(read(block))
 
 
-class Files(TensorFiles):
+class HfModelFiles(TensorFiles):
     """The weights of a model folder, under a checkpoint's names (each expert's alone)."""
 
     def check(self, shape: ModelShape) -> None:
@@ -225,7 +232,7 @@ class Files(TensorFiles):
         Raises:
             Refused: one is missing or of another shape; it is named.
         """
-        for target in targets(shape):
+        for target in hf_tensors(shape):
             size = self.shape(target.name)
             if size != target.shape:
                 what = "is missing" if size is None else f"has the shape {list(size)}, not {list(target.shape)}"

@@ -15,8 +15,8 @@ from relax_rt.transport.weights.stage import WeightStage, read_manifest
 
 
 @dataclass(frozen=True)
-class Adapters:
-    """Of one version: as they travel, and the base that they are added to."""
+class VersionAdapters:
+    """The adapters of one version: encoded, and the base that they are added to."""
 
     blob: bytes
     base: Manifest
@@ -27,7 +27,7 @@ class Adapters:
         return self.blob if len(self.blob) <= MAX_DELTA * self.base.layout.nbytes else b""
 
 
-class AdaptedVersions:
+class AdapterVersions:
     """Makes the trainer's versions of the model's own weights, which lie on the stage, and of its adapters.
 
     Only taking the adapters needs the weights to stay as they are; that is a copy of a few megabytes. All else may be
@@ -46,7 +46,7 @@ class AdaptedVersions:
     @classmethod
     def of(
         cls, table: PublicationTable, backend: TrainerBackend, stage: WeightStage, dtype: str
-    ) -> AdaptedVersions | None:
+    ) -> AdapterVersions | None:
         """As the config says; None: versions are exported whole."""
         return cls(backend, stage, dtype) if table.adapters else None
 
@@ -74,12 +74,12 @@ class AdaptedVersions:
     def _export(self, into: memoryview) -> None:
         self._backend.export_base(into, self._dtype)
 
-    def take(self, base: Manifest) -> Adapters:
+    def take(self, base: Manifest) -> VersionAdapters:
         """Copy the adapters as they are."""
         lora: Lora = self._backend.adapters()
-        return Adapters(encode_lora(lora._replace(base=base.version, base_digest=base.digest)), base)
+        return VersionAdapters(encode_lora(lora._replace(base=base.version, base_digest=base.digest)), base)
 
-    def make(self, adapters: Adapters, into: memoryview) -> None:
+    def make(self, adapters: VersionAdapters, into: memoryview) -> None:
         """Fill `into` with the version.
 
         Raises:

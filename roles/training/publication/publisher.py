@@ -13,7 +13,7 @@ import msgspec
 
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.training.backend.interface import TrainerBackend
-from relax_rt.roles.training.publication.adapters import AdaptedVersions, Adapters
+from relax_rt.roles.training.publication.adapters import AdapterVersions, VersionAdapters
 from relax_rt.roles.training.publication.broadcast import WeightBroadcaster
 from relax_rt.roles.training.publication.device import DeviceWeights
 from relax_rt.roles.training.publication.files import WeightFiles
@@ -38,7 +38,7 @@ FEW_KEPT = 0.5
 T = TypeVar("T")
 
 
-class Staged(msgspec.Struct, frozen=True):
+class StagedVersion(msgspec.Struct, frozen=True):
     """A version on the stage, and how long that took.
 
     Attributes:
@@ -85,7 +85,7 @@ class Publisher:
         self._ctx, self._stage, self._backend, self._dtype, self._table = ctx, stage, backend, dtype, table
         self._committed, self._files = committed, files
         self._spread, self._device = WeightBroadcaster.of(ctx, table, communicator), DeviceWeights.of(ctx, table)
-        self._adapted = AdaptedVersions.of(table, backend, stage, dtype)
+        self._adapted = AdapterVersions.of(table, backend, stage, dtype)
         self._machine = Publication(engines, table.ack_timeout_s)
         self._copied = threading.Event()
         self._copied.set()
@@ -250,7 +250,7 @@ class Publisher:
             changes_kept=round(kept, 4),
         )
 
-    async def _staged(self, version: int) -> Staged:
+    async def _staged(self, version: int) -> StagedVersion:
         """Wait for a free buffer as long as engines are owed patience; then take one from whoever holds it."""
         deadline, evict = math.inf, False
         while True:
@@ -267,14 +267,14 @@ class Publisher:
                     deadline, evict = now + STAGE_WAIT_S, True
                 await asyncio.sleep(STAGE_RETRY_S)
 
-    def _write(self, version: int, evict: bool) -> Staged:
+    def _write(self, version: int, evict: bool) -> StagedVersion:
         self._idle.clear()
         try:
             return self._write_stage(version, evict)
         finally:
             self._idle.set()
 
-    def _write_stage(self, version: int, evict: bool) -> Staged:
+    def _write_stage(self, version: int, evict: bool) -> StagedVersion:
         layout, began = self._backend.layout(self._dtype), time.monotonic()
         self._copied_at = None
         if evict and (evicted := self._stage.evict(self._committed)):
@@ -283,7 +283,7 @@ class Publisher:
             self._ctx.event("weights_evicted", version=version, buffer=evicted, why=why)
         base = self._adapted.base(layout, self._committed) if self._adapted is not None else None
         with self._stage.writing(layout, self._committed) as (file, view):
-            adapters: Adapters | None = None
+            adapters: VersionAdapters | None = None
             if self._adapted is not None and base is not None:
                 adapters = self._adapted.take(base)
             else:
@@ -299,7 +299,7 @@ class Publisher:
                 # To the version that engines have or are getting.
                 manifest = self._stage.seal_delta(manifest, view, self._committed)
         assert self._copied_at is not None
-        return Staged(manifest, self._copied_at - began, time.monotonic() - began, kept)
+        return StagedVersion(manifest, self._copied_at - began, time.monotonic() - began, kept)
 
     def _aside(self, version: int) -> None:
         """The weights may change: what is still read of them was copied."""
@@ -308,7 +308,9 @@ class Publisher:
             self._doing = f"version {version} is brought to the stage, whole"
             self._copied.set()
 
-    def _sealed(self, version: int, layout: Layout, file: str, view: memoryview, adapters: Adapters | None) -> Manifest:
+    def _sealed(
+        self, version: int, layout: Layout, file: str, view: memoryview, adapters: VersionAdapters | None
+    ) -> Manifest:
         """Seal the copy, rounded to what is sent; a shared memory that is full is waited for with the copy in it."""
         narrow = self._narrowed(layout, view)
         beside, digest = (adapters.beside, adapters.base.digest) if adapters is not None else (b"", "")

@@ -14,9 +14,9 @@ from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.models.device import CPU
 from relax_rt.roles.models.forward import check_plain
 from relax_rt.roles.training.batch.attention import packing_costs
-from relax_rt.roles.training.batch.budget import Budget, Fitting
+from relax_rt.roles.training.batch.budget import MemoryRetry, TokenBudget
 from relax_rt.roles.training.batch.collate import MicroBatch
-from relax_rt.roles.training.batch.logprobs import at_trained_tokens, predicted
+from relax_rt.roles.training.batch.logprobs import compute_at_trained_tokens, token_logprobs
 
 
 class FrozenModel:
@@ -24,7 +24,7 @@ class FrozenModel:
     moved yet has no distance to it.
 
     Args:
-        budget: tokens of a micro-batch, or a `Budget` that remembers and tells when it had to be lowered.
+        budget: tokens of a micro-batch, or a `TokenBudget` that remembers and tells when it had to be lowered.
         temperature: log-probabilities are of logits / temperature.
 
     Attributes:
@@ -37,7 +37,7 @@ class FrozenModel:
         *,
         dtype: str,
         threads: int,
-        budget: int | Budget,
+        budget: int | TokenBudget,
         temperature: float,
         device: torch.device = CPU,
     ) -> None:
@@ -48,8 +48,8 @@ class FrozenModel:
         self._costs = packing_costs(self._model.get_decoder(), device)
         self._device = device
         self._model.to(device)
-        self._budget = budget if isinstance(budget, Budget) else Budget(budget)
-        self._fitting = Fitting(self._budget, device)
+        self._budget = budget if isinstance(budget, TokenBudget) else TokenBudget(budget)
+        self._fitting = MemoryRetry(self._budget, device)
         self._temperature, self._autocast = temperature, dtype == "bfloat16"
         self.vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
 
@@ -59,10 +59,10 @@ class FrozenModel:
         """Log-probabilities of each sample's trained tokens, 0 at others; float32 [T]. Their ids are in the
         vocabulary."""
         return self._fitting(
-            lambda: at_trained_tokens(
+            lambda: compute_at_trained_tokens(
                 self._compute, samples, self._budget, on_progress, device=self._device, costs=self._costs
             )
         )
 
     def _compute(self, batch: MicroBatch) -> torch.Tensor:
-        return predicted(self._model, batch, temperature=self._temperature, autocast=self._autocast)[0]
+        return token_logprobs(self._model, batch, temperature=self._temperature, autocast=self._autocast)[0]

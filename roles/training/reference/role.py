@@ -57,7 +57,7 @@ class ReferenceRole(RLRole[ReferenceSettings]):
         self.model: FrozenModel
         self._failures_in_a_row = 0
         self._worked = False
-        self._tally = Tally(0.0)
+        self._tally = ReferenceCounters(0.0)
 
     async def setup(self) -> None:
         if (folder := await asyncio.to_thread(self._folder)) is not None:
@@ -67,10 +67,10 @@ class ReferenceRole(RLRole[ReferenceSettings]):
     def _folder(self) -> Path | None:
         """The model's; None while it is to come: the policy after a cold start."""
         from relax_rt.roles.models.resolve import resolve_model
-        from relax_rt.roles.training.checkpoints.cold_start import finished
+        from relax_rt.roles.training.checkpoints.cold_start import cold_start_weights
 
         if self.settings.model is None and self.table(ColdStartTable).wanted:
-            return finished(self.ctx.run_dir)
+            return cold_start_weights(self.ctx.run_dir)
         return resolve_model(self.settings.model or self.table(ModelTable).path, self.config_dir)
 
     async def _open(self, folder: Path) -> None:
@@ -80,10 +80,13 @@ class ReferenceRole(RLRole[ReferenceSettings]):
     def _load(self, folder: Path) -> None:
         from relax_rt.roles.models.device import open_device
         from relax_rt.roles.models.opening import refused_for_good
-        from relax_rt.roles.training.batch.budget import Budget
+        from relax_rt.roles.training.batch.budget import TokenBudget
         from relax_rt.roles.training.reference.model import FrozenModel
 
-        device, budget = open_device(self.ctx, self.settings), Budget.of(self.ctx, self.settings.tokens_per_micro_batch)
+        device, budget = (
+            open_device(self.ctx, self.settings),
+            TokenBudget.of(self.ctx, self.settings.tokens_per_micro_batch),
+        )
         with refused_for_good():
             self.model = FrozenModel(
                 folder,
@@ -95,12 +98,12 @@ class ReferenceRole(RLRole[ReferenceSettings]):
             )
 
     async def run(self) -> None:
-        from relax_rt.roles.training.checkpoints.cold_start import weights_after
+        from relax_rt.roles.training.checkpoints.cold_start import wait_for_cold_start
 
         if not hasattr(self, "model"):
             # It comes after the time for a start.
             await self.ctx.ready()
-            folder = await weights_after(self.ctx)
+            folder = await wait_for_cold_start(self.ctx)
             if folder is None:
                 return
             await self._open(folder)
@@ -161,10 +164,10 @@ class ReferenceRole(RLRole[ReferenceSettings]):
         if tally.failed:
             self.ctx.log.warning("the reference could not judge samples", samples=tally.failed)
         self.ctx.metrics({"kind": "reference", "slot": self.ctx.who.slot, **tally.record()})
-        self._tally = Tally(now)
+        self._tally = ReferenceCounters(now)
 
 
-class Tally:
+class ReferenceCounters:
     """What was judged since the last report."""
 
     def __init__(self, since: float) -> None:

@@ -51,7 +51,7 @@ def naming_of(names: Collection[str]) -> Naming:
     )
 
 
-class Division(msgspec.Struct, frozen=True, kw_only=True):
+class ModelDivision(msgspec.Struct, frozen=True, kw_only=True):
     """How a model lies on the ranks of a gang.
 
     Attributes:
@@ -124,7 +124,7 @@ class Division(msgspec.Struct, frozen=True, kw_only=True):
             raise Refused(f"{total} layers over {stages} stages", why="they do not divide evenly")
 
 
-class Target(NamedTuple):
+class HfTensor(NamedTuple):
     """A tensor of the Hugging Face model."""
 
     name: str
@@ -141,19 +141,19 @@ class Target(NamedTuple):
         return self.shape[-1] if len(self.shape) > 1 else 1
 
 
-def targets(shape: ModelShape, *, stacked_experts: bool = False) -> Iterator[Target]:
+def hf_tensors(shape: ModelShape, *, stacked_experts: bool = False) -> Iterator[HfTensor]:
     """The model's tensors in the order of transformers' parameters; a tied embedding once.
 
     stacked_experts: experts as one tensor a layer, as transformers has them in memory; else as in checkpoints.
     """
-    yield Target("model.embed_tokens.weight", (shape.vocabulary, shape.hidden))
+    yield HfTensor("model.embed_tokens.weight", (shape.vocabulary, shape.hidden))
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
         for name, size in _layer_targets(shape, shape.sparse[layer], stacked_experts):
-            yield Target(prefix + name, size)
-    yield Target("model.norm.weight", (shape.hidden,))
+            yield HfTensor(prefix + name, size)
+    yield HfTensor("model.norm.weight", (shape.hidden,))
     if not shape.tied:
-        yield Target("lm_head.weight", (shape.vocabulary, shape.hidden))
+        yield HfTensor("lm_head.weight", (shape.vocabulary, shape.hidden))
 
 
 def _layer_targets(shape: ModelShape, sparse: bool, stacked: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -196,7 +196,7 @@ def _expert_targets(shape: ModelShape, stacked: bool) -> Iterator[tuple[str, tup
     yield "mlp.gate.weight", (shape.experts, hidden)
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """`rows` rows of a local tensor from `local` on are those of tensor `name` from `row` on."""
 
     local: int
@@ -205,7 +205,7 @@ class Run(NamedTuple):
     rows: int
 
 
-class Local(NamedTuple):
+class LocalParameter(NamedTuple):
     """A parameter that a rank holds.
 
     Attributes:
@@ -220,7 +220,7 @@ class Local(NamedTuple):
     name: str
     shape: tuple[int, ...]
     column: int
-    runs: tuple[Run, ...]
+    runs: tuple[RowRun, ...]
     whole: bool = False
 
     @property
@@ -229,7 +229,7 @@ class Local(NamedTuple):
         return self.shape[1] if len(self.shape) > 1 else 1
 
 
-class Holder(NamedTuple):
+class ShardPosition(NamedTuple):
     """Which part of a stage a rank holds: its place along the kinds that cut the model."""
 
     stage: int
@@ -238,14 +238,14 @@ class Holder(NamedTuple):
     expert_tensor: int = 0
 
 
-class Held:
+class RankParameters:
     """The parameters of a rank, by the model's shape and its division over ranks."""
 
-    def __init__(self, shape: ModelShape, division: Division, *, stacked_experts: bool = False) -> None:
+    def __init__(self, shape: ModelShape, division: ModelDivision, *, stacked_experts: bool = False) -> None:
         division.check(shape)
         self._shape, self._division, self._stacked = shape, division, stacked_experts
 
-    def dense(self, at: Holder) -> Iterator[Local]:
+    def dense(self, at: ShardPosition) -> Iterator[LocalParameter]:
         """All but experts; depends on the stage and the place along `tensor`."""
         for chunk in range(self._division.virtual):
             layers = self._division.layers(self._shape.layers, at.stage, chunk)
@@ -259,7 +259,7 @@ class Held:
                 if not self._shape.tied:
                     yield self._vocabulary(chunk, "output_layer.weight", "lm_head.weight", at)
 
-    def experts(self, at: Holder) -> Iterator[Local]:
+    def experts(self, at: ShardPosition) -> Iterator[LocalParameter]:
         """Experts; depends on the stage and the places along `expert` and `expert_tensor`."""
         for chunk in range(self._division.virtual):
             for local, layer in enumerate(self._division.layers(self._shape.layers, at.stage, chunk)):
@@ -272,46 +272,48 @@ class Held:
         """Parameters that may be there and are not published: the last stage's copy of a tied embedding."""
         return frozenset(("output_layer.weight",)) if self._shape.tied else frozenset()
 
-    def _vector(self, chunk: int, name: str, target: str, rows: int) -> Local:
-        return Local(chunk, name, (rows,), 0, (Run(0, target, 0, rows),), whole=True)
+    def _vector(self, chunk: int, name: str, target: str, rows: int) -> LocalParameter:
+        return LocalParameter(chunk, name, (rows,), 0, (RowRun(0, target, 0, rows),), whole=True)
 
-    def _vocabulary(self, chunk: int, name: str, target: str, at: Holder) -> Local:
+    def _vocabulary(self, chunk: int, name: str, target: str, at: ShardPosition) -> LocalParameter:
         shape = self._shape
         rows = (self._division.padded_vocabulary or shape.vocabulary) // self._division.sizes.tensor
         first = at.tensor * rows
         real = max(0, min(rows, shape.vocabulary - first))
-        runs = (Run(0, target, first, real),) if real else ()
-        return Local(chunk, name, (rows, shape.hidden), 0, runs)
+        runs = (RowRun(0, target, first, real),) if real else ()
+        return LocalParameter(chunk, name, (rows, shape.hidden), 0, runs)
 
-    def _attention(self, chunk: int, here: str, there: str, at: Holder) -> Iterator[Local]:
+    def _attention(self, chunk: int, here: str, there: str, at: ShardPosition) -> Iterator[LocalParameter]:
         shape, sizes = self._shape, self._division.sizes
         linear = f"{here}self_attention.linear_qkv."
         norm = f"{linear}layer_norm_weight" if self._division.naming.fused_norms else f"{here}input_layernorm.weight"
         yield self._vector(chunk, norm, f"{there}input_layernorm.weight", shape.hidden)
         rows = (shape.query + 2 * shape.key) // sizes.tensor
         mine = range(at.tensor * rows, (at.tensor + 1) * rows)
-        yield Local(
+        yield LocalParameter(
             chunk, f"{linear}weight", (rows, shape.hidden), 0, tuple(self._qkv(f"{there}self_attn.", "weight", mine))
         )
         if shape.qkv_bias:
-            yield Local(chunk, f"{linear}bias", (rows,), 0, tuple(self._qkv(f"{there}self_attn.", "bias", mine)))
+            yield LocalParameter(
+                chunk, f"{linear}bias", (rows,), 0, tuple(self._qkv(f"{there}self_attn.", "bias", mine))
+            )
         if shape.qk_norm:
             for kind in "qk":
                 name = f"{here}self_attention.{kind}_layernorm.weight"
                 yield self._vector(chunk, name, f"{there}self_attn.{kind}_norm.weight", shape.head_dim)
         columns = shape.query // sizes.tensor
         name, target = f"{here}self_attention.linear_proj.", f"{there}self_attn.o_proj."
-        yield Local(
+        yield LocalParameter(
             chunk,
             f"{name}weight",
             (shape.hidden, columns),
             at.tensor * columns,
-            (Run(0, f"{target}weight", 0, shape.hidden),),
+            (RowRun(0, f"{target}weight", 0, shape.hidden),),
         )
         if shape.out_bias:
             yield self._vector(chunk, f"{name}bias", f"{target}bias", shape.hidden)
 
-    def _qkv(self, there: str, kind: str, mine: range) -> Iterator[Run]:
+    def _qkv(self, there: str, kind: str, mine: range) -> Iterator[RowRun]:
         """Megatron's fused rows: for each group of query heads these heads, then its key, then its value head.
 
         With more ranks than groups a rank's part begins or ends inside one.
@@ -327,10 +329,10 @@ class Held:
             ):
                 start, stop = max(fused, mine.start), min(fused + rows, mine.stop)
                 if start < stop:
-                    yield Run(start - mine.start, f"{there}{name}.{kind}", row + start - fused, stop - start)
+                    yield RowRun(start - mine.start, f"{there}{name}.{kind}", row + start - fused, stop - start)
                 fused += rows
 
-    def _mlp(self, chunk: int, here: str, there: str, layer: int, at: Holder) -> Iterator[Local]:
+    def _mlp(self, chunk: int, here: str, there: str, layer: int, at: ShardPosition) -> Iterator[LocalParameter]:
         shape = self._shape
         sparse = shape.sparse[layer]
         fused = self._division.naming.fused_norms and not sparse
@@ -338,23 +340,23 @@ class Held:
         yield self._vector(chunk, norm, f"{there}post_attention_layernorm.weight", shape.hidden)
         if sparse:
             size = (shape.experts, shape.hidden)
-            run = Run(0, f"{there}mlp.gate.weight", 0, shape.experts)
-            yield Local(chunk, f"{here}mlp.router.weight", size, 0, (run,), whole=True)
+            run = RowRun(0, f"{there}mlp.gate.weight", 0, shape.experts)
+            yield LocalParameter(chunk, f"{here}mlp.router.weight", size, 0, (run,), whole=True)
             return
         each = shape.ffn // self._division.sizes.tensor
         first = at.tensor * each
         for kind, width in (("weight", (shape.hidden,)), *([("bias", ())] if shape.mlp_bias else [])):
             runs = (
-                Run(0, f"{there}mlp.gate_proj.{kind}", first, each),
-                Run(each, f"{there}mlp.up_proj.{kind}", first, each),
+                RowRun(0, f"{there}mlp.gate_proj.{kind}", first, each),
+                RowRun(each, f"{there}mlp.up_proj.{kind}", first, each),
             )
-            yield Local(chunk, f"{here}mlp.linear_fc1.{kind}", (2 * each, *width), 0, runs)
-        run = Run(0, f"{there}mlp.down_proj.weight", 0, shape.hidden)
-        yield Local(chunk, f"{here}mlp.linear_fc2.weight", (shape.hidden, each), first, (run,))
+            yield LocalParameter(chunk, f"{here}mlp.linear_fc1.{kind}", (2 * each, *width), 0, runs)
+        run = RowRun(0, f"{there}mlp.down_proj.weight", 0, shape.hidden)
+        yield LocalParameter(chunk, f"{here}mlp.linear_fc2.weight", (shape.hidden, each), first, (run,))
         if shape.mlp_bias:
             yield self._vector(chunk, f"{here}mlp.linear_fc2.bias", f"{there}mlp.down_proj.bias", shape.hidden)
 
-    def _experts(self, chunk: int, here: str, there: str, at: Holder) -> Iterator[Local]:
+    def _experts(self, chunk: int, here: str, there: str, at: ShardPosition) -> Iterator[LocalParameter]:
         shape, sizes = self._shape, self._division.sizes
         mine, each = shape.experts // sizes.expert, shape.expert_ffn // sizes.expert_tensor
         first = at.expert_tensor * each
@@ -369,20 +371,20 @@ class Held:
                     f"{here}local_experts.{local}.linear_fc2.weight",
                 )
             )
-            yield Local(chunk, first_name, (2 * each, shape.hidden), 0, (gate, up))
-            yield Local(chunk, second_name, (shape.hidden, each), first, (down,))
+            yield LocalParameter(chunk, first_name, (2 * each, shape.hidden), 0, (gate, up))
+            yield LocalParameter(chunk, second_name, (shape.hidden, each), first, (down,))
 
-    def _expert_runs(self, there: str, expert: int, first: int, each: int) -> tuple[Run, Run, Run]:
+    def _expert_runs(self, there: str, expert: int, first: int, each: int) -> tuple[RowRun, RowRun, RowRun]:
         hidden, ffn = self._shape.hidden, self._shape.expert_ffn
         if self._stacked:
             top = 2 * ffn * expert
             return (
-                Run(0, f"{there}gate_up_proj", top + first, each),
-                Run(each, f"{there}gate_up_proj", top + ffn + first, each),
-                Run(0, f"{there}down_proj", hidden * expert, hidden),
+                RowRun(0, f"{there}gate_up_proj", top + first, each),
+                RowRun(each, f"{there}gate_up_proj", top + ffn + first, each),
+                RowRun(0, f"{there}down_proj", hidden * expert, hidden),
             )
         return (
-            Run(0, f"{there}{expert}.gate_proj.weight", first, each),
-            Run(each, f"{there}{expert}.up_proj.weight", first, each),
-            Run(0, f"{there}{expert}.down_proj.weight", 0, hidden),
+            RowRun(0, f"{there}{expert}.gate_proj.weight", first, each),
+            RowRun(each, f"{there}{expert}.up_proj.weight", first, each),
+            RowRun(0, f"{there}{expert}.down_proj.weight", 0, hidden),
         )

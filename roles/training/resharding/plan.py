@@ -10,14 +10,22 @@ import msgspec
 
 from relax_rt.roles.models.parallel import coordinates
 from relax_rt.roles.models.shape import ModelShape
-from relax_rt.roles.training.resharding.layout import Division, Held, Holder, Local, Run, Target, targets
+from relax_rt.roles.training.resharding.layout import (
+    HfTensor,
+    LocalParameter,
+    ModelDivision,
+    RankParameters,
+    RowRun,
+    ShardPosition,
+    hf_tensors,
+)
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout, TensorEntry, layout_of
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class Slice(NamedTuple):
+class RowSlice(NamedTuple):
     """Rows of a rank's parameter, all its columns, and the place in a Hugging Face tensor that they are.
 
     Attributes:
@@ -36,16 +44,16 @@ class Slice(NamedTuple):
     columns: int
 
 
-class Bucket(NamedTuple):
+class WeightBucket(NamedTuple):
     """Bytes [start, stop) of the flat buffer, whole rows of one or more tensors, and who gives what for them. Between
     two buckets lies at most what aligns a tensor."""
 
     number: int
     start: int
     stop: int
-    slices: tuple[Slice, ...]
+    slices: tuple[RowSlice, ...]
 
-    def of(self, rank: int) -> list[Slice]:
+    def of(self, rank: int) -> list[RowSlice]:
         """What a rank gives, in the order in which it is to be sent."""
         return [part for part in self.slices if part.rank == rank]
 
@@ -55,7 +63,7 @@ class Bucket(NamedTuple):
         return sorted({part.rank for part in self.slices})
 
 
-class Plan(msgspec.Struct, frozen=True):
+class ReshardPlan(msgspec.Struct, frozen=True):
     """How a gang's weights become those of one Hugging Face model.
 
     Attributes:
@@ -64,55 +72,55 @@ class Plan(msgspec.Struct, frozen=True):
     """
 
     shape: ModelShape
-    division: Division
+    division: ModelDivision
     stacked_experts: bool
     dtype: str
     layout: Layout
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[WeightBucket, ...]
 
     def columns(self, tensor: int) -> int:
         """Columns of the layout's tensor of this number, as a matrix."""
         size = self.layout.entries[tensor].shape
         return size[-1] if len(size) > 1 else 1
 
-    def held(self, rank: int) -> tuple[dict[tuple[int, str], Local], frozenset[str]]:
+    def held(self, rank: int) -> tuple[dict[tuple[int, str], LocalParameter], frozenset[str]]:
         """What a rank must hold, by (chunk, name), and what it may hold besides."""
         sizes = self.division.sizes
         if not 0 <= rank < sizes.world:
             raise Refused(f"rank {rank}", why=f"the gang has {sizes.world} ranks")
-        held = Held(self.shape, self.division, stacked_experts=self.stacked_experts)
+        held = RankParameters(self.shape, self.division, stacked_experts=self.stacked_experts)
         dense, experts = coordinates(rank, sizes.dense), coordinates(rank, sizes.experts)
-        parts = [*held.dense(Holder(dense["pipeline"], dense["tensor"]))]
+        parts = [*held.dense(ShardPosition(dense["pipeline"], dense["tensor"]))]
         if self.shape.experts:
             parts += held.experts(
-                Holder(experts["pipeline"], expert=experts["expert"], expert_tensor=experts["tensor"])
+                ShardPosition(experts["pipeline"], expert=experts["expert"], expert_tensor=experts["tensor"])
             )
         return {(part.chunk, part.name): part for part in parts}, held.unused
 
 
-class _Part(NamedTuple):
+class _HeldRun(NamedTuple):
     """A run of a local tensor, and all ranks that hold it."""
 
-    local: Local
-    run: Run
+    local: LocalParameter
+    run: RowRun
     ranks: tuple[int, ...]
 
 
 def plan_buckets(
     shape: ModelShape,
-    division: Division,
+    division: ModelDivision,
     *,
     dtype: str,
     bucket_bytes: int = BUCKET_BYTES,
     stacked_experts: bool = False,
-) -> Plan:
+) -> ReshardPlan:
     """Cut a model's flat buffer into buckets of at most bucket_bytes, and say who fills them.
 
     Of ranks that hold the same rows another one is asked for each bucket, so that the work is shared among replicas.
 
     Args:
         dtype: of the published weights, as torch names it.
-        stacked_experts: see `targets`.
+        stacked_experts: see `hf_tensors`.
 
     Raises:
         Refused: the model cannot lie on ranks in this way, or a single row is larger than a bucket.
@@ -120,21 +128,21 @@ def plan_buckets(
     if dtype not in ITEM_BYTES:
         raise Refused(f"weights published as {dtype}", why=f"known are {', '.join(ITEM_BYTES)}")
     item = ITEM_BYTES[dtype]
-    found = list(targets(shape, stacked_experts=stacked_experts))
+    found = list(hf_tensors(shape, stacked_experts=stacked_experts))
     layout = layout_of([(t.name, dtype, t.shape, t.rows * t.columns * item) for t in found])
     parts = _parts(shape, division, stacked_experts)
     buckets = [
-        Bucket(number, start, stop, tuple(_slices(number, pieces, found, parts)))
+        WeightBucket(number, start, stop, tuple(_slices(number, pieces, found, parts)))
         for number, (start, stop, pieces) in enumerate(_cut(found, layout, item, bucket_bytes))
     ]
-    return Plan(shape, division, stacked_experts, dtype, layout, tuple(buckets))
+    return ReshardPlan(shape, division, stacked_experts, dtype, layout, tuple(buckets))
 
 
-def _parts(shape: ModelShape, division: Division, stacked: bool) -> dict[str, list[_Part]]:
+def _parts(shape: ModelShape, division: ModelDivision, stacked: bool) -> dict[str, list[_HeldRun]]:
     """For each Hugging Face tensor the parts that it consists of, by their first row."""
     sizes = division.sizes
-    held = Held(shape, division, stacked_experts=stacked)
-    found: dict[str, list[_Part]] = {}
+    held = RankParameters(shape, division, stacked_experts=stacked)
+    found: dict[str, list[_HeldRun]] = {}
     dense: dict[tuple[int, int], list[int]] = {}
     experts: dict[tuple[int, int, int], list[int]] = {}
     for rank in range(sizes.world):
@@ -147,26 +155,26 @@ def _parts(shape: ModelShape, division: Division, stacked: bool) -> dict[str, li
         s: [rank for (stage, _), ranks in sorted(dense.items()) if stage == s for rank in ranks] for s, _ in dense
     }
     for (stage, tensor), ranks in dense.items():
-        for local in held.dense(Holder(stage, tensor)):
+        for local in held.dense(ShardPosition(stage, tensor)):
             if not local.whole:
                 _add(found, local, ranks)
             elif tensor == 0:
                 _add(found, local, stages[stage])
     for (stage, expert, expert_tensor), ranks in experts.items():
-        for local in held.experts(Holder(stage, expert=expert, expert_tensor=expert_tensor)):
+        for local in held.experts(ShardPosition(stage, expert=expert, expert_tensor=expert_tensor)):
             _add(found, local, ranks)
     for parts in found.values():
         parts.sort(key=lambda part: (part.run.row, part.local.column))
-    _check_whole(found, targets(shape, stacked_experts=stacked))
+    _check_whole(found, hf_tensors(shape, stacked_experts=stacked))
     return found
 
 
-def _add(found: dict[str, list[_Part]], local: Local, ranks: list[int]) -> None:
+def _add(found: dict[str, list[_HeldRun]], local: LocalParameter, ranks: list[int]) -> None:
     for run in local.runs:
-        found.setdefault(run.name, []).append(_Part(local, run, tuple(ranks)))
+        found.setdefault(run.name, []).append(_HeldRun(local, run, tuple(ranks)))
 
 
-def _check_whole(found: Mapping[str, list[_Part]], wanted: Iterator[Target]) -> None:
+def _check_whole(found: Mapping[str, list[_HeldRun]], wanted: Iterator[HfTensor]) -> None:
     for target in wanted:
         have = sum(part.run.rows * part.local.columns for part in found.get(target.name, ()))
         if have != target.rows * target.columns:
@@ -177,7 +185,9 @@ _Piece = tuple[int, int, int]
 """Number of a tensor, first row, row behind the last."""
 
 
-def _cut(found: list[Target], layout: Layout, item: int, bucket_bytes: int) -> Iterator[tuple[int, int, list[_Piece]]]:
+def _cut(
+    found: list[HfTensor], layout: Layout, item: int, bucket_bytes: int
+) -> Iterator[tuple[int, int, list[_Piece]]]:
     """Byte ranges and what lies in them: as many whole rows as go into a bucket."""
     start, pieces = 0, list[_Piece]()
     stop = 0
@@ -206,8 +216,8 @@ def _cut(found: list[Target], layout: Layout, item: int, bucket_bytes: int) -> I
 
 
 def _slices(
-    number: int, pieces: list[_Piece], found: list[Target], parts: Mapping[str, list[_Part]]
-) -> Iterator[Slice]:
+    number: int, pieces: list[_Piece], found: list[HfTensor], parts: Mapping[str, list[_HeldRun]]
+) -> Iterator[RowSlice]:
     for tensor, start, stop in pieces:
         candidates = parts[found[tensor].name]
         # Runs of one tensor have at most the rows of the longest: none that ends before `start` is looked at in vain.
@@ -215,7 +225,7 @@ def _slices(
             run = part.run
             first, last = max(start, run.row), min(stop, run.row + run.rows)
             if first < last:
-                yield Slice(
+                yield RowSlice(
                     rank=part.ranks[number % len(part.ranks)],
                     chunk=part.local.chunk,
                     source=part.local.name,
@@ -228,6 +238,6 @@ def _slices(
                 )
 
 
-def entry_of(plan: Plan, part: Slice) -> TensorEntry:
+def entry_of(plan: ReshardPlan, part: RowSlice) -> TensorEntry:
     """The layout's entry that a slice belongs to."""
     return plan.layout.entries[part.tensor]

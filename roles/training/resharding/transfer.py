@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from relax_rt.roles.models.device import on_host
-from relax_rt.roles.training.backend.channel import Channel
-from relax_rt.roles.training.resharding.plan import Bucket, Plan, Slice, entry_of
+from relax_rt.roles.training.backend.channel import WeightChannel
+from relax_rt.roles.training.resharding.plan import ReshardPlan, RowSlice, WeightBucket, entry_of
 from relax_rt.transport.rpc.errors import Refused
 
 Shards = Sequence[Mapping[str, torch.Tensor]]
 """A rank's parameters by Megatron's name, for each of its model chunks."""
 
 
-def check_shards(plan: Plan, rank: int, shards: Shards) -> None:
+def check_shards(plan: ReshardPlan, rank: int, shards: Shards) -> None:
     """Hold a rank's parameters against the plan, before the first bucket.
 
     Raises:
@@ -37,13 +37,15 @@ def check_shards(plan: Plan, rank: int, shards: Shards) -> None:
                 )
 
 
-def part_bytes(plan: Plan, bucket: Bucket, rank: int) -> int:
-    """Of a rank's part of a bucket."""
+def part_bytes(plan: ReshardPlan, bucket: WeightBucket, rank: int) -> int:
+    """Size of a rank's part of a bucket."""
     dtype: torch.dtype = getattr(torch, plan.dtype)
     return sum(part.rows * part.columns for part in bucket.of(rank)) * dtype.itemsize
 
 
-def contribute(plan: Plan, bucket: Bucket, rank: int, shards: Shards, into: torch.Tensor | None = None) -> torch.Tensor:
+def extract_part(
+    plan: ReshardPlan, bucket: WeightBucket, rank: int, shards: Shards, into: torch.Tensor | None = None
+) -> torch.Tensor:
     """A rank's part of a bucket: its rows one after the other, in the published dtype, as bytes uint8 [n] in ordinary
     memory.
 
@@ -75,11 +77,11 @@ def contribute(plan: Plan, bucket: Bucket, rank: int, shards: Shards, into: torc
     return found
 
 
-def assemble(plan: Plan, bucket: Bucket, rank: int, part: torch.Tensor, into: memoryview) -> None:
+def place_part(plan: ReshardPlan, bucket: WeightBucket, rank: int, part: torch.Tensor, into: memoryview) -> None:
     """Put a rank's part of a bucket where it belongs in the flat buffer.
 
     Args:
-        part: from `contribute`.
+        part: from `extract_part`.
         into: the whole buffer, of plan.layout.nbytes.
 
     Raises:
@@ -95,7 +97,7 @@ def assemble(plan: Plan, bucket: Bucket, rank: int, part: torch.Tensor, into: me
     _place(plan, mine, part.view(getattr(torch, plan.dtype)), torch.frombuffer(into, dtype=torch.uint8))
 
 
-def _place(plan: Plan, mine: list[Slice], values: torch.Tensor, flat: torch.Tensor) -> None:
+def _place(plan: ReshardPlan, mine: list[RowSlice], values: torch.Tensor, flat: torch.Tensor) -> None:
     at = 0
     for part in mine:
         entry = entry_of(plan, part)
@@ -119,7 +121,7 @@ def _parameter(rank: int, shards: Shards, chunk: int, name: str, shape: tuple[in
     return found
 
 
-def _fits(rank: int, part: Slice, parameter: torch.Tensor, *, vector: bool, for_: str) -> None:
+def _fits(rank: int, part: RowSlice, parameter: torch.Tensor, *, vector: bool, for_: str) -> None:
     columns = 1 if parameter.ndim == 1 else int(parameter.shape[-1])
     wrong = parameter.ndim != (1 if vector else 2) or columns != part.columns
     if wrong or parameter.shape[0] < part.source_row + part.rows:
@@ -139,8 +141,12 @@ def _missing(rank: int, shards: Shards, chunk: int, name: str, for_: str) -> Ref
     )
 
 
-def publish(
-    plan: Plan, channel: Channel, shards: Shards, into: memoryview | None, copied: Callable[[], None] = lambda: None
+def publish_weights(
+    plan: ReshardPlan,
+    channel: WeightChannel,
+    shards: Shards,
+    into: memoryview | None,
+    copied: Callable[[], None] = lambda: None,
 ) -> None:
     """The weights of all ranks, as they are until `copied` is called, into rank 0's buffer; the others give None.
 
@@ -148,7 +154,7 @@ def publish(
     puts its own into the buffer at once.
 
     Raises:
-        Refused: a parameter is missing or of another shape. Unreachable, RelaxError: see `Channel`.
+        Refused: a parameter is missing or of another shape. Unreachable, RelaxError: see `WeightChannel`.
     """
     aside: dict[int, torch.Tensor] = {}
     with channel.copying(copied):
@@ -159,32 +165,34 @@ def publish(
     _others(plan, channel, lambda bucket: aside[bucket.number], into)
 
 
-def gather(plan: Plan, channel: Channel, shards: Shards, into: memoryview | None) -> None:
-    """`publish` without a copy aside: nothing may change the weights until it returns."""
+def gather_weights(plan: ReshardPlan, channel: WeightChannel, shards: Shards, into: memoryview | None) -> None:
+    """`publish_weights` without a copy aside: nothing may change the weights until it returns."""
     if channel.rank == 0:
         _own(plan, shards, into)
-    _others(plan, channel, lambda bucket: contribute(plan, bucket, channel.rank, shards), into)
+    _others(plan, channel, lambda bucket: extract_part(plan, bucket, channel.rank, shards), into)
 
 
-def _own(plan: Plan, shards: Shards, into: memoryview | None) -> None:
+def _own(plan: ReshardPlan, shards: Shards, into: memoryview | None) -> None:
     assert into is not None, "rank 0 has the buffer"
     for bucket in plan.buckets:
         if 0 in bucket.ranks:
-            assemble(plan, bucket, 0, contribute(plan, bucket, 0, shards), into)
+            place_part(plan, bucket, 0, extract_part(plan, bucket, 0, shards), into)
 
 
-def _aside(plan: Plan, channel: Channel, shards: Shards) -> dict[int, torch.Tensor]:
+def _aside(plan: ReshardPlan, channel: WeightChannel, shards: Shards) -> dict[int, torch.Tensor]:
     """This rank's parts, by number of the bucket."""
     mine = [bucket for bucket in plan.buckets if channel.rank in bucket.ranks]
     sizes = [part_bytes(plan, bucket, channel.rank) for bucket in mine]
     memory = torch.split(channel.memory(sum(sizes)), sizes)
     return {
-        bucket.number: contribute(plan, bucket, channel.rank, shards, part)
+        bucket.number: extract_part(plan, bucket, channel.rank, shards, part)
         for bucket, part in zip(mine, memory, strict=True)
     }
 
 
-def _others(plan: Plan, channel: Channel, part_of: Callable[[Bucket], torch.Tensor], into: memoryview | None) -> None:
+def _others(
+    plan: ReshardPlan, channel: WeightChannel, part_of: Callable[[WeightBucket], torch.Tensor], into: memoryview | None
+) -> None:
     """The parts of all ranks but the first."""
     for bucket in plan.buckets:
         what = f"bucket {bucket.number + 1} of {len(plan.buckets)}"
@@ -197,4 +205,4 @@ def _others(plan: Plan, channel: Channel, part_of: Callable[[Bucket], torch.Tens
             if rank != 0:
                 part = torch.empty(part_bytes(plan, bucket, rank), dtype=torch.uint8)
                 channel.receive(part, rank, what)
-                assemble(plan, bucket, rank, part, into)
+                place_part(plan, bucket, rank, part, into)

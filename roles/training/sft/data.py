@@ -28,12 +28,12 @@ from relax_rt.transport.rpc.errors import RelaxError
 
 Kind = Literal["sft", "dpo"]
 KEYS = ("messages", "prompt", "completion", "chosen", "rejected", "metadata")
-MOST_ROWS = 2_000_000
-MOST_FAULTS = 8
+MAX_ROWS = 2_000_000
+MAX_FAULTS = 8
 """So many unusable rows are told one by one."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class SftRow(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt and what is to follow it.
 
     Attributes:
@@ -52,30 +52,30 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] = {}
 
 
-def read(path: Path, setting: str, kind: Kind) -> tuple[list[Row], list[RelaxError]]:
+def read_sft_rows(path: Path, setting: str, kind: Kind) -> tuple[list[SftRow], list[RelaxError]]:
     """All usable rows of a file, and what is wrong with the others: the first MOST_FAULTS of them, then how many more.
 
     Raises:
         RelaxError: the file is not there, is of another kind, is not readable as such, or has too many rows.
     """
-    rows: list[Row] = []
+    rows: list[SftRow] = []
     faults: list[RelaxError] = []
     bad = 0
     for where, value in read_rows(path, setting, "cold_start.path"):
-        if len(rows) >= MOST_ROWS:
-            raise RelaxError(f"cold_start.path = {setting!r}", why=f"there are more than {MOST_ROWS} rows")
+        if len(rows) >= MAX_ROWS:
+            raise RelaxError(f"cold_start.path = {setting!r}", why=f"there are more than {MAX_ROWS} rows")
         try:
-            rows.append(parse(where, value, kind))
+            rows.append(parse_row(where, value, kind))
         except RelaxError as error:
             bad += 1
-            if len(faults) < MOST_FAULTS:
+            if len(faults) < MAX_FAULTS:
                 faults.append(error)
     if bad > len(faults):
         faults.append(RelaxError(str(path), why=f"{bad - len(faults)} more rows cannot be used"))
     return rows, faults
 
 
-def parse(where: str, row: Any, kind: Kind) -> Row:
+def parse_row(where: str, row: Any, kind: Kind) -> SftRow:
     """One row, as `read_rows` gives it.
 
     Raises:
@@ -103,7 +103,7 @@ def parse(where: str, row: Any, kind: Kind) -> Row:
     if messages is not None and messages[-1]["role"] == "assistant":
         raise RelaxError(where, why="an assistant's message is followed by another one")
     question = _text(where, row, "prompt") if messages is None else question_of(messages)
-    return Row(
+    return SftRow(
         where=where,
         question=question,
         messages=messages,
@@ -158,18 +158,18 @@ def user_texts(messages: list[Message]) -> Iterator[str]:
     return (str(message["content"]) for message in messages if message["role"] == "user")
 
 
-AT_ONCE = 4096
+ENCODE_BATCH = 4096
 """Texts that go through the tokenizer together."""
 
 
-class Encoded(msgspec.Struct, frozen=True):
+class EncodedSequence(msgspec.Struct, frozen=True):
     """A sequence: tokens int32 [T]; mask uint8 [T], 1 on what is learnt."""
 
     tokens: NDArray[np.int32]
     mask: NDArray[np.uint8]
 
 
-class Text(msgspec.Struct, frozen=True):
+class ConversationText(msgspec.Struct, frozen=True):
     """A sequence before it is encoded.
 
     Attributes:
@@ -184,14 +184,14 @@ class Text(msgspec.Struct, frozen=True):
     turns: tuple[bool, ...]
 
 
-def lay_out(
+def split_conversation(
     tokenizer: ChatTokenizer,
     messages: Sequence[Message],
     completion: str,
     *,
     prompt: Sequence[int] = (),
     every_turn: bool = True,
-) -> Text:
+) -> ConversationText:
     """A conversation and its completion, cut where turns of the assistant begin.
 
     The prompt is what a rollout would be given. Where the template writes an answered turn otherwise than it opens one
@@ -205,7 +205,7 @@ def lay_out(
     whole = tokenizer.conversation([*messages, {"role": "assistant", "content": completion}])
     tail = whole[len(start) :] if whole.startswith(start) else completion
     if prompt:
-        return Text(tuple(prompt), (tail,), (True,))
+        return ConversationText(tuple(prompt), (tail,), (True,))
     cuts = [0]
     if every_turn:
         for index, message in enumerate(messages):
@@ -215,15 +215,15 @@ def lay_out(
                     cuts.append(len(opened))
     ends = [*cuts[1:], len(start)]
     parts = [start[a:b] for a, b in zip(cuts, ends, strict=True)]
-    return Text((), (*parts, tail), (False, *[True] * len(parts)))
+    return ConversationText((), (*parts, tail), (False, *[True] * len(parts)))
 
 
-def encode(tokenizer: ChatTokenizer, texts: Sequence[Text]) -> list[Encoded]:
+def encode_texts(tokenizer: ChatTokenizer, texts: Sequence[ConversationText]) -> list[EncodedSequence]:
     """Tokens and masks. A turn is learnt up to the token that stops a completion, with it; the last one ends there."""
     flat = [part for text in texts for part in text.parts]
     ids: list[list[int]] = []
-    for first in range(0, len(flat), AT_ONCE):
-        ids += tokenizer.encode_many(flat[first : first + AT_ONCE])
+    for first in range(0, len(flat), ENCODE_BATCH):
+        ids += tokenizer.encode_many(flat[first : first + ENCODE_BATCH])
     found, at = [], 0
     for text in texts:
         found.append(_joined(tokenizer, text, ids[at : at + len(text.parts)]))
@@ -231,7 +231,7 @@ def encode(tokenizer: ChatTokenizer, texts: Sequence[Text]) -> list[Encoded]:
     return found
 
 
-def _joined(tokenizer: ChatTokenizer, text: Text, parts: Sequence[list[int]]) -> Encoded:
+def _joined(tokenizer: ChatTokenizer, text: ConversationText, parts: Sequence[list[int]]) -> EncodedSequence:
     tokens: list[int] = list(text.prompt)
     mask = [0] * len(tokens)
     for number, (part, turn) in enumerate(zip(parts, text.turns, strict=True)):
@@ -246,14 +246,14 @@ def _joined(tokenizer: ChatTokenizer, text: Text, parts: Sequence[list[int]]) ->
         mask += [1] * learnt + [0] * (len(part) - learnt)
     # Nothing predicts the first token.
     mask[:1] = [0]
-    return Encoded(np.array(tokens, np.int32), np.array(mask, np.uint8))
+    return EncodedSequence(np.array(tokens, np.int32), np.array(mask, np.uint8))
 
 
 Floats = NDArray[np.float32]
-FAULTS_TOLD = 3
+LISTED_FAULTS = 3
 
 
-class ColdReport(msgspec.Struct, frozen=True):
+class SftReport(msgspec.Struct, frozen=True):
     """What became of the rows: read = train + validation + evaluated + overlong. `evaluated` are left out because the
     run evaluates on their questions. Tokens are those of one pass over `train`; `learnt` of them are learnt."""
 
@@ -279,10 +279,10 @@ class ColdReport(msgspec.Struct, frozen=True):
         )
 
 
-class ColdItem(msgspec.Struct, frozen=True):
+class SftItem(msgspec.Struct, frozen=True):
     """One row, encoded: a completion, or the one preferred and the one rejected."""
 
-    sequences: tuple[Encoded, ...]
+    sequences: tuple[EncodedSequence, ...]
 
     @property
     def tokens(self) -> int:
@@ -290,26 +290,26 @@ class ColdItem(msgspec.Struct, frozen=True):
         return sum(len(one.tokens) for one in self.sequences)
 
 
-class ColdData(msgspec.Struct, frozen=True):
+class SftData(msgspec.Struct, frozen=True):
     """What is learnt from and what is validated with. `digest` is of all of it."""
 
-    train: list[ColdItem]
-    validation: list[ColdItem]
-    report: ColdReport
+    train: list[SftItem]
+    validation: list[SftItem]
+    report: SftReport
     digest: str
 
 
-class Faults(RelaxError):
+class UnusableRows(RelaxError):
     """Rows that cannot be used. `each` has them, one by one."""
 
     def __init__(self, each: Sequence[RelaxError]) -> None:
-        told = "; ".join(f"{one.what}: {one.why}" for one in each[:FAULTS_TOLD])
-        more = f"; and {len(each) - FAULTS_TOLD} more" if len(each) > FAULTS_TOLD else ""
+        told = "; ".join(f"{one.what}: {one.why}" for one in each[:LISTED_FAULTS])
+        more = f"; and {len(each) - LISTED_FAULTS} more" if len(each) > LISTED_FAULTS else ""
         super().__init__("cold_start.path has rows that cannot be used", why=told + more, hint="mend or remove them")
         self.each = list(each)
 
 
-class Evaluated:
+class EvaluatedQuestions:
     """What the run evaluates on: questions that are held out.
 
     Args:
@@ -324,14 +324,14 @@ class Evaluated:
             # A file may hold the same prompt as a conversation, already in its template.
             self._ids.update(item_id(text) for text in user_texts(item.messages))
 
-    def has(self, row: Row) -> bool:
+    def has(self, row: SftRow) -> bool:
         """Whether a row's question, or anything that its user says, is among them."""
         if in_held_out(row.question, self._share) or item_id(row.question) in self._ids:
             return True
         return any(item_id(text) in self._ids for text in user_texts(row.messages or []))
 
 
-def load(config: RunConfig, config_dir: Path, source: PromptSource, tokenizer: ChatTokenizer) -> ColdData:
+def load_sft_data(config: RunConfig, config_dir: Path, source: PromptSource, tokenizer: ChatTokenizer) -> SftData:
     """The data of a config's cold start.
 
     Args:
@@ -348,13 +348,13 @@ def load(config: RunConfig, config_dir: Path, source: PromptSource, tokenizer: C
     for one in config.table(EvaluationTable).sets:
         held_out += load_set(one, config, source, tokenizer, config_dir)[0]
     rows, prompts = _rows(table, config_dir, source)
-    evaluated = Evaluated(held_out, data.held_out)
+    evaluated = EvaluatedQuestions(held_out, data.held_out)
     kept = [index for index, row in enumerate(rows) if not evaluated.has(row)]
     report["evaluated"] = len(rows) - len(kept)
     chosen = [rows[index] for index in kept]
     items = _encoded(table, data, tokenizer, chosen, [prompts[index] for index in kept] if prompts else [])
-    train: list[ColdItem] = []
-    validation: list[ColdItem] = []
+    train: list[SftItem] = []
+    validation: list[SftItem] = []
     for row, item in zip(chosen, items, strict=True):
         longest = max(len(one.tokens) for one in item.sequences)
         if longest > table.max_tokens:
@@ -364,31 +364,31 @@ def load(config: RunConfig, config_dir: Path, source: PromptSource, tokenizer: C
                 raise RelaxError(row.where, why=why, hint=hint)
             report["overlong"] += 1
             continue
-        (validation if _to_validate(row.question, table.held_out) else train).append(item)
+        (validation if _held_out(row.question, table.held_out) else train).append(item)
     if not train:
         why = f"of {len(rows)} rows {report['evaluated']} are evaluated on and {report['overlong']} too long"
         raise RelaxError("cold_start has nothing to learn from", why=why, hint="other data, or larger max_tokens")
-    return ColdData(train, validation, _report(len(rows), report, train, validation), _digest([*train, *validation]))
+    return SftData(train, validation, _report(len(rows), report, train, validation), _digest([*train, *validation]))
 
 
 def _rows(
     table: ColdStartTable, config_dir: Path, source: PromptSource
-) -> tuple[list[Row], list[tuple[int, ...]] | None]:
+) -> tuple[list[SftRow], list[tuple[int, ...]] | None]:
     """Rows, and the tokens of their prompts where they are those of the run."""
     if table.answers:
         found = [(_answered(item, table.completion), tuple(item.tokens)) for item in source.train]
         return [row for row, _ in found], [tokens for _, tokens in found]
     assert table.path is not None
     path = Path(table.path).expanduser()
-    rows, faults = read(path if path.is_absolute() else config_dir / path, table.path, table.kind)
+    rows, faults = read_sft_rows(path if path.is_absolute() else config_dir / path, table.path, table.kind)
     if faults:
-        raise Faults(faults)
+        raise UnusableRows(faults)
     if not rows:
         raise RelaxError(f"cold_start.path = {table.path!r}", why="there is no row in it")
     return rows, None
 
 
-def _answered(item: PromptItem, template: str) -> Row:
+def _answered(item: PromptItem, template: str) -> SftRow:
     """A prompt of the run with its answer."""
     where = f"prompt {item.question!r:.60}"
     answer = answer_text(item.answer)
@@ -396,17 +396,17 @@ def _answered(item: PromptItem, template: str) -> Row:
     completion = fill(template, raw, "cold_start.completion")
     if not completion.strip():
         raise RelaxError("cold_start.completion", why=f"it is empty for {where}", hint="the prompts need answers")
-    return Row(where=where, question=item.question, messages=item.messages, completion=completion)
+    return SftRow(where=where, question=item.question, messages=item.messages, completion=completion)
 
 
 def _encoded(
     table: ColdStartTable,
     data: DataTable,
     tokenizer: ChatTokenizer,
-    rows: Sequence[Row],
+    rows: Sequence[SftRow],
     prompts: Sequence[tuple[int, ...]],
-) -> list[ColdItem]:
-    texts: list[Text] = []
+) -> list[SftItem]:
+    texts: list[ConversationText] = []
     for number, row in enumerate(rows):
         raw = RawItem(question=row.question, answer="", metadata=row.metadata, where=row.where, messages=row.messages)
         messages = conversation(raw, data.template, data.system)
@@ -414,21 +414,21 @@ def _encoded(
         for completion in (row.completion, row.rejected):
             if completion is not None:
                 every = table.kind == "sft"
-                texts.append(lay_out(tokenizer, messages, completion, prompt=known, every_turn=every))
-    found = encode(tokenizer, texts)
+                texts.append(split_conversation(tokenizer, messages, completion, prompt=known, every_turn=every))
+    found = encode_texts(tokenizer, texts)
     size = 2 if table.kind == "dpo" else 1
-    return [ColdItem(tuple(found[at : at + size])) for at in range(0, len(found), size)]
+    return [SftItem(tuple(found[at : at + size])) for at in range(0, len(found), size)]
 
 
-def _to_validate(question: str, share: float) -> bool:
-    """Of its own hash: whether [data] holds a question out says nothing about it."""
+def _held_out(question: str, share: float) -> bool:
+    """Whether a question is validated with, by a hash of its own: whether [data] holds it out says nothing about it."""
     digest = hashlib.blake2b(canonical(question).encode(), digest_size=8, person=b"relax-cold").digest()
     return int.from_bytes(digest, "big") < share * 2.0**64
 
 
-def _report(read_: int, gone: dict[str, int], train: Sequence[ColdItem], validation: Sequence[ColdItem]) -> ColdReport:
+def _report(read_: int, gone: dict[str, int], train: Sequence[SftItem], validation: Sequence[SftItem]) -> SftReport:
     sequences = [one for item in train for one in item.sequences]
-    return ColdReport(
+    return SftReport(
         read=read_,
         train=len(train),
         validation=len(validation),
@@ -439,7 +439,7 @@ def _report(read_: int, gone: dict[str, int], train: Sequence[ColdItem], validat
     )
 
 
-def _digest(items: Iterable[ColdItem]) -> str:
+def _digest(items: Iterable[SftItem]) -> str:
     digest = xxhash.xxh3_64()
     for item in items:
         for one in item.sequences:
@@ -447,7 +447,7 @@ def _digest(items: Iterable[ColdItem]) -> str:
     return digest.hexdigest()
 
 
-def samples_of(items: Sequence[ColdItem], reference: Sequence[Sequence[Floats]] | None = None) -> list[Sample]:
+def sft_samples(items: Sequence[SftItem], reference: Sequence[Sequence[Floats]] | None = None) -> list[Sample]:
     """Items as the trainer backend takes them: a group each, the preferred completion of reward 1, the other of 0.
 
     Args:

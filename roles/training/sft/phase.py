@@ -21,15 +21,15 @@ from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable, ColdStartTable
 from relax_rt.roles.training.checkpoints.cold_start import (
     KEEP,
-    Mark,
-    finished,
-    folder_of,
-    read_mark,
-    read_reference,
-    write_mark,
-    write_reference,
+    ColdStartProgress,
+    cold_start_folder,
+    cold_start_weights,
+    read_progress,
+    read_reference_logprobs,
+    write_progress,
+    write_reference_logprobs,
 )
-from relax_rt.roles.training.sft.data import ColdData, ColdItem, Floats, load, samples_of
+from relax_rt.roles.training.sft.data import Floats, SftData, SftItem, load_sft_data, sft_samples
 from relax_rt.transport.rpc.errors import Corrupt, GivenUp, Refused, RelaxError
 
 if TYPE_CHECKING:
@@ -44,15 +44,15 @@ READ_ALLOWANCE_S = 600.0
 SAVE_ALLOWANCE_S = 120.0
 SKIPPED_IN_A_ROW = 5
 """Steps thrown away one after the other before the run ends, as in RL."""
-AT_ONCE = 64
+LOGPROB_ROWS = 64
 """Rows whose log-probabilities are computed together; between them a request to stop is seen."""
 
 
-class Interrupted(Exception):
+class PhaseInterrupted(Exception):
     """The role was asked to stop within a computation that is done anew when it comes back."""
 
 
-class ColdStart:
+class ColdStartPhase:
     """Trains the policy before its first RL step.
 
     It counts steps of its own and has checkpoints of its own, in the run's folder `cold_start`: nothing of it touches
@@ -69,9 +69,9 @@ class ColdStart:
         from relax_rt.roles.training.checkpoints.store import CheckpointStore
 
         self._ctx, self._config, self._backend, self._table = ctx, config, backend, config.table(ColdStartTable)
-        self._store = CheckpointStore(folder_of(ctx.run_dir), ctx.who.epoch, KEEP, model)
+        self._store = CheckpointStore(cold_start_folder(ctx.run_dir), ctx.who.epoch, KEEP, model)
         self._objective: Objective
-        self._data: ColdData
+        self._data: SftData
         self._steps: int
         self._reference: dict[int, list[Floats]] = {}
         self._saving: asyncio.Task[None] | None = None
@@ -79,19 +79,19 @@ class ColdStart:
 
     async def run(self) -> bool:
         """All steps that are left. False: the role was asked to stop before the last one."""
-        if finished(self._ctx.run_dir) is not None:
+        if cold_start_weights(self._ctx.run_dir) is not None:
             return True
         # What follows takes as long as training does: the time for a start is for a start.
         await self._ctx.ready()
         try:
             return await self._train()
-        except Interrupted:
+        except PhaseInterrupted:
             return False
         finally:
             if self._saving is not None:
                 await asyncio.gather(self._saving, return_exceptions=True)
 
-    async def take_up(self, objective: Objective) -> None:
+    async def adopt(self, objective: Objective) -> None:
         """RL begins: the weights after the phase, this objective, an optimizer without moments.
 
         Raises:
@@ -100,7 +100,7 @@ class ColdStart:
         """
         from safetensors import SafetensorError
 
-        folder = finished(self._ctx.run_dir)
+        folder = cold_start_weights(self._ctx.run_dir)
         assert folder is not None
         try:
             await asyncio.to_thread(self._taken_up, folder)
@@ -114,12 +114,12 @@ class ColdStart:
         self._ctx.event("cold_start_adopted", checkpoint=folder.name)
 
     def _taken_up(self, folder: Path) -> None:
-        from relax_rt.roles.training.checkpoints.resume import compared
+        from relax_rt.roles.training.checkpoints.resume import verify_files
         from relax_rt.roles.training.checkpoints.store import read_state
 
         state = read_state(folder)
         self._store.check(folder, state)
-        compared(self._ctx, self._store, folder, state, f"{self._store.folder.name}/")
+        verify_files(self._ctx, self._store, folder, state, f"{self._store.folder.name}/")
         self._backend.restore(folder)
 
     async def _train(self) -> bool:
@@ -159,10 +159,10 @@ class ColdStart:
         source = PromptSource.load(
             config.table(DataTable), tokenizer, seed=config.run.seed, config_dir=base, run_dir=ctx.run_dir
         )
-        self._data = load(config, base, source, tokenizer)
+        self._data = load_sft_data(config, base, source, tokenizer)
         sizes = [item.tokens for item in self._data.train]
-        self._steps = total(self._table, sizes, config.run.seed)
-        algorithm = cold_algorithm(config, self._steps)
+        self._steps = total_steps(self._table, sizes, config.run.seed)
+        algorithm = phase_algorithm(config, self._steps)
         self._objective = Objective.of(algorithm)
         self._backend.use(self._objective, algorithm, temperature=1.0)
         report = self._data.report
@@ -170,17 +170,17 @@ class ColdStart:
         ctx.log.info(f"cold start: {report}")
 
     def _batches(self) -> Iterator[list[int]]:
-        return batches(self._table, [item.tokens for item in self._data.train], self._config.run.seed)
+        return step_batches(self._table, [item.tokens for item in self._data.train], self._config.run.seed)
 
-    async def _resume(self) -> Mark:
+    async def _resume(self) -> ColdStartProgress:
         """The newest checkpoint that can be read and is of this data; others are passed over, said, and set aside: of a
         later step than those to come, they would take their place."""
-        from relax_rt.roles.training.checkpoints.resume import take_newest
+        from relax_rt.roles.training.checkpoints.resume import resume_newest
 
-        marks: list[Mark] = []
+        marks: list[ColdStartProgress] = []
 
         async def take(folder: Path, state: CheckpointState) -> None:
-            mark = await asyncio.to_thread(read_mark, folder)
+            mark = await asyncio.to_thread(read_progress, folder)
             if mark is None:
                 raise Refused(f"checkpoint {folder}", why="it does not say how far it has come")
             if mark.digest != self._data.digest:
@@ -189,16 +189,18 @@ class ColdStart:
             marks.append(mark)
 
         shown = f"{self._store.folder.name}/"
-        found, _ = await take_newest(self._ctx, self._store, take, shown=shown, anew=True)
+        found, _ = await resume_newest(self._ctx, self._store, take, shown=shown, anew=True)
         if found is None:
-            return Mark(step=0, total=self._steps, done=False, digest=self._data.digest)
+            return ColdStartProgress(step=0, total=self._steps, done=False, digest=self._data.digest)
         (mark,) = marks
         self._ctx.event("cold_start_resumed", checkpoint=found.folder.name, step=mark.step)
         return replace(mark, total=self._steps)
 
     # Steps.
 
-    async def _step(self, mark: Mark, rows: Sequence[int], began: float) -> tuple[Mark, dict[str, Any]]:
+    async def _step(
+        self, mark: ColdStartProgress, rows: Sequence[int], began: float
+    ) -> tuple[ColdStartProgress, dict[str, Any]]:
         """One optimizer step, and what is told of it; a loss or gradient that is not finite throws it away.
 
         Args:
@@ -226,18 +228,18 @@ class ColdStart:
             skipped=mark.skipped + (not result.applied),
             elapsed_s=now - began,
         )
-        return mark, {**_told(result), "sequences": len(samples), "seconds": round(now - started, 4)}
+        return mark, {**_step_metrics(result), "sequences": len(samples), "seconds": round(now - started, 4)}
 
     def _apply(self, samples: list[Sample], number: int) -> StepResult:
         self._objective.advantages(samples)
         return self._backend.apply(self._backend.accumulate(samples).count, number)
 
-    def _samples(self, rows: Sequence[int], items: Sequence[ColdItem], first: int) -> list[Sample]:
+    def _samples(self, rows: Sequence[int], items: Sequence[SftItem], first: int) -> list[Sample]:
         """Args: first: number, among all rows, of the first of `items`."""
         reference = [self._reference[first + row] for row in rows] if self._reference else None
-        return samples_of([items[row] for row in rows], reference)
+        return sft_samples([items[row] for row in rows], reference)
 
-    def _record(self, mark: Mark, about: dict[str, Any]) -> None:
+    def _record(self, mark: ColdStartProgress, about: dict[str, Any]) -> None:
         ctx, what = self._ctx, f"cold start: step {mark.step} of {mark.total}"
         record = {
             "kind": "cold_start",
@@ -260,21 +262,21 @@ class ColdStart:
 
     async def _refer(self) -> None:
         """Log-probabilities of the weights before the phase, computed once, for every row."""
-        folder, items = folder_of(self._ctx.run_dir), [*self._data.train, *self._data.validation]
-        values = await asyncio.to_thread(read_reference, folder, self._data.digest)
+        folder, items = cold_start_folder(self._ctx.run_dir), [*self._data.train, *self._data.validation]
+        values = await asyncio.to_thread(read_reference_logprobs, folder, self._data.digest)
         if values is None:
             # A process begins with the model's own weights, whatever checkpoint it takes up next.
-            values = await self._log_probabilities(samples_of(items), "cold start: log-probabilities of the reference")
-            await asyncio.to_thread(write_reference, folder, values, self._data.digest)
+            values = await self._log_probabilities(sft_samples(items), "cold start: log-probabilities of the reference")
+            await asyncio.to_thread(write_reference_logprobs, folder, values, self._data.digest)
         self._reference = dict(enumerate(values))
 
     async def _log_probabilities(self, samples: Sequence[Sample], what: str) -> list[list[Floats]]:
-        """Of each row's sequences under the current weights, so many rows at a time."""
+        """Compute log-probabilities of each row's sequences under the current weights, LOGPROB_ROWS at a time."""
         size, found = len(self._data.train[0].sequences), []
-        for first in range(0, len(samples), AT_ONCE * size):
+        for first in range(0, len(samples), LOGPROB_ROWS * size):
             if self._ctx.stopping.is_set():
-                raise Interrupted
-            part = samples[first : first + AT_ONCE * size]
+                raise PhaseInterrupted
+            part = samples[first : first + LOGPROB_ROWS * size]
             found += await asyncio.to_thread(self._backend.log_probabilities, part)
             self._ctx.progress.advance(1, f"{what}, {len(found)} of {len(samples)}")
         return [found[at : at + size] for at in range(0, len(found), size)]
@@ -287,7 +289,7 @@ class ColdStart:
         samples = self._samples(range(count), self._data.validation, len(self._data.train))
         try:
             found = await self._log_probabilities(samples, "cold start: validating")
-        except Interrupted:
+        except PhaseInterrupted:
             return None
         if self._table.kind == "sft":
             learnt = sum(int(sample.loss_mask.sum()) for sample in samples)
@@ -301,7 +303,7 @@ class ColdStart:
 
     # Checkpoints.
 
-    async def _save(self, mark: Mark, *, wait: bool = True) -> None:
+    async def _save(self, mark: ColdStartProgress, *, wait: bool = True) -> None:
         """Copy the state aside and write it, while training goes on unless it is to be waited for."""
         from relax_rt.roles.training.checkpoints.store import CheckpointState
 
@@ -311,7 +313,7 @@ class ColdStart:
 
         def fill(folder: Path) -> None:
             self._backend.write(folder)
-            write_mark(folder, mark)
+            write_progress(folder, mark)
 
         async def work() -> None:
             state = CheckpointState(mark.step, 0, "", self._ctx.who.epoch, 0, mark.elapsed_s)
@@ -323,13 +325,13 @@ class ColdStart:
             await self._saved()
 
     async def _saved(self) -> None:
-        from relax_rt.roles.training.checkpoints.resume import through
+        from relax_rt.roles.training.checkpoints.resume import wait_for_save
 
         if self._saving is not None:
-            await through(self._saving, self._store, self._ctx.progress.advance)
+            await wait_for_save(self._saving, self._store, self._ctx.progress.advance)
 
 
-def cold_algorithm(config: RunConfig, steps: int) -> AlgorithmTable:
+def phase_algorithm(config: RunConfig, steps: int) -> AlgorithmTable:
     """The phase's objective and optimizer over so many steps, as a table of [algorithm]."""
     algorithm = config.table(AlgorithmTable)
     table = config.table(ColdStartTable)
@@ -360,7 +362,7 @@ def preference_loss(margin: float, smoothing: float) -> float:
     return (1 - smoothing) * minus_log_sigmoid(margin) + smoothing * minus_log_sigmoid(-margin)
 
 
-def _told(result: StepResult) -> dict[str, Any]:
+def _step_metrics(result: StepResult) -> dict[str, Any]:
     """What metrics say of a step."""
     about: dict[str, Any] = {
         "loss": result.loss if result.applied else None,
@@ -376,7 +378,7 @@ def _told(result: StepResult) -> dict[str, Any]:
     return about
 
 
-def batches(table: ColdStartTable, sizes: Sequence[int], seed: int) -> Iterator[list[int]]:
+def step_batches(table: ColdStartTable, sizes: Sequence[int], seed: int) -> Iterator[list[int]]:
     """The rows of one step after the other: passes over all rows, each in an order of its own. A step may straddle the
     end of a pass; the last one may be smaller.
 
@@ -386,13 +388,13 @@ def batches(table: ColdStartTable, sizes: Sequence[int], seed: int) -> Iterator[
     return islice(_endless(table, sizes, seed), table.steps)
 
 
-def total(table: ColdStartTable, sizes: Sequence[int], seed: int) -> int:
+def total_steps(table: ColdStartTable, sizes: Sequence[int], seed: int) -> int:
     """How many steps there are."""
     if table.steps is not None:
         return table.steps
     if table.batch_tokens is None:
         return -(-len(sizes) * (table.epochs or 1) // table.batch)
-    return sum(1 for _ in batches(table, sizes, seed))
+    return sum(1 for _ in step_batches(table, sizes, seed))
 
 
 def _endless(table: ColdStartTable, sizes: Sequence[int], seed: int) -> Iterator[list[int]]:

@@ -17,22 +17,22 @@ from relax_rt.roles.data.media.eyes import Eyes, load_seeing
 from relax_rt.roles.data.media.sight import sees
 from relax_rt.roles.models.device import CPU
 from relax_rt.roles.models.forward import check_plain
-from relax_rt.roles.models.heap import Growth
+from relax_rt.roles.models.heap import HeapTrimmer
 from relax_rt.roles.models.numerics import denormals_flushed
 from relax_rt.roles.training.algorithms.learning_rate import learning_rate
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.algorithms.tensors import Metrics, TokenTensors, merge
-from relax_rt.roles.training.backend.interface import Partial, StepResult, step_result, thrown_away
+from relax_rt.roles.training.backend.interface import GradientPart, StepResult, skipped_result, step_result
 from relax_rt.roles.training.backend.settings import LoraTable
 from relax_rt.roles.training.batch.attention import packing_costs
-from relax_rt.roles.training.batch.budget import Accumulation, Budget, Fitting
+from relax_rt.roles.training.batch.budget import GradientAccumulation, MemoryRetry, TokenBudget
 from relax_rt.roles.training.batch.collate import MicroBatch, collate
-from relax_rt.roles.training.batch.logprobs import at_trained_tokens
-from relax_rt.roles.training.batch.rows import Laid, Row, lay_out, shared_rows
-from relax_rt.roles.training.torch.sharding import Scored, TorchRanks, shard
-from relax_rt.roles.training.torch.snapshot import Snapshots
-from relax_rt.roles.training.torch.weights import Weights, add_adapters
+from relax_rt.roles.training.batch.logprobs import compute_at_trained_tokens
+from relax_rt.roles.training.batch.rows import MicroBatchRows, SampleRow, plan_micro_batches, shared_rows
+from relax_rt.roles.training.torch.sharding import LogprobModule, TorchRanks, shard_model
+from relax_rt.roles.training.torch.snapshot import StateSnapshots
+from relax_rt.roles.training.torch.weights import ModelWeights, add_adapters
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.weights.manifest import Layout
 from relax_rt.transport.weights.payloads import Lora
@@ -47,7 +47,7 @@ class TorchBackend:
     others make up for it with passes that count for nothing.
 
     Args:
-        tokens_per_micro_batch: a number, or a `Budget` that remembers and tells when it had to be lowered.
+        tokens_per_micro_batch: a number, or a `TokenBudget` that remembers and tells when it had to be lowered.
         device: where weights, gradients and moments are. Snapshots and what is exported are in ordinary memory.
         objective: unless given, that of the algorithm.
         ranks: the gang that shares the model; None: this process has all of it.
@@ -70,7 +70,7 @@ class TorchBackend:
         *,
         dtype: str,
         threads: int,
-        tokens_per_micro_batch: int | Budget,
+        tokens_per_micro_batch: int | TokenBudget,
         temperature: float,
         on_progress: Callable[[int], None],
         device: torch.device = CPU,
@@ -82,10 +82,12 @@ class TorchBackend:
         torch.set_num_threads(threads)
         self.objective = objective if objective is not None else Objective.of(algorithm)
         budget = tokens_per_micro_batch
-        self._budget = budget if isinstance(budget, Budget) else Budget(budget)
+        self._budget = budget if isinstance(budget, TokenBudget) else TokenBudget(budget)
         rank = f"rank {ranks.rank} of the trainer" if ranks is not None else ""
-        self._fitting = Fitting(self._budget, device, rank=rank)
-        self._accumulation: Accumulation[Sequence[Sample]] = Accumulation(self._fitting, self._begin, self._add)
+        self._fitting = MemoryRetry(self._budget, device, rank=rank)
+        self._accumulation: GradientAccumulation[Sequence[Sample]] = GradientAccumulation(
+            self._fitting, self._begin, self._add
+        )
         self._algorithm, self._temperature, self._on_progress = algorithm, temperature, on_progress
         self._autocast = dtype == "bfloat16"
         self._ranks, self._device = ranks, device
@@ -107,13 +109,13 @@ class TorchBackend:
         self.costs = packing_costs(self._model.get_decoder(), device)
         if lora is not None:
             add_adapters(self._model, lora, seed=seed)
-        self._scored = Scored(self._model, eyes)
+        self._logprobs = LogprobModule(self._model, eyes)
         if ranks is not None:
             # Layer by layer: the whole model is never on the device.
-            shard(self._scored, ranks)
+            shard_model(self._logprobs, ranks)
         else:
             self._model.to(device)
-        self.weights = Weights(self._model, ranks)
+        self.weights = ModelWeights(self._model, ranks)
         self._trained = [piece for piece in self.weights.trained if piece.rows]
         self._optimizer = torch.optim.AdamW(
             [piece.values for piece in self._trained],
@@ -122,8 +124,8 @@ class TorchBackend:
             weight_decay=algorithm.weight_decay,
             fused=True,
         )
-        self._snapshots = Snapshots(self._model, self.weights, model_dir, lora)
-        self._growth = Growth()
+        self._snapshots = StateSnapshots(self._model, self.weights, model_dir, lora)
+        self._growth = HeapTrimmer()
         self._begin()
 
     @property
@@ -132,14 +134,14 @@ class TorchBackend:
         assert self._ranks is not None
         return self._ranks
 
-    def together(self, samples: Sequence[Sample]) -> bool:
+    def keeps_groups_together(self, samples: Sequence[Sample]) -> bool:
         """Whether the samples of a group go to one rank: where the loss compares them, and where there are groups for
         all ranks, for samples of one group share their prompt."""
         groups = len({sample.meta.group for sample in samples})
         return "pairs" in self.objective.needs or groups >= self.ranks.world
 
     def use(self, objective: Objective, table: AlgorithmTable, *, temperature: float | None = None) -> None:
-        """See `TrainerBackend.use`."""
+        """Take steps of another objective from now on; the moments start anew."""
         self.objective, self._algorithm = objective, table
         self._temperature = self._temperature if temperature is None else temperature
         self._optimizer.state.clear()
@@ -157,13 +159,13 @@ class TorchBackend:
         return self.apply(self.accumulate(samples).count, number, before_update)
 
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """See `TrainerBackend.log_probabilities`."""
+        """Compute the log-probabilities of each sample's tokens, of logits / temperature; float32 [T]."""
 
         def computed(batch: MicroBatch) -> torch.Tensor:
             return self._predicted(batch, entropy=False)[0]
 
         def work() -> list[NDArray[np.float32]]:
-            return at_trained_tokens(
+            return compute_at_trained_tokens(
                 computed,
                 samples,
                 self._budget,
@@ -171,23 +173,23 @@ class TorchBackend:
                 device=self._device,
                 costs=self.costs,
                 passes=self._passes,
-                idle=self._pass_for_nothing,
+                idle=self._empty_pass,
             )
 
         found = self._fitting(work)
         if self._ranks is not None:
             # What the last pass left gathered would outlive the next change of the weights.
-            scored: Any = self._scored
+            scored: Any = self._logprobs
             scored.reshard()
         return found
 
-    def accumulate(self, samples: Sequence[Sample]) -> Partial:
-        """See `TrainerBackend.accumulate`."""
+    def accumulate(self, samples: Sequence[Sample]) -> GradientPart:
+        """Add the gradients of a part of a batch."""
         self._accumulation(samples)
-        return Partial(self.objective.count(samples), sum(int(s.loss_mask.sum()) for s in samples))
+        return GradientPart(self.objective.count(samples), sum(int(s.loss_mask.sum()) for s in samples))
 
     def _begin(self) -> None:
-        """No gradients, and nothing measured."""
+        """Clear gradients and metrics."""
         self._sums: Metrics = {}
         self._bad = ""
         for piece in self._trained:
@@ -199,20 +201,20 @@ class TorchBackend:
         merge(self._sums, {"trained": float(sum(int(s.loss_mask.sum()) for s in samples))})
         rows = shared_rows([s for s in samples if not self.objective.idle(s)], self._budget.tokens)
         pairs = "pairs" in self.objective.needs
-        batches = lay_out(rows, self._budget.tokens, self.costs, whole_groups=pairs)
+        batches = plan_micro_batches(rows, self._budget.tokens, self.costs, whole_groups=pairs)
         beyond = self._passes(len(batches)) - len(batches)
         with denormals_flushed():
             for chosen in batches:
                 if not self._bad:
                     self._micro_batch(chosen)
                 elif self._ranks is not None:
-                    self._pass_for_nothing()
+                    self._empty_pass()
             for _ in range(beyond):
-                self._pass_for_nothing()
+                self._empty_pass()
 
-    def _micro_batch(self, chosen: Laid) -> None:
+    def _micro_batch(self, chosen: MicroBatchRows) -> None:
         """Add the gradients of one micro-batch; one whose loss is not finite spoils the step."""
-        self._budget.trying(chosen.rows, chosen.tokens, whole_groups="pairs" in self.objective.needs)
+        self._budget.attempting(chosen.rows, chosen.tokens, whole_groups="pairs" in self.objective.needs)
         batch = collate(chosen.rows, self._device, chosen.costs)
         logprobs, entropy = self._predicted(batch, entropy="entropy" in self.objective.needs)
         loss, metrics = self.objective.loss(tokens_of(batch, logprobs, entropy))
@@ -225,24 +227,24 @@ class TorchBackend:
         self._on_progress(chosen.tokens)
 
     def _passes(self, mine: int) -> int:
-        """As many as the rank makes that has most: all gather each layer at the same time."""
+        """Return the number of passes of the rank that has most: all ranks gather each layer at the same time."""
         return mine if self._ranks is None else max(self._ranks.gather(mine))
 
-    def _pass_for_nothing(self) -> None:
-        """A pass whose gradients are 0."""
-        logprobs, _ = self._predicted(collate([_NOTHING], self._device), entropy=False)
+    def _empty_pass(self) -> None:
+        """Make a pass whose gradients are 0, to keep step with other ranks."""
+        logprobs, _ = self._predicted(collate([_EMPTY_ROW], self._device), entropy=False)
         if torch.is_grad_enabled():
             torch.autograd.backward(0.0 * logprobs.sum())
 
     def _predicted(self, batch: MicroBatch, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         found: tuple[torch.Tensor, torch.Tensor | None]
-        found = self._scored(batch, self._temperature, self._autocast, entropy)
+        found = self._logprobs(batch, self._temperature, self._autocast, entropy)
         return found
 
     # The step.
 
     def apply(self, count: float, number: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
-        """See `TrainerBackend.apply`. All ranks return the same."""
+        """Divide and clip the gradients, and take the optimizer's step. All ranks return the same."""
         sums, bad = self._found()
         self._accumulation.forget()
         self._sums, self._bad = {}, ""
@@ -253,7 +255,7 @@ class TorchBackend:
                 norm = self._divide(count)
                 bad = "" if math.isfinite(norm) else f"gradient norm is {norm}"
             if bad:
-                return thrown_away(f"{bad} in step {number}", sums, rate)
+                return skipped_result(f"{bad} in step {number}", sums, rate)
             if sums.get("tokens"):
                 for group in self._optimizer.param_groups:
                     group["lr"] = rate
@@ -264,7 +266,7 @@ class TorchBackend:
         return step_result(sums, count=count, grad_norm=norm, learning_rate=rate)
 
     def _found(self) -> tuple[Metrics, str]:
-        """What all ranks measured in this step, and what was wrong with it."""
+        """Return the metrics of all ranks, and what was wrong with the step."""
         merge(self._sums, self._fitting.taken())
         if self._ranks is None:
             return self._sums, self._bad
@@ -292,35 +294,35 @@ class TorchBackend:
     # Weights and checkpoints.
 
     def layout(self, dtype: str) -> Layout:
-        """See `TrainerBackend.layout`."""
+        """Return where `export` puts each tensor."""
         return self.weights.layout(dtype)
 
     def export(self, into: memoryview | None, dtype: str, copied: Callable[[], None] = lambda: None) -> None:
-        """See `TrainerBackend.export` and `RankBackend.export`; adapters are merged."""
+        """Write the weights, adapters merged, into (rank 0's) buffer."""
         if self._ranks is None:
             self.weights.export(into, dtype)
         else:
             self.weights.publish(into, dtype, copied)
 
     def export_base(self, into: memoryview | None, dtype: str) -> None:
-        """See `AdapterBackend.export_base`."""
+        """Write the model's own weights, without the adapters."""
         self.weights.export(into, dtype, merged=False)
 
     @property
     def changes_kept(self) -> float | None:
-        """See `AdapterBackend.changes_kept`."""
+        """Fraction of the elements changed by adapters that survived rounding at the last export."""
         return self.weights.changes_kept
 
     def adapters(self) -> Lora:
-        """See `AdapterBackend.adapters`."""
-        return self.weights.low_rank()
+        """Return a copy of the adapters, whole."""
+        return self.weights.lora()
 
     def snapshot(self) -> None:
-        """See `TrainerBackend.snapshot`."""
+        """Copy the state aside."""
         self._snapshots.take(self._optimizer)
 
     def write(self, folder: Path) -> None:
-        """See `TrainerBackend.write`."""
+        """Write the last snapshot."""
         self._snapshots.write(folder)
 
     def restore(self, folder: Path) -> None:
@@ -333,7 +335,7 @@ class TorchBackend:
         self._accumulation.forget()
 
     def close(self) -> None:
-        """Nothing of it outlives the process."""
+        """Nothing to close: the process owns all of it."""
 
 
 def tokens_of(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> TokenTensors:
@@ -355,12 +357,12 @@ def tokens_of(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor |
     )
 
 
-_NOBODY = Sample(
+_EMPTY_SAMPLE = Sample(
     meta=bare_meta(0, 0),
     tokens=np.zeros(2, np.int32),
     loss_mask=np.array([0, 1], np.uint8),
     behaviour_logprobs=np.zeros(2, np.float32),
     versions=[],
 )
-_NOTHING = Row(1, [(0, _NOBODY)])
+_EMPTY_ROW = SampleRow(1, [(0, _EMPTY_SAMPLE)])
 """A row of two tokens that stands for no sample."""

@@ -21,10 +21,10 @@ def check_packing(config: RunConfig, folder: Path) -> Iterator[Problem]:
     table = config.roles.get("trainer")
     if not isinstance(table, TrainerSettings) or table.packing != "required" or table.backend != "torch":
         return
-    from relax_rt.roles.training.batch.attention import kind_packs
+    from relax_rt.roles.training.batch.attention import architecture_packs
 
     # Where no small model can be made of it, it shows when the trainer loads the model.
-    if kind_packs(folder) is False:
+    if architecture_packs(folder) is False:
         yield Problem(("roles", "trainer", "packing"), f'packing = "required": {CANNOT_PACK}', PACKS)
 
 

@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from relax_rt.roles.data.media.eyes import Eyes
 from relax_rt.roles.models.device import CPU, on_host
-from relax_rt.roles.training.backend.channel import GATHER_S, Channel, gathered
+from relax_rt.roles.training.backend.channel import GATHER_S, WeightChannel, all_gather_values
 from relax_rt.roles.training.batch.collate import MicroBatch
-from relax_rt.roles.training.batch.logprobs import predicted
-from relax_rt.roles.training.checkpoints.optimizer_state import Block
+from relax_rt.roles.training.batch.logprobs import token_logprobs
+from relax_rt.roles.training.checkpoints.optimizer_state import TensorBlock
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.weights.manifest import BUCKET_BYTES
 
@@ -60,7 +60,7 @@ class TorchRanks:
         )
         self.mesh: DeviceMesh = init_device_mesh(device.type, (world,))
         self.control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=IDLE)
-        self.publication = Channel.beside_training(device, gather_s)
+        self.publication = WeightChannel.beside_training(device, gather_s)
 
     @property
     def replica(self) -> int:
@@ -73,13 +73,13 @@ class TorchRanks:
         return self.world
 
     @property
-    def speaks(self) -> bool:
+    def reports_loss(self) -> bool:
         """Its losses are counted: no other rank computes the same ones."""
         return True
 
     def gather(self, value: T) -> list[T]:
         """A small plain value of each rank, by rank, on all of them."""
-        return gathered(value, self.control)
+        return all_gather_values(value, self.control)
 
     def total(self, value: float) -> float:
         """The sum over all ranks, in float64."""
@@ -92,7 +92,7 @@ class TorchRanks:
         dist.destroy_process_group()
 
 
-class Scored(torch.nn.Module):
+class LogprobModule(torch.nn.Module):
     """A model whose forward pass is all that the backend asks of it: sharded parameters are whole only within it."""
 
     def __init__(self, model: Any, eyes: Eyes | None = None) -> None:
@@ -102,15 +102,15 @@ class Scored(torch.nn.Module):
     def forward(
         self, batch: MicroBatch, temperature: float, autocast: bool, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `predicted`."""
-        found, entropies = predicted(
+        """Return `token_logprobs` of the model."""
+        found, entropies = token_logprobs(
             self.model, batch, temperature=temperature, autocast=autocast, entropy=entropy, eyes=self._eyes
         )
         # FSDP2 hangs its hook on what is returned, and warns of views.
         return found.clone(), entropies
 
 
-def shard(scored: Scored, ranks: TorchRanks) -> None:
+def shard_model(scored: LogprobModule, ranks: TorchRanks) -> None:
     """Cut the model over the ranks: each layer is gathered when it is computed, forward and backward, and let go of
     after it. Gradients are added up over the ranks, divided by nothing.
 
@@ -140,7 +140,7 @@ def layers_of(model: Any) -> Sequence[torch.nn.Module]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShard:
     """Rows [row, row + rows) of a tensor.
 
     Attributes:
@@ -156,9 +156,9 @@ class Piece:
     rows: int
 
     @property
-    def block(self) -> Block:
+    def block(self) -> TensorBlock:
         """Where it lies in the tensor as a matrix."""
-        return Block(self.name, self.row, self.rows, 0, math.prod(self.shape[1:]))
+        return TensorBlock(self.name, self.row, self.rows, 0, math.prod(self.shape[1:]))
 
     @property
     def matrix(self) -> torch.Tensor:
@@ -166,7 +166,7 @@ class Piece:
         return self.values.detach().view(self.block.rows, self.block.columns)
 
     def gradient(self) -> torch.Tensor | None:
-        """Of this rank's rows."""
+        """Return the gradient of this rank's rows."""
         if self.values is self.parameter:
             return self.parameter.grad
         sharded: Any = self.parameter.grad
@@ -174,14 +174,14 @@ class Piece:
             return None if sharded is None else cast(torch.Tensor, sharded.to_local())
 
 
-def rows_of(rows: int, rank: int, world: int) -> tuple[int, int]:
+def shard_rows(rows: int, rank: int, world: int) -> tuple[int, int]:
     """The first of a rank's rows, and how many it has."""
     each = -(-rows // world)
     first = min(rank * each, rows)
     return first, min(each, rows - first)
 
 
-def piece_of(name: str, parameter: torch.nn.Parameter, ranks: TorchRanks | None) -> Piece:
+def shard_of(name: str, parameter: torch.nn.Parameter, ranks: TorchRanks | None) -> TensorShard:
     """What this rank holds of a parameter.
 
     Raises:
@@ -189,17 +189,19 @@ def piece_of(name: str, parameter: torch.nn.Parameter, ranks: TorchRanks | None)
     """
     shape = tuple(parameter.shape)
     if ranks is None:
-        return Piece(name, shape, parameter, parameter, 0, shape[0] if shape else 1)
+        return TensorShard(name, shape, parameter, parameter, 0, shape[0] if shape else 1)
     sharded: Any = parameter
     with torch.no_grad():
         local = torch.nn.Parameter(sharded.to_local(), requires_grad=parameter.requires_grad)
-    row, rows = rows_of(shape[0], ranks.rank, ranks.world)
+    row, rows = shard_rows(shape[0], ranks.rank, ranks.world)
     if local.shape[0] != rows:
         raise Refused(f"parameter {name}", why=f"rank {ranks.rank} holds {local.shape[0]} of its rows, not {rows}")
-    return Piece(name, shape, parameter, local, row, rows)
+    return TensorShard(name, shape, parameter, local, row, rows)
 
 
-def to_rank_0(piece: Piece, mine: torch.Tensor, into: torch.Tensor | None, row_bytes: int, channel: Channel) -> None:
+def send_to_rank_0(
+    piece: TensorShard, mine: torch.Tensor, into: torch.Tensor | None, row_bytes: int, channel: WeightChannel
+) -> None:
     """The rows of a tensor that all ranks but the first have, into its memory, in messages of bounded size and without
     a further copy there.
 
@@ -207,7 +209,7 @@ def to_rank_0(piece: Piece, mine: torch.Tensor, into: torch.Tensor | None, row_b
         mine: this rank's rows, uint8 [bytes], on any device. into: uint8 [bytes of the whole], on rank 0, on the CPU.
     """
     for rank in range(1, channel.world):
-        first, rows = rows_of(piece.shape[0], rank, channel.world)
+        first, rows = shard_rows(piece.shape[0], rank, channel.world)
         for at, end in _messages(rows * row_bytes):
             if channel.rank == 0:
                 assert into is not None

@@ -18,28 +18,28 @@ from safetensors.torch import save_file
 
 from relax_rt.roles.models.device import CPU, generator_states, on_host, set_generator_states
 from relax_rt.roles.models.experts import Stack, released_one_by_one
-from relax_rt.roles.models.heap import give_back
+from relax_rt.roles.models.heap import trim_heap
 from relax_rt.roles.training.backend.settings import LoraTable
 from relax_rt.roles.training.checkpoints.optimizer_state import (
     MASTER,
     MOMENTS,
-    Block,
     OptimizerFiles,
-    Read,
+    ReadBlock,
+    TensorBlock,
     TensorFiles,
     await_files,
-    file_of,
-    key_of,
-    whole,
-    write,
+    block_key,
+    rank_file,
+    whole_block,
+    write_blocks,
 )
 from relax_rt.roles.training.checkpoints.store import TOKENIZER_FILES
-from relax_rt.roles.training.torch.sharding import Piece
+from relax_rt.roles.training.torch.sharding import TensorShard
 from relax_rt.roles.training.torch.weights import (
     ADAPTER_FILE,
     ADAPTER_FOLDER,
     ADAPTER_PREFIX,
-    Weights,
+    ModelWeights,
     write_adapter_config,
 )
 from relax_rt.transport.rpc.errors import Refused, RelaxError
@@ -52,7 +52,7 @@ DTYPE = "float32"
 """Of the weights in a checkpoint: what the optimizer goes on from."""
 
 
-class Snapshots:
+class StateSnapshots:
     """Copies of a backend's state, and what is made of them.
 
     Args:
@@ -60,16 +60,16 @@ class Snapshots:
         lora: of the adapters, if only those are trained.
     """
 
-    def __init__(self, model: Any, weights: Weights, source: Path, lora: LoraTable | None) -> None:
+    def __init__(self, model: Any, weights: ModelWeights, source: Path, lora: LoraTable | None) -> None:
         self._model, self._weights, self._source, self._lora = model, weights, source, lora
         self._rank, self._world = (0, 1) if weights.ranks is None else (weights.ranks.rank, weights.ranks.world)
         self._device = weights.published[0].parameter.device
-        self._experts = Experts(model.config, weights.published)
+        self._experts = ExpertStacks(model.config, weights.published)
         self.forget()
 
     def forget(self) -> None:
         """There is no snapshot, and no memory is kept for one."""
-        self._moments: dict[tuple[str, Block], torch.Tensor] = {}
+        self._moments: dict[tuple[str, TensorBlock], torch.Tensor] = {}
         self._generators: dict[str, torch.Tensor] = {}
         self._adapters: dict[str, torch.Tensor] = {}
         self._merged = bytearray()
@@ -84,17 +84,17 @@ class Snapshots:
             for kind in MOMENTS:
                 if kind in state:
                     block = piece.block
-                    _keep(self._moments, (kind, block), state[kind].view(block.rows, block.columns))
+                    _copy_into_buffer(self._moments, (kind, block), state[kind].view(block.rows, block.columns))
         for adapter in self._weights.adapters.values():
             for piece in (adapter.a, adapter.b):
-                _keep(self._adapters, ADAPTER_PREFIX + piece.name, self._weights.whole(piece))
+                _copy_into_buffer(self._adapters, ADAPTER_PREFIX + piece.name, self._weights.whole(piece))
         if self._rank == 0 and not self._merged:
             self._merged = bytearray(self._weights.layout(DTYPE).nbytes)
         self._weights.export(memoryview(self._merged) if self._rank == 0 else None, DTYPE)
         states = generator_states(self._device)
         self._generators = {f"{self._name}|{GENERATOR}{kind}": state for kind, state in states.items()}
         self._steps = steps
-        give_back()
+        trim_heap()
 
     def write(self, folder: Path) -> None:
         """Write the last snapshot: each rank its moments, rank 0 the rest; it returns when all files are there. No
@@ -106,11 +106,11 @@ class Snapshots:
         if self._steps < 0:
             raise Refused(f"write checkpoint {folder}", why="no snapshot was taken")
         moments = {
-            key_of(kind, part): values
+            block_key(kind, part): values
             for (kind, block), found in self._moments.items()
             for part, values in self._experts.apart(block, found)
         }
-        write(file_of(folder, self._rank, self._world), {**moments, **self._generators}, self._steps)
+        write_blocks(rank_file(folder, self._rank, self._world), {**moments, **self._generators}, self._steps)
         if self._rank != 0:
             return
         save_file(self._tensors(), folder / "model.safetensors", metadata={"format": "pt"})
@@ -133,7 +133,7 @@ class Snapshots:
         for entry, piece in zip(self._weights.layout(DTYPE).entries, self._weights.published, strict=True):
             values = flat[entry.offset : entry.offset + entry.nbytes].view(torch.float32)
             shapes = self._experts.shapes(piece)
-            for part, own in self._experts.apart(whole(piece.name, piece.shape), values):
+            for part, own in self._experts.apart(whole_block(piece.name, piece.shape), values):
                 found[part.name] = own.view(shapes[part.name])
         return found
 
@@ -147,14 +147,14 @@ class Snapshots:
         """
         weights, state = self._weights, OptimizerFiles(folder)
         files, experts = TensorFiles(folder), self._experts
-        _check(files, [_there(files, experts, piece) for piece in weights.published])
-        read: Read = experts.reader(files, lambda name: files.shape(name) is not None)
+        _check(files, [_expected_tensors(files, experts, piece) for piece in weights.published])
+        read: ReadBlock = experts.reader(files, lambda name: files.shape(name) is not None)
         pieces, prefix = list(weights.published), ""
         if self._lora is not None:
             pieces, prefix = weights.trained, ADAPTER_PREFIX
             read = self._adapters_of(folder)
         elif (folder / ADAPTER_FOLDER).is_dir():
-            raise _other_training(folder, "it is of a training of adapters")
+            raise _adapter_mismatch(folder, "it is of a training of adapters")
         elif state.has(MASTER):
             read = experts.reader(state.reader(MASTER), partial(state.holds, MASTER))
         moments = self._moments_of(state)
@@ -174,22 +174,22 @@ class Snapshots:
 
     @property
     def _name(self) -> str:
-        """Of this rank, where a tensor has its name."""
+        """This rank's name in a checkpoint, where a tensor has its name."""
         return f"rank-{self._rank}"
 
     def _adapters_of(self, folder: Path) -> TensorFiles:
         inner = folder / ADAPTER_FOLDER
         if not inner.is_dir():
-            raise _other_training(folder, "it is of a training of all weights")
+            raise _adapter_mismatch(folder, "it is of a training of all weights")
         files = TensorFiles(inner, ADAPTER_FILE)
         try:
             _check(files, [{ADAPTER_PREFIX + piece.name: piece.shape} for piece in self._weights.trained])
         except Refused as error:
-            raise _other_training(folder, error.why) from error
+            raise _adapter_mismatch(folder, error.why) from error
         return files
 
     def _moments_of(self, files: OptimizerFiles) -> dict[str, dict[str, torch.Tensor]]:
-        """Of this rank's rows, by the name of the tensor; none where no step was taken yet."""
+        """Read the moments of this rank's rows, by tensor name; none before the first step."""
         if not all(files.has(kind) for kind in MOMENTS):
             return {}
         reads = {kind: self._experts.reader(files.reader(kind), partial(files.holds, kind)) for kind in MOMENTS}
@@ -202,17 +202,17 @@ class Snapshots:
         }
 
 
-def _other_training(folder: Path, why: str) -> RelaxError:
+def _adapter_mismatch(folder: Path, why: str) -> RelaxError:
     hint = "set roles.trainer.lora as it was, or give this training a run of its own (run.name)"
     return RelaxError(f"checkpoint {folder}", why=why, hint=hint)
 
 
-def _keep(kept: dict[K, torch.Tensor], name: K, values: torch.Tensor) -> None:
+def _copy_into_buffer(kept: dict[K, torch.Tensor], name: K, values: torch.Tensor) -> None:
     """Copied into the buffers of the last snapshot: fresh pages cost more than the copy."""
     kept[name] = on_host(values.contiguous(), kept.get(name))
 
 
-def _there(files: TensorFiles, experts: Experts, piece: Piece) -> dict[str, tuple[int, ...]]:
+def _expected_tensors(files: TensorFiles, experts: ExpertStacks, piece: TensorShard) -> dict[str, tuple[int, ...]]:
     """Names and shapes that files should have of a tensor: as the model has it where they do, for a stack of experts
     was written so before."""
     return {piece.name: piece.shape} if files.shape(piece.name) is not None else experts.shapes(piece)
@@ -231,47 +231,47 @@ def _check(files: TensorFiles, wanted: Iterable[Mapping[str, tuple[int, ...]]]) 
             raise Refused(f"checkpoint {files.folder}", why=f"{name} {what}")
 
 
-class Experts:
+class ExpertStacks:
     """Which of a model's tensors are stacks of experts that a checkpoint has one by one.
 
     Args:
         config: of the model. pieces: its tensors.
     """
 
-    def __init__(self, config: Any, pieces: Sequence[Piece]) -> None:
+    def __init__(self, config: Any, pieces: Sequence[TensorShard]) -> None:
         found = {piece.name: Stack.of(piece.name, piece.shape) for piece in pieces}
         apart = any(found.values()) and released_one_by_one(config)
         self._stacks = {name: stack for name, stack in found.items() if stack is not None and apart}
 
-    def shapes(self, piece: Piece) -> dict[str, tuple[int, ...]]:
+    def shapes(self, piece: TensorShard) -> dict[str, tuple[int, ...]]:
         """The tensors that a checkpoint has of this one."""
         stack = self._stacks.get(piece.name)
         if stack is None:
             return {piece.name: piece.shape}
         return dict.fromkeys(stack.names(), (stack.rows, stack.columns))
 
-    def blocks(self, block: Block) -> list[Block]:
+    def blocks(self, block: TensorBlock) -> list[TensorBlock]:
         """What whole rows of a tensor are of a checkpoint's, in the order of their elements."""
         stack = self._stacks.get(block.name)
         if stack is None:
             return [block]
-        return [Block(name, 0, stack.rows, 0, stack.columns) for name in stack.names(block.row, block.rows)]
+        return [TensorBlock(name, 0, stack.rows, 0, stack.columns) for name in stack.names(block.row, block.rows)]
 
-    def apart(self, block: Block, values: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
+    def apart(self, block: TensorBlock, values: torch.Tensor) -> Iterator[tuple[TensorBlock, torch.Tensor]]:
         """The values of whole rows of a tensor by a checkpoint's blocks; views, each [rows, columns]."""
         parts = self.blocks(block)
         sizes = [part.rows * part.columns for part in parts]
         for part, own in zip(parts, torch.split(values.reshape(-1), sizes), strict=True):
             yield part, own.view(part.rows, part.columns)
 
-    def reader(self, read: Read, stacked: Callable[[str], bool]) -> Read:
+    def reader(self, read: ReadBlock, stacked: Callable[[str], bool]) -> ReadBlock:
         """Gives whole rows of the model's tensors from files of a checkpoint.
 
         Args:
             stacked: whether the files have a stack as it is, as those of earlier versions do.
         """
 
-        def found(block: Block) -> torch.Tensor:
+        def found(block: TensorBlock) -> torch.Tensor:
             if block.name not in self._stacks or stacked(block.name):
                 return read(block)
             parts = [read(part).reshape(-1) for part in self.blocks(block)]

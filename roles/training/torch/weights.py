@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from relax_rt.roles.models.device import on_host
-from relax_rt.roles.training.backend.channel import Channel
+from relax_rt.roles.training.backend.channel import WeightChannel
 from relax_rt.roles.training.backend.settings import LoraTable
-from relax_rt.roles.training.torch.sharding import Piece, TorchRanks, piece_of, rows_of, to_rank_0
+from relax_rt.roles.training.torch.sharding import TensorShard, TorchRanks, send_to_rank_0, shard_of, shard_rows
 from relax_rt.transport.base.versions import ROOT
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.weights import payloads
@@ -21,19 +21,19 @@ from relax_rt.transport.weights.payloads import Lora
 
 ADAPTER = "default"
 """Under which name peft keeps the adapters that are trained."""
-LOOKED_AT = 1 << 14
+MEASURED_ELEMENTS = 1 << 14
 """Elements of each adapted weight, at least, that `changes_kept` is measured on."""
 
 
-class Adapter(NamedTuple):
+class LoraAdapter(NamedTuple):
     """The low-rank change of one weight: W + scale * B A.
 
     Attributes:
         a: [rank, in]. b: [out, rank]; a rank of the gang holds the same rows of it as of W.
     """
 
-    a: Piece
-    b: Piece
+    a: TensorShard
+    b: TensorShard
     alpha: float
 
     @property
@@ -42,7 +42,7 @@ class Adapter(NamedTuple):
         return self.alpha / self.a.shape[0]
 
 
-class Weights:
+class ModelWeights:
     """A model's parameters.
 
     Args:
@@ -52,17 +52,17 @@ class Weights:
         published: the model's own tensors, in its own order. adapters: by the name of the weight that each changes.
         trained: what the optimizer updates.
         changes_kept: fraction of the elements changed by adapters that differ from the base weights in the dtype of the
-            last export or, with `low_rank`, of the base; the rest is lost to rounding. None: no change yet.
+            last export or, with `lora`, of the base; the rest is lost to rounding. None: no change yet.
     """
 
     def __init__(self, model: Any, ranks: TorchRanks | None) -> None:
         self.ranks = ranks
         self.changes_kept: float | None = None
         self._published_in = ""
-        self.published: list[Piece] = []
-        parts: dict[str, dict[str, Piece]] = {}
+        self.published: list[TensorShard] = []
+        parts: dict[str, dict[str, TensorShard]] = {}
         for name, parameter in model.named_parameters():
-            piece = piece_of(plain_name(name), parameter, ranks)
+            piece = shard_of(plain_name(name), parameter, ranks)
             layer, part, _ = piece.name.rpartition(".lora_")
             if part:
                 parts.setdefault(f"{layer}.weight", {})[piece.name[-len("A.weight")]] = piece
@@ -73,10 +73,10 @@ class Weights:
             for name, module in model.named_modules()
             if hasattr(module, "lora_A")
         }
-        self.adapters = {name: Adapter(two["A"], two["B"], alphas[name]) for name, two in parts.items()}
+        self.adapters = {name: LoraAdapter(two["A"], two["B"], alphas[name]) for name, two in parts.items()}
         self.trained = [piece for piece in self if piece.parameter.requires_grad]
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[TensorShard]:
         yield from self.published
         for adapter in self.adapters.values():
             yield adapter.a
@@ -91,7 +91,7 @@ class Weights:
         """All weights, adapters merged or left out, cast to dtype, into rank 0's buffer of the layout's size; other
         ranks give None. Tensor by tensor: besides the buffer nothing large is held. Nothing may change them meanwhile,
         and all ranks do this at the same time as all else."""
-        channel = Channel(self.ranks.control) if self.ranks is not None else None
+        channel = WeightChannel(self.ranks.control) if self.ranks is not None else None
         self._published_in = dtype
         with torch.no_grad():
             if merged:
@@ -102,7 +102,7 @@ class Weights:
                 if place is not None:
                     on_host(mine, place[: len(mine)])
                 if channel is not None:
-                    to_rank_0(piece, mine, place, row_bytes, channel)
+                    send_to_rank_0(piece, mine, place, row_bytes, channel)
 
     def publish(self, into: memoryview | None, dtype: str, copied: Callable[[], None]) -> None:
         """`export` beside the next step: the weights of all ranks, adapters merged, as they are until `copied` is
@@ -122,16 +122,16 @@ class Weights:
                 values = self.merged(piece, factors.get(piece.name)).to(getattr(torch, dtype))
                 on_host(_bytes(values), kept[number] if place is None else place[: sizes[number]])
         for number, (place, row_bytes, piece) in enumerate(places):
-            to_rank_0(piece, kept[number] if place is None else place, place, row_bytes, channel)
+            send_to_rank_0(piece, kept[number] if place is None else place, place, row_bytes, channel)
 
-    def _places(self, into: memoryview | None, dtype: str) -> Iterator[tuple[torch.Tensor | None, int, Piece]]:
+    def _places(self, into: memoryview | None, dtype: str) -> Iterator[tuple[torch.Tensor | None, int, TensorShard]]:
         """For each published tensor its bytes of the buffer, on rank 0, and the bytes of a row."""
         flat = torch.frombuffer(into, dtype=torch.uint8) if into is not None else None
         for entry, piece in zip(self.layout(dtype).entries, self.published, strict=True):
             place = flat[entry.offset : entry.offset + entry.nbytes] if flat is not None else None
             yield place, entry.nbytes // max(piece.shape[0] if piece.shape else 1, 1), piece
 
-    def low_rank(self) -> Lora:
+    def lora(self) -> Lora:
         """A copy of all adapters, whole on every rank; all ask at the same time.
 
         Raises:
@@ -149,7 +149,7 @@ class Weights:
         one = next(iter(self.adapters.values()))
         return Lora(one.a.shape[0], one.alpha, ROOT, "", copies)
 
-    def merged(self, piece: Piece, a: torch.Tensor | None = None) -> torch.Tensor:
+    def merged(self, piece: TensorShard, a: torch.Tensor | None = None) -> torch.Tensor:
         """The rows of a weight as published.
 
         W + (alpha / r) B A, Hu et al. 2021 (arXiv 2106.09685), section 4.1.
@@ -176,7 +176,7 @@ class Weights:
         for piece in self.published:
             if (adapter := self.adapters.get(piece.name)) is None or not piece.rows:
                 continue
-            every = max(1, piece.values.numel() // LOOKED_AT)
+            every = max(1, piece.values.numel() // MEASURED_ELEMENTS)
             base, b = piece.values.detach()[::every], adapter.b.values.detach()[::every]
             a = factors[piece.name].to(base.device)
             merged = torch.addmm(base, b, a, alpha=adapter.scale)
@@ -184,7 +184,7 @@ class Weights:
         changed, kept = torch.stack(counts).sum(0).tolist() if counts else (0, 0)
         self.changes_kept = kept / changed if changed else None
 
-    def whole(self, piece: Piece) -> torch.Tensor:
+    def whole(self, piece: TensorShard) -> torch.Tensor:
         """A small tensor of all ranks' rows, on each of them; all ask for the same one."""
         if self.ranks is None:
             return piece.values.detach()
@@ -194,10 +194,10 @@ class Weights:
         return found
 
     @staticmethod
-    def _whole_beside(piece: Piece, channel: Channel) -> torch.Tensor:
+    def _whole_beside(piece: TensorShard, channel: WeightChannel) -> torch.Tensor:
         """`whole` without the groups that training uses."""
         rows = piece.shape[0]
-        found = channel.whole(piece.values.detach(), rows_of(rows, 0, channel.world)[1])[:rows]
+        found = channel.whole(piece.values.detach(), shard_rows(rows, 0, channel.world)[1])[:rows]
         return found.to(piece.values.device)
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from relax_rt.roles.training.backend.channel import Channel
+from relax_rt.roles.training.backend.channel import WeightChannel
 from relax_rt.roles.training.trainer import TrainerRole
 
 STRIKES = ((1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL))
@@ -25,7 +25,7 @@ class FragileTrainer(TrainerRole):
     def _load(self) -> None:
         super()._load()
         gang: Any = self._follower if self._follower is not None else self.backend
-        channel: Channel = gang.ranks.publication
+        channel: WeightChannel = gang.ranks.publication
         struck, gathering = self.ctx.run_dir / "struck", self.ctx.run_dir / "gathering"
         struck.mkdir(exist_ok=True)
         done, fallen = [0], len(list(struck.iterdir()))

@@ -17,7 +17,7 @@ import pytest
 from relax_rt.roles.models.shape import read_shape
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.megatron.model import Layers, padded_vocabulary, sizes_of
-from relax_rt.roles.training.resharding.layout import Division, naming_of
+from relax_rt.roles.training.resharding.layout import ModelDivision, naming_of
 from relax_rt.roles.training.resharding.plan import plan_buckets
 
 HERE = Path(__file__).parent
@@ -83,7 +83,9 @@ def planned(folder: Path, division: dict[str, Any], rank: int, names: Shapes) ->
     table, shape = TrainerSettings(**{"backend": "megatron", "dtype": "bfloat16", **division}), read_shape(folder)
     sizes = sizes_of(table)
     rows = padded_vocabulary(shape, sizes)
-    plan = plan_buckets(shape, Division(sizes=sizes, naming=naming_of(names), padded_vocabulary=rows), dtype="bfloat16")
+    plan = plan_buckets(
+        shape, ModelDivision(sizes=sizes, naming=naming_of(names), padded_vocabulary=rows), dtype="bfloat16"
+    )
     return {name: list(local.shape) for (_, name), local in plan.held(rank)[0].items()}
 
 

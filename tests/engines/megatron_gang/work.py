@@ -31,16 +31,16 @@ from gang_work import (
 )
 
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.backend.channel import Channel
+from relax_rt.roles.training.backend.channel import WeightChannel
 from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.batch.budget import Budget
+from relax_rt.roles.training.batch.budget import TokenBudget
 from relax_rt.roles.training.megatron import backend
 from relax_rt.roles.training.megatron import model as models
 from relax_rt.roles.training.megatron.backend import MegatronBackend
 from relax_rt.roles.training.megatron.model import sizes_of
-from relax_rt.roles.training.megatron.ranks import Ranks
+from relax_rt.roles.training.megatron.ranks import MegatronRanks
 from relax_rt.roles.training.resharding import plan
-from relax_rt.roles.training.resharding.transfer import gather
+from relax_rt.roles.training.resharding.transfer import gather_weights
 from relax_rt.transport.weights.manifest import BUCKET_BYTES
 
 sys.path.append(str(Path(__file__).parents[2] / "unit" / "roles" / "training"))
@@ -94,7 +94,7 @@ def build(
     """
     here.leave()
     table = TrainerSettings(**{"backend": "megatron", "dtype": "float32", "count": here.world, **division})
-    here.ranks = Ranks(sizes_of(table), here.next_store(), here.rank, gather_s=gather_s)
+    here.ranks = MegatronRanks(sizes_of(table), here.next_store(), here.rank, gather_s=gather_s)
     backend.BUCKET_BYTES = bucket_bytes
     with mock.patch.object(models, "DTYPES", {table.dtype: torch.float64}) if double else nullcontext():
         here.backend = MegatronBackend(
@@ -104,7 +104,7 @@ def build(
             here.ranks,
             temperature=temperature,
             stacked_experts=stacked,
-            budget=Budget(table.tokens_per_micro_batch, kept / f"{here.rank}.json" if kept is not None else None),
+            budget=TokenBudget(table.tokens_per_micro_batch, kept / f"{here.rank}.json" if kept is not None else None),
         )
     here.gradients = here.backend.gradients
     here.whole = lambda: reduced(here, "float64" if double else "float32")
@@ -116,7 +116,9 @@ def reduced(here: Here, dtype: str) -> dict[str, torch.Tensor]:
     with mock.patch.dict(plan.ITEM_BYTES, float64=8):
         planned = here.backend._plan(dtype, stacked=False)
     into = bytearray(planned.layout.nbytes) if here.rank == 0 else None
-    gather(planned, Channel(here.ranks.control), [here.backend.gradients()], memoryview(into) if into else None)
+    gather_weights(
+        planned, WeightChannel(here.ranks.control), [here.backend.gradients()], memoryview(into) if into else None
+    )
     if into is None:
         return {}
     flat = torch.frombuffer(into, dtype=torch.uint8)

@@ -32,7 +32,7 @@ from gang_work import (
 
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend.settings import LoraTable
-from relax_rt.roles.training.batch.budget import Budget
+from relax_rt.roles.training.batch.budget import TokenBudget
 from relax_rt.roles.training.batch.rows import Costs
 from relax_rt.roles.training.torch import backend as torch_backend
 from relax_rt.roles.training.torch.backend import TorchBackend
@@ -92,7 +92,7 @@ def build(
             AlgorithmTable(**algorithm),
             dtype=dtype,
             threads=1,
-            tokens_per_micro_batch=Budget(budget, kept),
+            tokens_per_micro_batch=TokenBudget(budget, kept),
             temperature=0.9,
             on_progress=lambda _: None,
             ranks=here.ranks,

@@ -15,8 +15,17 @@ import numpy as np
 from relax_rt.transport.base.calls import NumberedCalls
 from relax_rt.transport.base.folder import RUN_ID, find
 from relax_rt.transport.base.watch import node_name
-from relax_rt.transport.compat.store.api import Fetched, Found, Joined, Rows, StoreApi, StoreConfig, Stored, Tags
-from relax_rt.transport.memory.arena import Placed, Reader, Writer
+from relax_rt.transport.compat.store.api import (
+    FetchedRows,
+    FoundRows,
+    RowNames,
+    StoreApi,
+    StoreConfig,
+    StoredRows,
+    StoreMembership,
+    Tags,
+)
+from relax_rt.transport.memory.arena import ArenaReader, ArenaWriter, PlacedBlock
 from relax_rt.transport.memory.blocks import Block
 from relax_rt.transport.memory.refs import BlockRef, Extent
 from relax_rt.transport.memory.slabs import path_of
@@ -36,8 +45,8 @@ THREAD_BYTES = 8 << 20
 """A copy of more than this leaves the event loop."""
 SLAB_BYTES = 64 << 20
 
-OWN_PAGES_FROM_BYTES = 64 << 10
-"""Less than this is copied: a mapping of its own costs more."""
+PRIVATE_MAP_FROM_BYTES = 64 << 10
+"""Less than this is copied, as a private mapping costs more."""
 
 T = TypeVar("T")
 
@@ -55,7 +64,7 @@ class StoreClient:
     def __init__(
         self,
         client: rpc.Client,
-        joined: Joined,
+        joined: StoreMembership,
         *,
         capacity_bytes: int,
         patience_s: float = 60.0,
@@ -69,10 +78,10 @@ class StoreClient:
         self._api = client.bind(StoreApi, timeout_s=CALL_S)
         self._calls = NumberedCalls(str(self.who), patience_s, self._waits)
         self._space_wait_s = space_wait_s
-        self.writer = Writer(
+        self.writer = ArenaWriter(
             self._shm_dir, self.who, slab_bytes=min(SLAB_BYTES, capacity_bytes // 2), capacity_bytes=capacity_bytes
         )
-        self.reader = Reader(self._shm_dir, self._spill_dir)
+        self.reader = ArenaReader(self._shm_dir, self._spill_dir)
         self._unpinned: list[int] = []
         self._unpinning: asyncio.Task[None] | None = None
         self._closed = False
@@ -109,23 +118,23 @@ class StoreClient:
     # --- put
 
     async def configure(self, config: StoreConfig) -> StoreConfig:
-        """StoreApi.configure."""
+        """Set the configuration if there is none; returns the one in force."""
         return await self._calls.call(lambda seq: self._api.configure(seq, config))
 
     async def config(self) -> StoreConfig | None:
-        """StoreApi.config."""
+        """The configuration in force, if there is one."""
         return await self._api.config()
 
     async def put(
         self,
-        rows: Rows,
+        rows: RowNames,
         columns: Mapping[str, Any] | None = None,
         *,
         new: int = 0,
         tags: Sequence[Tags] = (),
         replace_tags: bool = False,
-    ) -> Stored:
-        """Put columns (see Writer.put_columns) and tags on rows; see StoreApi.put.
+    ) -> StoredRows:
+        """Put columns (see ArenaWriter.put_columns) and tags on rows; see StoreApi.put.
 
         Raises:
             Refused: a value cannot be put, or rows and columns do not fit together.
@@ -134,8 +143,8 @@ class StoreClient:
         return await self._shielded(self._put(rows, columns, new, list(tags), replace_tags))
 
     async def _put(
-        self, rows: Rows, columns: Mapping[str, Any] | None, new: int, tags: list[Tags], replace_tags: bool
-    ) -> Stored:
+        self, rows: RowNames, columns: Mapping[str, Any] | None, new: int, tags: list[Tags], replace_tags: bool
+    ) -> StoredRows:
         deadline = self._loop.time() + self._space_wait_s
         placed = await self._place(columns, deadline) if columns else None
         block, blobs = (placed.block, placed.blobs) if placed is not None else (None, [])
@@ -145,13 +154,13 @@ class StoreClient:
                 deadline,
             )
         except (Refused, OutOfSpace):
-            # Only after such an answer is it sure that nobody reads the extents.
+            # Only such an answer makes sure that the broker did not enter the extents.
             self._free(placed.extents() if placed is not None else [])
             raise
         self._free(stored.freed)
         return stored
 
-    async def _put_when_room(self, send: Callable[[int, float], Awaitable[Stored]], deadline: float) -> Stored:
+    async def _put_when_room(self, send: Callable[[int, float], Awaitable[StoredRows]], deadline: float) -> StoredRows:
         while True:
             slice_s = min(max(deadline - self._loop.time(), 0.0), ROOM_SLICE_S)
             stored = await self._calls.call(lambda seq, slice_s=slice_s: send(seq, slice_s))  # type: ignore[misc]
@@ -162,10 +171,10 @@ class StoreClient:
                 self._waits("")
                 raise OutOfSpace(f"put to the store by {self.who}", why=stored.waiting_on)
 
-    async def _place(self, columns: Mapping[str, Any], deadline: float) -> Placed:
+    async def _place(self, columns: Mapping[str, Any], deadline: float) -> PlacedBlock:
         nbytes = sum(int(getattr(value, "nbytes", 0)) for value in columns.values())
         if nbytes >= THREAD_BYTES and self._unpinned:
-            # Memory that comes free by it may be the memory for this put.
+            # It may free the memory for this put.
             await self._unpin(self._take_unpinned())
         while True:
             try:
@@ -186,16 +195,16 @@ class StoreClient:
 
     # --- get
 
-    async def find(self, rows: Rows) -> Found:
-        """StoreApi.find."""
+    async def find(self, rows: RowNames) -> FoundRows:
+        """The rows that are there, with keys, fields and tags."""
         return await self._api.find(rows)
 
-    async def get(self, rows: Rows, fields: list[str] | None = None) -> Reading:
+    async def get(self, rows: RowNames, fields: list[str] | None = None) -> RowReading:
         """Where the fields of the rows lie. Close it when what is needed was made of it."""
         return await self._shielded(self._get(rows, fields))
 
     async def _shielded(self, work: Coroutine[Any, Any, T]) -> T:
-        """The work is done also when its caller gives up, so that no memory is forgotten."""
+        """Finish the work also when its caller is cancelled, so that no extent or pin leaks."""
         task = asyncio.ensure_future(work)
         try:
             return await asyncio.shield(task)
@@ -203,10 +212,10 @@ class StoreClient:
             task.add_done_callback(_drop)
             raise
 
-    async def _get(self, rows: Rows, fields: list[str] | None) -> Reading:
+    async def _get(self, rows: RowNames, fields: list[str] | None) -> RowReading:
         fetched = await self._calls.call(lambda seq: self._api.get(seq, rows, fields))
         try:
-            return Reading(fetched, self.reader, self._shm_dir, self._spill_dir, lambda: self._release(fetched.pin))
+            return RowReading(fetched, self.reader, self._shm_dir, self._spill_dir, lambda: self._release(fetched.pin))
         except BaseException:
             self._release(fetched.pin)
             raise
@@ -241,24 +250,24 @@ class StoreClient:
 
     def _unpin_ended(self, task: asyncio.Task[None]) -> None:
         self._unpinning = None
-        # Who cannot be reached is told by the next call; pins end with the process.
+        # A broker that was out of reach gets the pins with the next call; they end with the process in any case.
         if not task.cancelled() and task.exception() is None and self._unpinned:
             self._unpin_soon()
 
     # --- the rest
 
-    async def clear(self, rows: Rows) -> None:
-        """StoreApi.clear."""
+    async def clear(self, rows: RowNames) -> None:
+        """Remove rows; a whole partition if neither keys nor indexes are given."""
         if self._unpinned:
             await self._unpin(self._take_unpinned())
         self._free(await self._calls.call(lambda seq: self._api.clear(seq, rows)))
 
     async def list_keys(self, partition: str | None) -> dict[str, dict[str, Tags]]:
-        """StoreApi.list_keys."""
+        """Keys and their tags, by partition."""
         return await self._api.list_keys(partition)
 
     async def partitions(self) -> list[str]:
-        """StoreApi.partitions."""
+        """Names of the partitions, oldest first."""
         return await self._api.partitions()
 
     async def sample(
@@ -271,8 +280,8 @@ class StoreClient:
         rank: int | None = None,
         batch_index: int | None = None,
         wait_s: float = 0.0,
-    ) -> Found:
-        """StoreApi.sample."""
+    ) -> FoundRows:
+        """Rows for a task, chosen by the sampler and consumed by this call; waits for them at most wait_s."""
         names, deadline = list(fields), self._loop.time() + wait_s
         while True:
             slice_s = min(max(deadline - self._loop.time(), 0.0), SLICE_S)
@@ -297,20 +306,20 @@ class StoreClient:
         return (status.indexes, status.flags) if status.known else None
 
     async def reset(self, partition: str, task: str | None) -> bool:
-        """StoreApi.reset."""
+        """Let a task (None: every task) consume the partition anew; False if there is no such partition."""
         return await self._calls.call(lambda seq: self._api.reset(seq, partition, task))
 
 
 def _drop(task: asyncio.Task[Any]) -> None:
-    """Nobody waits for the answer any more."""
-    if not task.cancelled() and task.exception() is None and isinstance(answer := task.result(), Reading):
+    """Close a Reading whose caller was cancelled."""
+    if not task.cancelled() and task.exception() is None and isinstance(answer := task.result(), RowReading):
         answer.close()
 
 
-class Piece:
+class FieldRun:
     """`rows` rows of a field, from row `first` of a block on.
 
-    own: the block lies in pages that nobody else sees the changes of; else copy what is to be kept.
+    own: the block lies in private pages; else copy what is to be kept.
     """
 
     __slots__ = ("block", "first", "own", "rows")
@@ -319,18 +328,18 @@ class Piece:
         self.block, self.first, self.rows, self.own = block, first, rows, own
 
 
-class Reading:
-    """The rows of a Fetched, until `close`. What is made of pages of one's own stays good after it.
+class RowReading:
+    """The rows of a FetchedRows, until `close`. What is made of private pages stays valid after it.
 
     Args:
         fetched: the answer.
         reader: maps slabs.
         shm_dir, spill_dir: where they are.
-        unread: called once, from any thread, when nothing looks at the answer's memory any more.
+        unread: called once, from any thread, when nothing refers to the answer's memory any more.
     """
 
     def __init__(
-        self, fetched: Fetched, reader: Reader, shm_dir: Path, spill_dir: Path, unread: Callable[[], None]
+        self, fetched: FetchedRows, reader: ArenaReader, shm_dir: Path, spill_dir: Path, unread: Callable[[], None]
     ) -> None:
         self.fields, self.rows = fetched.fields, len(fetched.indexes)
         self._segments = fetched.segments
@@ -347,7 +356,7 @@ class Reading:
 
     def _own_block(self, ref: BlockRef) -> Block:
         assert ref.extent is not None
-        memory, skip = map_own_pages(ref.extent, *self._dirs)
+        memory, skip = map_private(ref.extent, *self._dirs)
         self._open += 1
         weakref.finalize(memory, self._closed_one).atexit = False
         data = np.frombuffer(memory, np.uint8)[skip : skip + ref.extent.nbytes]
@@ -356,21 +365,21 @@ class Reading:
             raise Corrupt(block.where, why=f"it has {block.rows} rows of {block.names}, not {ref.rows} of {ref.fields}")
         return block
 
-    def pieces(self, field: str) -> Iterator[Piece]:
+    def pieces(self, field: str) -> Iterator[FieldRun]:
         """Where the rows of a field are, in order."""
         for segment in self._segments:
             for index, first in reversed(segment.parts):
                 block, own = self._blocks[index]
                 if field in block.names:
-                    yield Piece(block, first, segment.rows, own=own)
+                    yield FieldRun(block, first, segment.rows, own=own)
                     break
             else:
                 raise Corrupt(f"field '{field}'", why="no block of the answer has it")
 
     def close(self) -> None:
-        """Nothing is looked at here any more but what was made of pages of one's own."""
+        """Release the blocks; only what was made of private pages stays valid."""
         for block, _ in self._blocks:
-            block.let_go()
+            block.drop_columns()
         self._blocks = []
         self._closed_one()
 
@@ -381,11 +390,11 @@ class Reading:
 
 
 def _is_large(ref: BlockRef, rows: int) -> bool:
-    return ref.extent is not None and ref.extent.nbytes * rows >= OWN_PAGES_FROM_BYTES * ref.rows
+    return ref.extent is not None and ref.extent.nbytes * rows >= PRIVATE_MAP_FROM_BYTES * ref.rows
 
 
-def map_own_pages(extent: Extent, shm_dir: Path, spill_dir: Path) -> tuple[mmap.mmap, int]:
-    """The pages of an extent, where they are; a page that is written to becomes a copy of one's own.
+def map_private(extent: Extent, shm_dir: Path, spill_dir: Path) -> tuple[mmap.mmap, int]:
+    """Map an extent's pages privately: a page that is written to becomes a copy.
 
     Returns:
         The mapping, and where in it the extent begins.

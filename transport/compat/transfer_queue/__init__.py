@@ -19,6 +19,13 @@ except ModuleNotFoundError as error:
         "pip install 'relax-rt[transferqueue]'",
         name=error.name,
     ) from error
+from relax_rt.transport.compat.transfer_queue.config import (
+    BaseSampler,
+    GRPOGroupNSampler,
+    RankAwareSampler,
+    SeqlenBalancedSampler,
+    SequentialSampler,
+)
 from relax_rt.transport.compat.transfer_queue.dataloader import StreamingDataLoader, StreamingDataset
 from relax_rt.transport.compat.transfer_queue.errors import (
     NotInitialized,
@@ -49,13 +56,6 @@ from relax_rt.transport.compat.transfer_queue.interface import (
     save_checkpoint,
 )
 from relax_rt.transport.compat.transfer_queue.metadata import BatchMeta, KVBatchMeta
-from relax_rt.transport.compat.transfer_queue.sampler import (
-    BaseSampler,
-    GRPOGroupNSampler,
-    RankAwareSampler,
-    SeqlenBalancedSampler,
-    SequentialSampler,
-)
 
 __version__ = "0.1.11"
 """Of the interface."""

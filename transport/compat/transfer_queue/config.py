@@ -1,4 +1,4 @@
-"""The configuration, as the interface has it, and what of it means something here."""
+"""The configuration as the interface has it, what of it is used here, and the samplers as users name them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from relax_rt.transport.compat.store.api import StoreConfig
+from relax_rt.transport.compat.store.api import StoreConfig, StoreSampler
 from relax_rt.transport.compat.transfer_queue.errors import NotOffered
-from relax_rt.transport.compat.transfer_queue.sampler import spec_of
 from relax_rt.transport.rpc.errors import Refused
 
 FOLDER_VARIABLE = "RELAX_TRANSFER_QUEUE"
@@ -89,7 +88,7 @@ def _attributes(value: Any) -> Any:
 
 
 def store_config(full: dict[str, Any]) -> StoreConfig:
-    """What the broker is told.
+    """The sampler as the broker takes it.
 
     Raises:
         ValueError, TypeError, NotOffered: the sampler is none of those offered.
@@ -122,3 +121,102 @@ def capacity_bytes(full: dict[str, Any] | None) -> int:
         return int(given)
     memory = os.statvfs("/dev/shm")
     return max(memory.f_bavail * memory.f_frsize // 2, 1 << 20)
+
+
+# --- samplers
+
+
+class BaseSampler:
+    """What the samplers have in common. One's own are not offered: the broker runs no code of its callers."""
+
+    def spec(self) -> StoreSampler:
+        """The sampler as the broker takes it.
+
+        Raises:
+            NotOffered: it is a sampler of the user's own.
+        """
+        raise NotOffered(
+            f"sampler {type(self).__name__}",
+            why="samplers of one's own are not offered",
+            hint="SequentialSampler, RankAwareSampler, GRPOGroupNSampler and SeqlenBalancedSampler are",
+        )
+
+
+def _positive(name: str, value: int) -> int:
+    if value <= 0:
+        raise ValueError(f"{name} must be positive, got {value}")
+    return value
+
+
+class SequentialSampler(BaseSampler):
+    """The oldest samples first, each once."""
+
+    def spec(self) -> StoreSampler:
+        """The sampler as the broker takes it."""
+        return StoreSampler("sequential")
+
+
+class RankAwareSampler(BaseSampler):
+    """Each batch of a data-parallel rank is chosen once; all that ask with the same rank and index get the same one."""
+
+    def spec(self) -> StoreSampler:
+        """The sampler as the broker takes it."""
+        return StoreSampler("ranked")
+
+
+class GRPOGroupNSampler(BaseSampler):
+    """Whole groups of samples that were put one after the other.
+
+    Args:
+        n_samples_per_prompt: size of a group.
+    """
+
+    def __init__(self, n_samples_per_prompt: int = 1) -> None:
+        self.n_samples_per_prompt = _positive("n_samples_per_prompt", n_samples_per_prompt)
+
+    def spec(self) -> StoreSampler:
+        """The sampler as the broker takes it."""
+        return StoreSampler("groups", self.n_samples_per_prompt)
+
+
+class SeqlenBalancedSampler(GRPOGroupNSampler):
+    """Whole groups, dealt to the data-parallel ranks so that the sums of the tag ``total_lengths`` are alike.
+
+    Args:
+        n_samples_per_prompt: size of a group.
+        dp_size: number of ranks; a rank asks for its own share only.
+    """
+
+    def __init__(self, n_samples_per_prompt: int = 1, dp_size: int = 1) -> None:
+        super().__init__(n_samples_per_prompt)
+        self.dp_size = _positive("dp_size", dp_size)
+
+    def spec(self) -> StoreSampler:
+        """The sampler as the broker takes it."""
+        return StoreSampler("balanced", self.n_samples_per_prompt, self.dp_size)
+
+
+_BY_NAME: dict[str, type[BaseSampler]] = {
+    kind.__name__: kind for kind in (SequentialSampler, RankAwareSampler, GRPOGroupNSampler, SeqlenBalancedSampler)
+}
+
+
+def spec_of(sampler: Any) -> StoreSampler:
+    """The broker's form of a sampler, its class, or its name.
+
+    Raises:
+        ValueError: there is no sampler of this name.
+        TypeError: it is neither of these.
+        NotOffered: it is a sampler of the user's own.
+    """
+    if isinstance(sampler, str):
+        if sampler not in _BY_NAME:
+            raise ValueError(f"Could not find sampler {sampler}")
+        sampler = _BY_NAME[sampler]
+    if isinstance(sampler, type) and issubclass(sampler, BaseSampler):
+        sampler = sampler()
+    if not isinstance(sampler, BaseSampler):
+        raise TypeError(f"sampler {sampler!r} is neither a sampler nor the class or name of one")
+    if type(sampler) not in _BY_NAME.values():
+        return BaseSampler.spec(sampler)
+    return sampler.spec()

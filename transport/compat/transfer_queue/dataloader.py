@@ -79,7 +79,7 @@ class StreamingDataset(IterableDataset[Item]):
         self.batch_index = 0
 
     def _client(self) -> TransferQueueClient:
-        """Of this process, which may be a worker of the loader's."""
+        """The client of this process, which may be a worker of the loader."""
         known = getattr(getattr(self.config, "controller", None), "zmq_info", None)
         return TransferQueueClient(connection.current(Path(known) if isinstance(known, str) else None))
 
@@ -223,11 +223,11 @@ class StreamingDataLoader(DataLoader[Item]):
         )
 
     def reset(self) -> None:
-        """See StreamingDataset.reset."""
+        """Start again with the first batch that was read."""
         self.dataset.reset()
 
     def step(self, partition_id: str) -> None:
-        """See StreamingDataset.step."""
+        """Continue with another partition, and drop what was read."""
         self.dataset.step(partition_id)
 
     def get_buffer(self) -> list[Item]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tensordict import TensorDict
 
-from relax_rt.transport.compat.store.api import Rows
+from relax_rt.transport.compat.store.api import RowNames
 from relax_rt.transport.compat.transfer_queue import config, connection
 from relax_rt.transport.compat.transfer_queue.client import (
     Parser,
@@ -20,6 +22,8 @@ from relax_rt.transport.compat.transfer_queue.errors import NotOffered
 from relax_rt.transport.compat.transfer_queue.metadata import KVBatchMeta
 from relax_rt.transport.compat.transfer_queue.tensors import batch_of, columns_of, parsed, row_of
 
+T = TypeVar("T")
+P = ParamSpec("P")
 Fields = TensorDict | dict[str, Any]
 
 
@@ -68,96 +72,32 @@ def get_metrics_endpoint() -> str | None:
     return None
 
 
-# --- what is done, on the connection's own event loop
+# --- keys: each function in two forms
 
 
-def _tags_checked(tags: list[dict[str, Any]] | None, keys: list[str]) -> list[dict[str, Any]]:
-    if tags is not None and len(tags) != len(keys):
-        raise ValueError(f"{len(keys)} keys came with tags for {len(tags)}")
-    return tags or []
+def _forms(
+    function: Callable[Concatenate[connection.Connection, P], Coroutine[Any, Any, T]],
+) -> tuple[Callable[P, T], Callable[P, Coroutine[Any, Any, T]]]:
+    """The function for callers that block, and for those that await it from any event loop."""
+
+    @functools.wraps(function)
+    def blocking(*args: P.args, **kwargs: P.kwargs) -> T:
+        mine = connection.current()
+        return mine.run(function(mine, *args, **kwargs))
+
+    @functools.wraps(function)
+    async def awaited(*args: P.args, **kwargs: P.kwargs) -> T:
+        mine = connection.current()
+        return await mine.arun(function(mine, *args, **kwargs))
+
+    name = function.__name__.removeprefix("_")
+    for form, called in ((blocking, name), (awaited, f"async_{name}")):
+        form.__name__ = form.__qualname__ = called
+    return blocking, awaited
 
 
-async def _put(
+async def _kv_put(
     mine: connection.Connection,
-    keys: list[str],
-    partition_id: str,
-    fields: TensorDict | None,
-    tags: list[dict[str, Any]] | None,
-    parser: Parser | None,
-) -> KVBatchMeta:
-    checked_keys(keys)
-    given = _tags_checked(tags, keys)
-    if len(set(keys)) != len(keys):
-        raise ValueError("Got duplicated keys.")
-    columns = None
-    if fields is not None:
-        columns = columns_of(fields) if parser is None else parsed(fields, parser)
-    stored = await mine.store.put(Rows(partition_id, keys), columns, tags=tags_in(given, keys) if given else ())
-    return KVBatchMeta(list(keys), [tags_out(own) for own in stored.tags], partition_id, stored.fields)
-
-
-def _checked_row(fields: Fields | None, tag: dict[str, Any] | None) -> TensorDict | None:
-    if fields is None and tag is None:
-        raise ValueError("Please provide at least one parameter of fields or tag.")
-    if fields is None or isinstance(fields, TensorDict):
-        return fields
-    if not isinstance(fields, dict):
-        raise ValueError(f"fields are a dict or a TensorDict, not {type(fields).__name__}")
-    return row_of(fields)
-
-
-def _checked_batch(keys: list[str], fields: Fields | None, tags: list[dict[str, Any]] | None) -> TensorDict | None:
-    if fields is None and tags is None:
-        raise ValueError("Please provide at least one parameter of `fields` or `tags`.")
-    if isinstance(fields, dict):
-        fields = TensorDict(fields, batch_size=[len(keys)])
-    if fields is not None and fields.batch_size[0] != len(keys):
-        raise ValueError(f"{len(keys)} keys came with fields for {fields.batch_size[0]}")
-    return fields
-
-
-async def _get(
-    mine: connection.Connection, keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None
-) -> TensorDict:
-    rows = Rows(partition_id, checked_keys(keys))
-    wanted = [select_fields] if isinstance(select_fields, str) else select_fields
-    reading = await mine.store.get(rows, wanted)
-    try:
-        if not reading.rows:
-            raise ValueError(f"neither of the keys {rows.keys[:8]} was found in partition {partition_id!r}")
-        if reading.fields:
-            return batch_of(reading)
-    finally:
-        reading.close()
-    if not (await mine.store.find(rows)).fields:
-        raise ValueError(f"no field is there for all of the keys {rows.keys[:8]} of partition {partition_id!r}")
-    return TensorDict({}, batch_size=0)
-
-
-def _selected(meta: KVBatchMeta, select_fields: list[str] | str | None) -> tuple[str, list[str] | None]:
-    if meta.partition_id is None:
-        raise ValueError("the batch does not say which partition it is of")
-    wanted = [select_fields] if isinstance(select_fields, str) else select_fields
-    if wanted is not None:
-        unknown = [name for name in wanted if name not in (meta.fields or ())]
-        if unknown:
-            raise ValueError(f"fields {unknown} are not among those of the batch, {meta.fields}")
-    return meta.partition_id, meta.fields if wanted is None else wanted
-
-
-async def _list(mine: connection.Connection, partition_id: str | None) -> dict[str, dict[str, Any]]:
-    listed = await mine.store.list_keys(partition_id)
-    return {name: {key: tags_out(tags) for key, tags in keys.items()} for name, keys in listed.items()}
-
-
-async def _clear(mine: connection.Connection, keys: list[str] | str, partition_id: str) -> None:
-    await mine.store.clear(Rows(partition_id, checked_keys(keys)))
-
-
-# --- blocking
-
-
-def kv_put(
     key: str,
     partition_id: str,
     fields: Fields | None = None,
@@ -181,11 +121,20 @@ def kv_put(
         ValueError: neither fields nor tag, or a nested tensor.
         TypeError: a value that cannot be put.
     """
-    row, mine = _checked_row(fields, tag), connection.current()
-    return mine.run(_put(mine, [key], partition_id, row, [tag] if tag is not None else None, data_parser))
+    if fields is None and tag is None:
+        raise ValueError("Please provide at least one parameter of fields or tag.")
+    if isinstance(fields, dict):
+        fields = row_of(fields)
+    elif fields is not None and not isinstance(fields, TensorDict):
+        raise ValueError(f"fields are a dict or a TensorDict, not {type(fields).__name__}")
+    return await _put(mine, [key], partition_id, fields, [tag] if tag is not None else None, data_parser)
 
 
-def kv_batch_put(
+kv_put, async_kv_put = _forms(_kv_put)
+
+
+async def _kv_batch_put(
+    mine: connection.Connection,
     keys: list[str],
     partition_id: str,
     fields: Fields | None = None,
@@ -198,16 +147,47 @@ def kv_batch_put(
         fields: as many rows as keys.
         tags: one dict for each key.
 
-    See kv_put for the rest.
-
     Raises:
         ValueError: neither fields nor tags, another number of them than of keys, or a key named twice.
     """
-    batch, mine = _checked_batch(keys, fields, tags), connection.current()
-    return mine.run(_put(mine, keys, partition_id, batch, tags, data_parser))
+    if fields is None and tags is None:
+        raise ValueError("Please provide at least one parameter of `fields` or `tags`.")
+    if isinstance(fields, dict):
+        fields = TensorDict(fields, batch_size=[len(keys)])
+    if fields is not None and fields.batch_size[0] != len(keys):
+        raise ValueError(f"{len(keys)} keys came with fields for {fields.batch_size[0]}")
+    return await _put(mine, keys, partition_id, fields, tags, data_parser)
 
 
-def kv_batch_get(keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None) -> TensorDict:
+kv_batch_put, async_kv_batch_put = _forms(_kv_batch_put)
+
+
+async def _put(
+    mine: connection.Connection,
+    keys: list[str],
+    partition_id: str,
+    fields: TensorDict | None,
+    tags: list[dict[str, Any]] | None,
+    parser: Parser | None,
+) -> KVBatchMeta:
+    checked_keys(keys)
+    if tags is not None and len(tags) != len(keys):
+        raise ValueError(f"{len(keys)} keys came with tags for {len(tags)}")
+    if len(set(keys)) != len(keys):
+        raise ValueError("Got duplicated keys.")
+    columns = None
+    if fields is not None:
+        columns = columns_of(fields) if parser is None else parsed(fields, parser)
+    stored = await mine.store.put(RowNames(partition_id, keys), columns, tags=tags_in(tags, keys) if tags else ())
+    return KVBatchMeta(list(keys), [tags_out(own) for own in stored.tags], partition_id, stored.fields)
+
+
+async def _kv_batch_get(
+    mine: connection.Connection,
+    keys: list[str] | str,
+    partition_id: str,
+    select_fields: list[str] | str | None = None,
+) -> TensorDict:
     """The fields of samples, in the order of the keys; keys that are not there are passed over.
 
     Tensors of one and more dimensions come as jagged nested tensors, scalars as a dense one, everything else as a
@@ -220,86 +200,58 @@ def kv_batch_get(keys: list[str] | str, partition_id: str, select_fields: list[s
     Raises:
         ValueError: none of the keys is there, or there is no field that all samples have.
     """
-    mine = connection.current()
-    return mine.run(_get(mine, keys, partition_id, select_fields))
+    rows = RowNames(partition_id, checked_keys(keys))
+    wanted = [select_fields] if isinstance(select_fields, str) else select_fields
+    reading = await mine.store.get(rows, wanted)
+    try:
+        if not reading.rows:
+            raise ValueError(f"neither of the keys {rows.keys[:8]} was found in partition {partition_id!r}")
+        if reading.fields:
+            return batch_of(reading)
+    finally:
+        reading.close()
+    if not (await mine.store.find(rows)).fields:
+        raise ValueError(f"no field is there for all of the keys {rows.keys[:8]} of partition {partition_id!r}")
+    return TensorDict({}, batch_size=0)
 
 
-def kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: list[str] | str | None = None) -> TensorDict:
+kv_batch_get, async_kv_batch_get = _forms(_kv_batch_get)
+
+
+async def _kv_batch_get_by_meta(
+    mine: connection.Connection, meta: KVBatchMeta, select_fields: list[str] | str | None = None
+) -> TensorDict:
     """kv_batch_get of the samples and fields that a put answered with.
 
     Raises:
         ValueError: a selected field is not among those of the batch; see kv_batch_get for others.
     """
-    partition_id, wanted = _selected(meta, select_fields)
-    return kv_batch_get(meta.keys, partition_id, wanted)
+    if meta.partition_id is None:
+        raise ValueError("the batch does not say which partition it is of")
+    wanted = [select_fields] if isinstance(select_fields, str) else select_fields
+    if wanted is not None and (unknown := [name for name in wanted if name not in (meta.fields or ())]):
+        raise ValueError(f"fields {unknown} are not among those of the batch, {meta.fields}")
+    return await _kv_batch_get(mine, meta.keys, meta.partition_id, meta.fields if wanted is None else wanted)
 
 
-def kv_list(partition_id: str | None = None) -> dict[str, dict[str, Any]]:
-    """Tags by key by partition, of one partition or all; an unknown one is passed over."""
-    mine = connection.current()
-    return mine.run(_list(mine, partition_id))
+kv_batch_get_by_meta, async_kv_batch_get_by_meta = _forms(_kv_batch_get_by_meta)
 
 
-def kv_clear(keys: list[str] | str, partition_id: str) -> None:
-    """Remove samples; keys that are not there are passed over. Their partition stays, be it empty."""
-    mine = connection.current()
-    mine.run(_clear(mine, keys, partition_id))
+async def _kv_list(mine: connection.Connection, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
+    """Tags by key by partition, of one partition or all; an unknown one is skipped."""
+    listed = await mine.store.list_keys(partition_id)
+    return {name: {key: tags_out(tags) for key, tags in keys.items()} for name, keys in listed.items()}
 
 
-# --- awaited, from any event loop
+kv_list, async_kv_list = _forms(_kv_list)
 
 
-async def async_kv_put(
-    key: str,
-    partition_id: str,
-    fields: Fields | None = None,
-    tag: dict[str, Any] | None = None,
-    data_parser: Parser | None = None,
-) -> KVBatchMeta:
-    """See kv_put."""
-    row, mine = _checked_row(fields, tag), connection.current()
-    return await mine.arun(_put(mine, [key], partition_id, row, [tag] if tag is not None else None, data_parser))
+async def _kv_clear(mine: connection.Connection, keys: list[str] | str, partition_id: str) -> None:
+    """Remove samples; keys that are not there are skipped. Their partition stays, be it empty."""
+    await mine.store.clear(RowNames(partition_id, checked_keys(keys)))
 
 
-async def async_kv_batch_put(
-    keys: list[str],
-    partition_id: str,
-    fields: Fields | None = None,
-    tags: list[dict[str, Any]] | None = None,
-    data_parser: Parser | None = None,
-) -> KVBatchMeta:
-    """See kv_batch_put."""
-    batch, mine = _checked_batch(keys, fields, tags), connection.current()
-    return await mine.arun(_put(mine, keys, partition_id, batch, tags, data_parser))
-
-
-async def async_kv_batch_get(
-    keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None
-) -> TensorDict:
-    """See kv_batch_get."""
-    mine = connection.current()
-    return await mine.arun(_get(mine, keys, partition_id, select_fields))
-
-
-async def async_kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: list[str] | str | None = None) -> TensorDict:
-    """See kv_batch_get_by_meta."""
-    partition_id, wanted = _selected(meta, select_fields)
-    return await async_kv_batch_get(meta.keys, partition_id, wanted)
-
-
-async def async_kv_list(partition_id: str | None = None) -> dict[str, dict[str, Any]]:
-    """See kv_list."""
-    mine = connection.current()
-    return await mine.arun(_list(mine, partition_id))
-
-
-async def async_kv_clear(keys: list[str] | str, partition_id: str) -> None:
-    """See kv_clear."""
-    mine = connection.current()
-    await mine.arun(_clear(mine, keys, partition_id))
-
-
-# --- not offered
+kv_clear, async_kv_clear = _forms(_kv_clear)
 
 
 def save_checkpoint(

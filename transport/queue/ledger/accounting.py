@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from relax_rt.transport.queue.ledger.admission import surplus
+from relax_rt.transport.queue.ledger.admission import allowed_surplus
 from relax_rt.transport.queue.ledger.core import Core
 from relax_rt.transport.queue.ledger.messages import SampleKey
-from relax_rt.transport.queue.ledger.state import Group, Sample
+from relax_rt.transport.queue.ledger.state import SampleGroup, SampleState
 
 STATES = ("reserved", "waiting", "ready", "leased", "trained", "freed", "finished")
 ENDS = ("skipped", "lost", "failed", "quarantined")
@@ -34,7 +34,7 @@ def by_state(core: Core) -> dict[str, int]:
     return dict(counts)
 
 
-def _state(core: Core, group: Group, key: SampleKey, sample: Sample) -> str:
+def _state(core: Core, group: SampleGroup, key: SampleKey, sample: SampleState) -> str:
     if not sample.generated:
         return "reserved"
     if group.lease or sample.leases:
@@ -102,7 +102,7 @@ def _indices(*indices: Any) -> Any:
 def _audit_bounds(core: Core) -> list[str]:
     state, wrong = core.state, []
     if core.policy.group_size:
-        limit = (core.policy.max_staleness + 1) * core.policy.batch_samples + surplus(core)
+        limit = (core.policy.max_staleness + 1) * core.policy.batch_samples + allowed_surplus(core)
         held = sum(group.size for group in state.groups.values()) + state.since_update
         if held > limit:
             wrong.append(f"{held} samples outstanding, {limit} allowed")
@@ -116,8 +116,8 @@ def _audit_open(core: Core) -> list[str]:
     """What is missing of a group is either being made by its holder or waits to be given out."""
     wrong: list[str] = []
     for group in core.state.groups.values():
-        if any(sample.mark is not None and (sample.generated or sample.left_out) for sample in group.samples):
-            wrong.append(f"group {group.id} keeps marks of members that are not to be made")
+        if any(sample.partial is not None and (sample.generated or sample.excluded) for sample in group.samples):
+            wrong.append(f"group {group.id} keeps partial completions of members that are not to be made")
         if group.prompt is None:
             continue
         if (group.holder is not None) != bool(group.making):
@@ -170,9 +170,10 @@ def _audit_memory(core: Core) -> list[str]:
 
 def _audit_bytes(core: Core) -> list[str]:
     table, totals = core.state.blocks, {True: 0, False: 0}
-    marked = [sample.mark.nbytes for group in core.state.groups.values() for sample in group.samples if sample.mark]
-    if sum(marked) != core.state.marks_bytes:
-        return [f"marks of {sum(marked)} bytes, {core.state.marks_bytes} counted"]
+    samples = [sample for group in core.state.groups.values() for sample in group.samples]
+    partials = sum(sample.partial.nbytes for sample in samples if sample.partial)
+    if partials != core.state.partials_bytes:
+        return [f"partial completions of {partials} bytes, {core.state.partials_bytes} counted"]
     for block in table.blocks.values():
         extent = block.ref.extent
         if extent is not None and extent.nbytes != table.live[extent.slab][extent.offset].nbytes:

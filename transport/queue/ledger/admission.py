@@ -8,35 +8,42 @@ from itertools import accumulate, repeat
 
 from relax_rt.transport.memory.refs import extents_in
 from relax_rt.transport.queue.ledger.core import REFUSED, ROOM, Core
-from relax_rt.transport.queue.ledger.events import Admit, PutGroups, PutSamples, ReleaseGroups, SavePartials, SkipGroups
+from relax_rt.transport.queue.ledger.events import (
+    PutGroups,
+    PutSamples,
+    ReleaseGroups,
+    RequestTickets,
+    SavePartials,
+    SkipGroups,
+)
 from relax_rt.transport.queue.ledger.failures import (
     count_success,
     fail_missing,
     failed_group,
-    frozen,
-    make_again,
+    is_frozen,
+    regenerate_members,
     reset_failures,
 )
 from relax_rt.transport.queue.ledger.messages import (
     Admission,
+    BlockPut,
     Freed,
     GroupsPut,
     PartialChunk,
-    Put,
     RowPut,
     SampleKey,
     SavedPartials,
     Ticket,
     VersionSpan,
 )
-from relax_rt.transport.queue.ledger.state import Group, Part, PartialTokens, Sample
+from relax_rt.transport.queue.ledger.state import PartialTokens, SampleGroup, SamplePart, SampleState
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
 MAX_SAMPLES = 65_536
 """Samples of one call."""
 LOSSES = 6
-"""What is begun and lost so often, with nothing of it made in between, has failed."""
+"""A group that was begun and lost so often, with nothing of it made in between, has failed."""
 
 
 def outstanding(core: Core) -> int:
@@ -44,31 +51,31 @@ def outstanding(core: Core) -> int:
     return core.held + core.state.since_update
 
 
-def bound(core: Core, engine_version: int) -> float:
+def admission_bound(core: Core, engine_version: int) -> float:
     """Samples that may be outstanding when this engine makes more: (max_staleness + 1 - lag) * b."""
     policy = core.policy
     return (policy.max_staleness + 1 - core.lag(engine_version)) * policy.batch_samples
 
 
-def surplus(core: Core) -> int:
+def allowed_surplus(core: Core) -> int:
     """Samples that may be under way beyond the bound."""
-    return max(core.policy.over_provision, core.state.asked) * core.policy.group_size
+    return max(core.policy.over_provision, core.state.surplus_requested) * core.policy.group_size
 
 
-def beyond(core: Core) -> int:
+def groups_beyond_bound(core: Core) -> int:
     """Groups that are under way beyond the bound of the freshest engine."""
     policy = core.policy
     over = outstanding(core) - (policy.max_staleness + 1) * policy.batch_samples if policy.group_size else 0
     return math.ceil(over / policy.group_size) if over > 0 else 0
 
 
-def keep_what_was_asked(core: Core) -> None:
-    """What was asked for is over with the step; only groups that are under way beyond the bound stay allowed there."""
-    if core.state.asked:
-        core.state.asked = min(core.state.asked, beyond(core))
+def limit_surplus_request(core: Core) -> None:
+    """End the request for surplus with the step; groups that are under way beyond the bound stay allowed."""
+    if core.state.surplus_requested:
+        core.state.surplus_requested = min(core.state.surplus_requested, groups_beyond_bound(core))
 
 
-def crowded(core: Core, more: int = 1) -> str:
+def full_reason(core: Core, more: int = 1) -> str:
     """Why `more` samples do not fit into the queue; empty if something does."""
     state = core.state
     used, limit = core.used_bytes, state.limits.capacity_bytes
@@ -76,25 +83,25 @@ def crowded(core: Core, more: int = 1) -> str:
         held = sum(group.size for group in state.trained.values())
         waits = f", {held} samples wait for a checkpoint" if held else ""
         spill = ", the disk for spilled payloads is full" if state.limits.spill_bytes else ""
-        marks = f", {state.marks_bytes} of them marks of unfinished samples" if state.marks_bytes else ""
-        return f"payloads fill the capacity: {used} of {limit} bytes{marks}{waits}{spill}"
+        partials = f", {state.partials_bytes} of them partial completions" if state.partials_bytes else ""
+        return f"payloads fill the capacity: {used} of {limit} bytes{partials}{waits}{spill}"
     if core.held + more > state.limits.capacity_samples:
         return f"{core.held} samples are in the queue, {state.limits.capacity_samples} allowed"
     return ""
 
 
-def obstacle(core: Core, engine_version: int) -> str:
+def admission_blocker(core: Core, engine_version: int) -> str:
     """Why no new group can be admitted to this engine now; empty if one can."""
     state, policy = core.state, core.policy
     if not state.prompts.available(policy.prompts):
         return f"all {policy.prompts} prompts are given out"
-    full = crowded(core)
+    full = full_reason(core)
     if full:
         return full
-    now, limit = outstanding(core), bound(core, engine_version)
+    now, limit = outstanding(core), admission_bound(core, engine_version)
     if limit > 0:
         # What an engine too far behind makes would be refused, also as surplus.
-        limit += surplus(core)
+        limit += allowed_surplus(core)
     if now + policy.group_size > limit:
         behind = core.lag(engine_version)
         lag = f" to an engine {behind} updates behind" if behind else ""
@@ -102,13 +109,13 @@ def obstacle(core: Core, engine_version: int) -> str:
     return ""
 
 
-def admit(core: Core, who: Incarnation, event: Admit) -> Admission:
+def admit(core: Core, who: Incarnation, event: RequestTickets) -> Admission:
     """Tickets for up to `groups` groups: first those with missing members, then new ones, as the bound allows."""
     what = f"admission of {event.groups} groups to {who}"
     if event.groups < 1:
         raise Refused(what, why="at least one must be asked for")
     if not core.policy.group_size:
-        raise Refused(what, why="this queue has no prompts", hint="offer samples instead")
+        raise Refused(what, why="this queue has no prompts", hint="put samples instead")
     retired = core.state.progress.revision
     if core.state.trainer_version is None:
         return Admission([], "the trainer has not announced its weights yet", retired)
@@ -120,7 +127,7 @@ def admit(core: Core, who: Incarnation, event: Admit) -> Admission:
         if len(tickets) < wanted and core.lag(event.engine_version) <= core.policy.max_staleness:
             tickets.append(_reissue(core, who, core.state.groups[id_], event.engine_version))
     while len(tickets) < wanted:
-        waiting_on = obstacle(core, event.engine_version)
+        waiting_on = admission_blocker(core, event.engine_version)
         if waiting_on:
             return Admission(tickets, "" if tickets else waiting_on, retired)
         tickets.append(_issue(core, who, event.engine_version))
@@ -130,20 +137,20 @@ def admit(core: Core, who: Incarnation, event: Admit) -> Admission:
 def _issue(core: Core, who: Incarnation, engine_version: int) -> Ticket:
     state, size = core.state, core.policy.group_size
     assert state.trainer_version is not None
-    group = Group(
+    group = SampleGroup(
         id=core.new_id(),
         prompt=state.prompts.issue(),
         version=state.trainer_version,
         base=engine_version,
-        samples=[Sample() for _ in range(size)],
+        samples=[SampleState() for _ in range(size)],
         holder=who,
         making=list(range(size)),
         issue=1,
         passed=dict(state.progress.passed),
     )
-    core.enter(group)
+    core.add_group(group)
     state.issued += size
-    core.hold(group.id)
+    core.start_deadline(group.id)
     core.changed = True
     assert group.prompt is not None
     prompt = group.prompt
@@ -155,19 +162,19 @@ def _issue(core: Core, who: Incarnation, engine_version: int) -> Ticket:
         group.version,
         state.limits.lease_s,
         issue=1,
-        item=prompt.choice,
+        item=prompt.chosen_item,
         losses=prompt.losses,
     )
 
 
-def _reissue(core: Core, who: Incarnation, group: Group, engine_version: int) -> Ticket:
+def _reissue(core: Core, who: Incarnation, group: SampleGroup, engine_version: int) -> Ticket:
     """A ticket for the missing members of a group."""
     assert group.prompt is not None and core.state.trainer_version is not None
     core.state.reopened.pop(group.id)
     group.holder, group.base, group.making = who, engine_version, group.missing()
     group.issue += 1
-    reissued(core, group)
-    core.hold(group.id)
+    count_reissue(core, group)
+    core.start_deadline(group.id)
     core.changed = True
     return Ticket(
         group.id,
@@ -178,31 +185,31 @@ def _reissue(core: Core, who: Incarnation, group: Group, engine_version: int) ->
         core.state.limits.lease_s,
         list(group.making),
         group.issue,
-        lengths(group),
-        group.prompt.choice,
+        partial_lengths(group),
+        group.prompt.chosen_item,
         group.prompt.losses,
     )
 
 
-def reopen(core: Core, group: Group, state: str, why: str = "", *, losses: int = 0) -> None:
-    """Nobody makes what is missing of the group any more: it is given out again, or the group ends in `state`.
+def reopen(core: Core, group: SampleGroup, state: str, why: str = "", *, losses: int = 0) -> None:
+    """Give out again what is missing of a group that nobody makes any more, or end the group in `state`.
 
-    Members that are there stay, and what was marked of the others, so that a producer's death costs at most what it
-    sampled since its last mark.
+    Members that are there stay, and the partial completions of the others, so that a producer's death costs at most
+    what it sampled since it last saved them.
 
-    losses: how often it was lost on its producer. What is lost again and again, with no member and no mark in between,
-        has failed: it may be what kills its producers, or always takes longer than they have.
+    losses: how often it was lost on its producer. What is lost again and again, with no member and no token saved in
+        between, has failed: it may be what kills its producers, or always takes longer than they have.
     """
     holder, group.holder, group.making = group.holder, None, []
-    core.unhold(group.id)
+    core.clear_deadline(group.id)
     missing = group.missing()
     if not missing:
         core.refresh(group)
         return
-    prompt = group.prompt = group.prompt.lost(losses) if group.prompt is not None else None
-    begun = [member for member in missing if group.samples[member].mark is not None]
-    tokens = sum(mark.length for member in missing if (mark := group.samples[member].mark) is not None)
-    core.note(
+    prompt = group.prompt = group.prompt.with_losses(losses) if group.prompt is not None else None
+    begun = [member for member in missing if group.samples[member].partial is not None]
+    tokens = sum(partial.length for member in missing if (partial := group.samples[member].partial) is not None)
+    core.log(
         "group_reopened",
         group=group.id,
         holder=str(holder),
@@ -214,17 +221,17 @@ def reopen(core: Core, group: Group, state: str, why: str = "", *, losses: int =
         losses=prompt.losses if prompt is not None else 0,
     )
     if prompt is not None and prompt.losses >= LOSSES:
-        group.prompt = prompt.got_on()
+        group.prompt = prompt.without_losses()
         fail_missing(core, group, f"begun and lost {prompt.losses} times, the last time: {why or state}")
         return
     nothing = len(missing) == group.size and not begun
     if nothing or group.prompt is None or core.policy.on_failed_member == "drop":
         core.end(group, state)
         return
-    core.ended(state, len(missing) - len(begun))
+    core.count_end(state, len(missing) - len(begun))
     core.state.issued += len(missing) - len(begun)
-    group.remade += 1
-    group.prompt = group.prompt.again()
+    group.regenerations += 1
+    group.prompt = group.prompt.next_attempt()
     core.state.reopened[group.id] = None
     core.touched.add(ROOM)
 
@@ -236,7 +243,7 @@ def put_samples(core: Core, who: Incarnation, event: PutSamples) -> Freed:
     """
     check_puts(core, who, event.puts)
     core.changed = bool(event.puts)
-    touched: dict[int, Group] = {}
+    touched: dict[int, SampleGroup] = {}
     for item in event.puts:
         mine = [row for row in item.rows if _is_open(core, who, row)]
         if len(mine) < len(item.rows):
@@ -247,10 +254,10 @@ def put_samples(core: Core, who: Incarnation, event: PutSamples) -> Freed:
         block = core.blocks.add(item, len(mine), core.state.callers.alive)
         for row in mine:
             group = core.state.groups[row.key.group]
-            core.drop_mark(group.samples[row.key.member])
+            core.drop_partial(group.samples[row.key.member])
             group.samples[row.key.member] = _sample(core, row, block)
             group.making.remove(row.key.member)
-            got_on(core, group)
+            made_progress(core, group)
             touched[group.id] = group
             count_success(core, group, "")
     for group in touched.values():
@@ -259,7 +266,7 @@ def put_samples(core: Core, who: Incarnation, event: PutSamples) -> Freed:
 
 
 def collect_freed(core: Core, who: Incarnation) -> Freed:
-    """What the caller may use again since it last asked."""
+    """Extents that came free since the caller last asked."""
     freed = core.blocks.collect(who)
     core.changed = core.changed or bool(freed)
     return Freed(freed)
@@ -270,15 +277,15 @@ def _is_open(core: Core, who: Incarnation, row: RowPut) -> bool:
     return group is not None and group.holder == who and row.key.member in group.making
 
 
-def _sample(core: Core, row: RowPut, block: int) -> Sample:
+def _sample(core: Core, row: RowPut, block: int) -> SampleState:
     core.losses.generated(row.length)
-    return Sample(True, [Part(block, row.row)], row.length, row.priority, row.versions)
+    return SampleState(True, [SamplePart(block, row.row)], row.length, row.priority, row.versions)
 
 
-def _after_put(core: Core, group: Group) -> None:
+def _after_put(core: Core, group: SampleGroup) -> None:
     if not group.making:
         group.holder = None
-        core.unhold(group.id)
+        core.clear_deadline(group.id)
         if group.missing():
             # A member failed a task while its siblings were still being made.
             core.state.reopened[group.id] = None
@@ -286,20 +293,22 @@ def _after_put(core: Core, group: Group) -> None:
     core.refresh(group)
     if group.id in core.step_ready:
         reset_failures(core)
-    # What it has now may be fresher than the ticket or the marks that it was counted with.
-    core.may_end_hold()
-    if core.staleness(group) > core.policy.max_staleness and not (group.recycled and keep_within(core, group)):
+    # What it has now may be fresher than the ticket or the partial completion that it was counted with.
+    core.recheck_stragglers()
+    if core.staleness(group) > core.policy.max_staleness and not (
+        group.recycled and regenerate_stale_members(core, group)
+    ):
         # An engine that still served a branch the trainer has left.
         core.end(group, REFUSED)
 
 
-def return_extents(core: Core, puts: list[Put]) -> None:
-    """What was put is not kept: its memory goes straight back."""
+def return_extents(core: Core, puts: list[BlockPut]) -> None:
+    """Return the memory of puts that are not kept."""
     for extent in extents_in(puts):
         core.blocks.return_to_owner(extent, core.state.callers.alive)
 
 
-def check_puts(core: Core, who: Incarnation, puts: list[Put]) -> None:
+def check_puts(core: Core, who: Incarnation, puts: list[BlockPut]) -> None:
     """Raises:
     Refused: a put is not possible; nothing of the call was done.
     """
@@ -323,7 +332,7 @@ def _check_row(core: Core, who: Incarnation, row: RowPut) -> None:
         if not 0 <= row.key.member < len(group.samples):
             raise Refused(what, why=f"its group has {len(group.samples)} members")
         # After a lapse the caller may have got the same group again, and the work of its first ticket comes late.
-        if row.key.member not in group.making and not group.remade:
+        if row.key.member not in group.making and not group.regenerations:
             raise Refused(what, why="a producer puts each member of its ticket once, with all its columns")
     check_versions(core, what, row)
 
@@ -337,7 +346,7 @@ def check_versions(core: Core, what: str, row: RowPut) -> None:
             raise Refused(what, why=f"policy version {span.version} is not known")
 
 
-def check_rows(core: Core, who: Incarnation, puts: list[Put]) -> None:
+def check_rows(core: Core, who: Incarnation, puts: list[BlockPut]) -> None:
     """Raises:
     Refused: an extent is not in the caller's own slab, is in use, or comes twice; a block's rows do not fit it.
     """
@@ -350,7 +359,7 @@ def check_rows(core: Core, who: Incarnation, puts: list[Put]) -> None:
             )
 
 
-def check_fields(core: Core, who: Incarnation, puts: list[Put]) -> None:
+def check_fields(core: Core, who: Incarnation, puts: list[BlockPut]) -> None:
     """Raises:
     Refused: a field is not declared, or a sample is too large.
     """
@@ -374,7 +383,7 @@ def check_fields(core: Core, who: Incarnation, puts: list[Put]) -> None:
             )
 
 
-def _check_new(core: Core, who: Incarnation, puts: list[Put]) -> None:
+def _check_new(core: Core, who: Incarnation, puts: list[BlockPut]) -> None:
     """What a producer puts must be of use to some task, and must not lapse."""
     for item in puts:
         if not core.tasks_with(item.block.fields):
@@ -394,12 +403,12 @@ def _check_new(core: Core, who: Incarnation, puts: list[Put]) -> None:
 
 
 def put_groups(core: Core, who: Incarnation, event: PutGroups) -> GroupsPut:
-    """Whole groups of samples that no ticket was drawn for."""
-    what = f"offer by {who}"
+    """Put whole groups of samples that no ticket was drawn for."""
+    what = f"put by {who}"
     if core.policy.group_size:
         raise Refused(what, why="this queue admits groups of prompts", hint="ask for tickets with admit, then put")
     _check_groups(core, who, event)
-    full = crowded(core, sum(event.groups))
+    full = full_reason(core, sum(event.groups))
     if full:
         return GroupsPut([], waiting_on=full)
     samples = _samples_by_key(core, event) if event.puts[0].rows else _samples_in_order(core, event)
@@ -407,13 +416,13 @@ def put_groups(core: Core, who: Incarnation, event: PutGroups) -> GroupsPut:
     core.state.next_id += len(event.groups)
     at = 0
     for id_, size in enumerate(event.groups, first):
-        group = Group(id_, None, version or 0, 0, samples[at : at + size])
+        group = SampleGroup(id_, None, version or 0, 0, samples[at : at + size])
         at += size
-        core.enter(group)
+        core.add_group(group)
         if size > 1 or core.policy.step_task:
             core.refresh(group)
         else:
-            core.enter_ready(id_, group.samples[0])
+            core.index_single(id_, group.samples[0])
         if version is not None and core.staleness(group) > core.policy.max_staleness:
             core.end(group, REFUSED)
     core.state.issued += len(samples)
@@ -421,19 +430,19 @@ def put_groups(core: Core, who: Incarnation, event: PutGroups) -> GroupsPut:
     return GroupsPut(list(range(first, first + len(event.groups))), core.blocks.collect(who))
 
 
-def _samples_in_order(core: Core, event: PutGroups) -> list[Sample]:
+def _samples_in_order(core: Core, event: PutGroups) -> list[SampleState]:
     (item,) = event.puts
     rows = item.block.rows
     block = core.blocks.add(item, rows, core.state.callers.alive)
     for length in item.lengths:
         core.losses.generated(length)
     lengths = item.lengths or repeat(-1, rows)
-    return [Sample(True, [Part(block, row)], length) for row, length in enumerate(lengths)]
+    return [SampleState(True, [SamplePart(block, row)], length) for row, length in enumerate(lengths)]
 
 
-def _samples_by_key(core: Core, event: PutGroups) -> list[Sample]:
+def _samples_by_key(core: Core, event: PutGroups) -> list[SampleState]:
     starts = list(accumulate(event.groups, initial=0))
-    samples = [Sample()] * starts[-1]
+    samples = [SampleState()] * starts[-1]
     for item in event.puts:
         block = core.blocks.add(item, len(item.rows), core.state.callers.alive)
         for row in item.rows:
@@ -442,7 +451,7 @@ def _samples_by_key(core: Core, event: PutGroups) -> list[Sample]:
 
 
 def _check_groups(core: Core, who: Incarnation, event: PutGroups) -> None:
-    what = f"offer by {who}"
+    what = f"put by {who}"
     if not event.groups or min(event.groups) < 1:
         raise Refused(what, why=f"its groups have {event.groups[:8]} members; each needs at least 1")
     samples, limit = sum(event.groups), min(MAX_SAMPLES, core.state.limits.capacity_samples)
@@ -471,7 +480,7 @@ def _check_groups(core: Core, who: Incarnation, event: PutGroups) -> None:
 
 
 def release_groups(core: Core, who: Incarnation, event: ReleaseGroups) -> None:
-    """The caller makes these groups no more."""
+    """The caller does not make these groups any more."""
     for id_ in event.groups:
         group = core.state.groups.get(id_)
         if group is not None and group.holder == who:
@@ -494,40 +503,40 @@ def skip_groups(core: Core, who: Incarnation, event: SkipGroups) -> None:
 
 TOKEN_BYTES = 4
 """An int32 token id; its log-probability, a float32, has as many."""
-MAX_MARKS = 4096
+MAX_CHUNKS = 4096
 """Marks of one call."""
 FETCHED_BYTES = 4 << 20
-"""One answer to `partials` has about so many, and at least one mark."""
+"""One answer to `load_partials` has about so many, and at least one chunk."""
 IDLE_ISSUES = 3
-"""A group that was given out this often without a new mark or member starts from zero: its tokens may be what kills
+"""A group that was given out this often without a new token or member starts from zero: its tokens may be what kills
 its producers."""
 
 
 def save_partials(core: Core, who: Incarnation, event: SavePartials) -> SavedPartials:
-    """Keep what the caller has sampled since its last mark; tokens from `start` on take the place of those held.
+    """Keep what the caller has sampled since it last did so; tokens from `start` on take the place of those held.
 
-    Answers with the tokens now held of each. Fewer than marked: there is no room, or tokens before `start` are missing.
+    Answers with the tokens now held of each. Fewer than sent: there is no room, or tokens before `start` are missing.
 
     Raises:
-        Refused: a mark is malformed; nothing of the call was done.
+        Refused: a chunk is malformed; nothing of the call was done.
     """
-    _check(core, who, event.marks)
+    _check_chunks(core, who, event.chunks)
     held: list[int] = []
-    for one in event.marks:
+    for one in event.chunks:
         group = core.state.groups.get(one.key.group)
         if group is None or group.holder != who or group.issue != one.issue or one.key.member not in group.making:
-            core.marks_refused["late"] += 1
+            core.partials_refused["late"] += 1
             held.append(-1)
             continue
-        held.append(_keep(core, group, one))
+        held.append(_save_chunk(core, group, one))
     return SavedPartials(held)
 
 
-def _check(core: Core, who: Incarnation, marks: Sequence[PartialChunk]) -> None:
-    if len(marks) > MAX_MARKS:
-        raise Refused(f"{len(marks)} marks of {who}", why=f"{MAX_MARKS} are allowed at once")
-    for one in marks:
-        what, count = f"mark of {one.key} by {who}", len(one.tokens) // TOKEN_BYTES
+def _check_chunks(core: Core, who: Incarnation, chunks: Sequence[PartialChunk]) -> None:
+    if len(chunks) > MAX_CHUNKS:
+        raise Refused(f"{len(chunks)} chunks of partial completions of {who}", why=f"{MAX_CHUNKS} are allowed at once")
+    for one in chunks:
+        what, count = f"partial completion of {one.key} by {who}", len(one.tokens) // TOKEN_BYTES
         if len(one.tokens) != count * TOKEN_BYTES or len(one.logprobs) != len(one.tokens) or not count:
             raise Refused(what, why=f"{len(one.tokens)} bytes of tokens, {len(one.logprobs)} of log-probabilities")
         if len(one.rows) % count:
@@ -543,37 +552,37 @@ def _check(core: Core, who: Incarnation, marks: Sequence[PartialChunk]) -> None:
             raise Refused(what, why=f"its spans end at {at}, its {count} tokens at {one.start + count}")
 
 
-def _keep(core: Core, group: Group, one: PartialChunk) -> int:
+def _save_chunk(core: Core, group: SampleGroup, one: PartialChunk) -> int:
     sample, limits = group.samples[one.key.member], core.state.limits
-    old = sample.mark
+    old = sample.partial
     have = old.length if old is not None else 0
     if one.start > have:
-        core.marks_refused["with a gap"] += 1
+        core.partials_refused["with a gap"] += 1
         return have
     if old is not None and one.start and len(one.rows) * TOKEN_BYTES != old.row_bytes * len(one.tokens):
         # Nobody could tell whose rows are whose; from its first token on it would be taken.
-        core.marks_refused["of another kind"] += 1
+        core.partials_refused["of another kind"] += 1
         return have
     new = _joined(old, one)
     grown = new.nbytes - (old.nbytes if old is not None else 0)
-    if new.nbytes > limits.mark_bytes or core.state.marks_bytes + grown > limits.marks_bytes:
-        core.marks_refused["without room"] += 1
+    if new.nbytes > limits.partial_bytes or core.state.partials_bytes + grown > limits.partials_bytes:
+        core.partials_refused["without room"] += 1
         return have
-    if new.length > sample.most:
-        sample.most = new.length
-        got_on(core, group)
-    sample.mark = new
-    core.state.marks_bytes += grown
+    if new.length > sample.longest_partial:
+        sample.longest_partial = new.length
+        made_progress(core, group)
+    sample.partial = new
+    core.state.partials_bytes += grown
     core.changed = True
     return new.length
 
 
-def got_on(core: Core, group: Group) -> None:
-    """There is more of the group than there ever was."""
+def made_progress(core: Core, group: SampleGroup) -> None:
+    """Reset what counts fruitless tickets: there is more of the group than ever before."""
     group.idle = 0
     # Where the next loss ends the group, nothing less than all of it is of use.
     if group.prompt is not None and (core.policy.on_failed_member != "drop" or group.complete):
-        group.prompt = group.prompt.got_on()
+        group.prompt = group.prompt.without_losses()
 
 
 def _joined(old: PartialTokens | None, one: PartialChunk) -> PartialTokens:
@@ -603,7 +612,7 @@ def load_partials(core: Core, who: Incarnation, keys: Sequence[SampleKey]) -> li
         group = core.state.groups.get(key.group)
         if group is None or group.holder != who or key.member not in group.making:
             continue
-        held = group.samples[key.member].mark
+        held = group.samples[key.member].partial
         if held is None:
             continue
         nbytes += held.nbytes
@@ -613,40 +622,40 @@ def load_partials(core: Core, who: Incarnation, keys: Sequence[SampleKey]) -> li
     return found
 
 
-def lengths(group: Group) -> dict[int, int]:
+def partial_lengths(group: SampleGroup) -> dict[int, int]:
     """Tokens held of each member that is to be made, for its ticket."""
-    return {n: held.length for n in group.making if (held := group.samples[n].mark) is not None}
+    return {n: held.length for n in group.making if (held := group.samples[n].partial) is not None}
 
 
-def any_held(group: Group) -> bool:
-    """Whether something of an unfinished member is kept."""
-    return any(sample.mark is not None for sample in group.samples)
+def has_partials(group: SampleGroup) -> bool:
+    """Whether a partial completion of a member is held."""
+    return any(sample.partial is not None for sample in group.samples)
 
 
-def reissued(core: Core, group: Group) -> None:
-    """The group is about to be given out again, which must not go on for ever without progress."""
+def count_reissue(core: Core, group: SampleGroup) -> None:
+    """Count another ticket for the group. After several without progress its partial completions are dropped."""
     group.idle += 1
-    if group.idle > IDLE_ISSUES and any_held(group):
-        core.tally("marks_given_up")
+    if group.idle > IDLE_ISSUES and has_partials(group):
+        core.tally("partials_dropped")
         for member in range(len(group.samples)):
-            core.drop_mark(group.samples[member])
+            core.drop_partial(group.samples[member])
     else:
-        core.tally("resumed_tokens", sum(lengths(group).values()))
+        core.tally("resumed_tokens", sum(partial_lengths(group).values()))
 
 
-def recycle(core: Core, group: Group) -> bool:
-    """Let a surplus group go on. False if that is not wanted, or nothing of it is unfinished and begun."""
-    if core.policy.on_surplus != "recycle" or (group.holder is None and not any_held(group)):
+def recycle(core: Core, group: SampleGroup) -> bool:
+    """Let a surplus group continue. False if the policy drops it, or nothing of it is unfinished and begun."""
+    if core.policy.on_surplus != "recycle" or (group.holder is None and not has_partials(group)):
         return False
     group.recycled = True
     core.changed = True
     core.tally("groups_recycled")
-    core.may_end_hold()
-    return keep_within(core, group)
+    core.recheck_stragglers()
+    return regenerate_stale_members(core, group)
 
 
-def keep_within(core: Core, group: Group) -> bool:
-    """Have members of a recycled group made again that are over-stale as a whole.
+def regenerate_stale_members(core: Core, group: SampleGroup) -> bool:
+    """Regenerate members of a recycled group that are over-stale as a whole.
 
     A group that is complete keeps its other members, so that one that took long is not lost with short ones that were
     done before it. False if nothing else is left, or its composition is fixed.
@@ -655,9 +664,9 @@ def keep_within(core: Core, group: Group) -> bool:
     stale = {
         key.member for key, sample in group.members() if sample.spans and core.staleness(group, key.member) > bound
     }
-    if stale and (len(stale) == group.size or frozen(core, group)):
+    if stale and (len(stale) == group.size or is_frozen(core, group)):
         return False
     if stale:
-        core.note("members_ended", group=group.id, members=sorted(stale), state="dropped(surplus)")
-        make_again(core, group, stale, "dropped(surplus)")
+        core.log("members_ended", group=group.id, members=sorted(stale), state="dropped(surplus)")
+        regenerate_members(core, group, stale, "dropped(surplus)")
     return True

@@ -14,17 +14,25 @@ from relax_rt.transport.queue.ledger.admission import (
     return_extents,
 )
 from relax_rt.transport.queue.ledger.core import Core
-from relax_rt.transport.queue.ledger.events import CompleteLease, ReleaseLease, RequestLease, Unpin
+from relax_rt.transport.queue.ledger.events import CompleteLease, ReleaseLease, RequestLease, UnpinLeases
 from relax_rt.transport.queue.ledger.failures import (
     count_success,
     fail_members,
+    find_stuck,
     killed_consumers,
     reset_failures,
-    stuck,
 )
-from relax_rt.transport.queue.ledger.messages import Freed, LeaseGrant, LeaseRequest, Put, Run, SampleInfo, SampleKey
+from relax_rt.transport.queue.ledger.messages import (
+    BlockPut,
+    Freed,
+    LeaseGrant,
+    LeaseRequest,
+    SampleInfo,
+    SampleKey,
+    SampleRun,
+)
 from relax_rt.transport.queue.ledger.selection import Samplers, select_keys, settle
-from relax_rt.transport.queue.ledger.state import Group, Lease, Part, Sample
+from relax_rt.transport.queue.ledger.state import Lease, SampleGroup, SamplePart, SampleState
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -34,9 +42,9 @@ def lease(core: Core, who: Incarnation, event: RequestLease, samplers: Samplers)
 
     An event from the journal carries its keys: what was chosen then is granted again, whatever samplers do now.
     """
-    task, want = event.task, event.want
-    _check_request(core, who, task, want)
-    settled, waiting_on = settle(core, who, want) if task == core.policy.step_task else (want, "")
+    task, request = event.task, event.request
+    _check_request(core, who, task, request)
+    settled, waiting_on = settle(core, who, request) if task == core.policy.step_task else (request, "")
     keys = event.keys
     if keys is None:
         keys, waiting_on = _choose(core, samplers, task, settled) if settled is not None else ([], waiting_on)
@@ -45,14 +53,14 @@ def lease(core: Core, who: Incarnation, event: RequestLease, samplers: Samplers)
     groups = core.state.groups
     samples = [groups[key.group].samples[key.member] for key in keys]
     if event.keys is None:
-        keys, samples = _suspect_alone(core, task, keys, samples, want)
+        keys, samples = _suspect_alone(core, task, keys, samples, request)
     lease = _grant(core, who, task, keys, samples)
     return batch_of(core, lease, zip(keys, samples, strict=True)), keys
 
 
-def _choose(core: Core, samplers: Samplers, task: str, want: LeaseRequest) -> tuple[list[SampleKey], str]:
+def _choose(core: Core, samplers: Samplers, task: str, request: LeaseRequest) -> tuple[list[SampleKey], str]:
     try:
-        return select_keys(core, samplers, task, want)
+        return select_keys(core, samplers, task, request)
     except Refused as error:
         if not core.changed:
             raise
@@ -61,11 +69,11 @@ def _choose(core: Core, samplers: Samplers, task: str, want: LeaseRequest) -> tu
 
 
 def _suspect_alone(
-    core: Core, task: str, keys: list[SampleKey], samples: list[Sample], want: LeaseRequest
-) -> tuple[list[SampleKey], list[Sample]]:
+    core: Core, task: str, keys: list[SampleKey], samples: list[SampleState], request: LeaseRequest
+) -> tuple[list[SampleKey], list[SampleState]]:
     """A sample that its consumers' next death would set aside is leased by itself: its neighbours are not to blame."""
     last = core.state.limits.quarantine_after - 1
-    if task == core.policy.step_task or want.groups or last < 1 or len(keys) < 2:
+    if task == core.policy.step_task or request.groups or last < 1 or len(keys) < 2:
         return keys, samples
     deaths = [sample.deaths for sample in samples]
     if max(deaths) < last:
@@ -74,31 +82,31 @@ def _suspect_alone(
     return [keys[suspect]], [samples[suspect]]
 
 
-def _check_request(core: Core, who: Incarnation, task: str, want: LeaseRequest) -> None:
-    what = f"take for task '{task}' by {who}"
+def _check_request(core: Core, who: Incarnation, task: str, request: LeaseRequest) -> None:
+    what = f"lease for task '{task}' by {who}"
     if task not in core.policy.tasks:
         tasks = sorted(core.policy.tasks)
         raise Refused(what, why=f"tasks are {', '.join(tasks)}", hint=did_you_mean(task, tasks))
-    if max(want.samples, want.groups, want.tokens) < 1:
+    if max(request.samples, request.groups, request.tokens) < 1:
         raise Refused(what, why="neither samples nor groups nor tokens were asked for")
-    if task == core.policy.step_task and (want.groups < 1 or want.tokens):
+    if task == core.policy.step_task and (request.groups < 1 or request.tokens):
         raise Refused(what, why="training takes whole groups: say how many", hint="bound micro-batches by tokens")
-    if want.at_least and (task != core.policy.step_task or want.at_least > want.groups):
-        why = f"at least {want.at_least} of {want.groups} groups are asked for"
+    if request.at_least and (task != core.policy.step_task or request.at_least > request.groups):
+        why = f"at least {request.at_least} of {request.groups} groups are asked for"
         raise Refused(what, why=why, hint="at_least is for training, and up to `groups`")
-    if want.samples > MAX_SAMPLES or want.groups > MAX_SAMPLES:
-        raise Refused(what, why=f"{max(want.samples, want.groups)} are asked for, {MAX_SAMPLES} may be at once")
-    if want.tokens < 0:
-        raise Refused(what, why=f"{want.tokens} tokens cannot be")
+    if request.samples > MAX_SAMPLES or request.groups > MAX_SAMPLES:
+        raise Refused(what, why=f"{max(request.samples, request.groups)} are asked for, {MAX_SAMPLES} may be at once")
+    if request.tokens < 0:
+        raise Refused(what, why=f"{request.tokens} tokens cannot be")
 
 
-def _grant(core: Core, who: Incarnation, task: str, keys: list[SampleKey], samples: list[Sample]) -> Lease:
-    blocks = core.read_by(samples)
+def _grant(core: Core, who: Incarnation, task: str, keys: list[SampleKey], samples: list[SampleState]) -> Lease:
+    blocks = core.blocks_of(samples)
     pins = core.blocks.extents_of(blocks)
     lease = Lease(core.new_id(), task, keys, blocks, pins, who)
     core.blocks.pin(pins)
     core.state.leases[lease.id] = lease
-    core.hold(lease.id)
+    core.start_deadline(lease.id)
     if task == core.policy.step_task:
         for group in core.groups_of(lease):
             group.lease = lease.id
@@ -115,16 +123,18 @@ def _grant(core: Core, who: Incarnation, task: str, keys: list[SampleKey], sampl
     return lease
 
 
-def batch_of(core: Core, lease: Lease, held: Iterable[tuple[SampleKey, Sample]] | None = None) -> LeaseGrant:
-    """What the holder of a lease is told.
+def batch_of(core: Core, lease: Lease, held: Iterable[tuple[SampleKey, SampleState]] | None = None) -> LeaseGrant:
+    """The grant of a lease, as its holder gets it.
 
     Columns that came after the lease was granted are not in it: their memory is not pinned for its holder.
     held: its samples, if they are at hand.
     """
+    # Blocks put after the grant are left out: only those of the grant are pinned, so that a batch that is asked for
+    # again (its first answer was lost) shows exactly the memory that its holder may read.
     told = set(lease.blocks)
     place: dict[int, int] = {}
     infos: list[SampleInfo] = []
-    runs: list[Run] = []
+    runs: list[SampleRun] = []
     if core.policy.step_task:
         infos = _infos(core, lease, told, place)
     else:
@@ -183,7 +193,7 @@ def complete(core: Core, who: Incarnation, event: CompleteLease) -> Freed:
     return Freed(core.blocks.collect(who))
 
 
-def _new_columns(core: Core, lease: Lease, puts: list[Put]) -> list[tuple[SampleKey, Part, int]]:
+def _new_columns(core: Core, lease: Lease, puts: list[BlockPut]) -> list[tuple[SampleKey, SamplePart, int]]:
     """The blocks of the puts are in use from now on, by those samples that the lease still holds."""
     held = {key for key, _ in core.samples_of(lease)}
     versioned, found = set(core.policy.versioned), []
@@ -194,7 +204,7 @@ def _new_columns(core: Core, lease: Lease, puts: list[Put]) -> list[tuple[Sample
             continue
         block = core.blocks.add(item, len(rows), core.state.callers.alive)
         version = item.version if not versioned.isdisjoint(item.block.fields) else -1
-        found += [(row.key, Part(block, row.row, lease.task, version), row.length) for row in rows]
+        found += [(row.key, SamplePart(block, row.row, lease.task, version), row.length) for row in rows]
     return found
 
 
@@ -225,7 +235,7 @@ def _finish(core: Core, lease: Lease, event: CompleteLease) -> None:
             sample.done.append(task)
             sample.deaths = 0
             count_success(core, core.state.groups[key.group], task)
-    fail_members(core, task, stuck(core, [(key, sample) for key, sample in held.items() if key not in not_done]))
+    fail_members(core, task, find_stuck(core, [(key, sample) for key, sample in held.items() if key not in not_done]))
     for group in groups:
         if group.id in core.state.groups:
             core.refresh(group)
@@ -245,7 +255,7 @@ def _finish_without_news(core: Core, lease: Lease, event: CompleteLease) -> None
         sample.deaths = 0
         if ends and len(sample.done) >= tasks:
             core.finish_if_done(core.state.groups[key.group])
-    fail_members(core, task, stuck(core, held))
+    fail_members(core, task, find_stuck(core, held))
 
 
 def _check_complete(core: Core, who: Incarnation, event: CompleteLease, lease: Lease) -> None:
@@ -265,7 +275,7 @@ def _check_complete(core: Core, who: Incarnation, event: CompleteLease, lease: L
 
 
 def _check_columns(core: Core, what: str, event: CompleteLease, lease: Lease) -> None:
-    """No column comes twice, none was computed with weights that are not known."""
+    """Raises Refused if a column comes twice, or was computed with weights that are not known."""
     seen: dict[SampleKey, set[str]] = {}
     blocks, versioned = core.blocks.blocks, set(core.policy.versioned)
     for key, sample in core.samples_of(lease):
@@ -294,7 +304,7 @@ def _complete_late(core: Core, who: Incarnation, event: CompleteLease) -> Freed:
     return Freed(core.blocks.collect(who))
 
 
-def unpin(core: Core, who: Incarnation, event: Unpin) -> Freed:
+def unpin(core: Core, who: Incarnation, event: UnpinLeases) -> Freed:
     """The caller does not read the memory of these ended leases any more."""
     _unpin(core, who, event.leases)
     return collect_freed(core, who)
@@ -310,7 +320,7 @@ def _unpin(core: Core, who: Incarnation, leases: list[int]) -> None:
 
 
 def release(core: Core, who: Incarnation, event: ReleaseLease) -> None:
-    """The caller gives a lease back undone: its samples are offered again, no death is counted."""
+    """Release a lease undone: its samples are offered again, and no death is counted."""
     lease = core.state.leases.get(event.lease)
     if lease is None or lease.holder != who:
         if not event.pinned:
@@ -322,11 +332,11 @@ def release(core: Core, who: Incarnation, event: ReleaseLease) -> None:
     _offer_again(core, lease.task, groups, [key for key, _ in samples])
 
 
-def _offer_again(core: Core, task: str, groups: list[Group], keys: list[SampleKey]) -> None:
+def _offer_again(core: Core, task: str, groups: list[SampleGroup], keys: list[SampleKey]) -> None:
     for group in groups:
         if group.id in core.state.groups:
             core.refresh(group)
-    core.first(task, keys)
+    core.requeue_first(task, keys)
 
 
 def lapse(core: Core, lease: Lease, *, pinned: bool, blame: bool = True) -> None:
@@ -338,7 +348,7 @@ def lapse(core: Core, lease: Lease, *, pinned: bool, blame: bool = True) -> None
     samples, groups = core.samples_of(lease), core.groups_of(lease)
     if lease.task == core.policy.step_task:
         samples = [member for group in groups for member in group.members()]
-    core.note("lease_lapsed", lease=lease.id, task=lease.task, samples=len(lease.keys))
+    core.log("lease_lapsed", lease=lease.id, task=lease.task, samples=len(lease.keys))
     core.close(lease, pinned=pinned)
     for _, sample in samples:
         sample.deaths += blame
@@ -348,19 +358,19 @@ def lapse(core: Core, lease: Lease, *, pinned: bool, blame: bool = True) -> None
         # A group on lease to the trainer is frozen; its end is the trainer's.
         if bad and not group.lease:
             killed_consumers(core, group, lease.task, list(bad), limit)
-            core.end(group, "dropped(sibling)", marked=bad, fate="retire")
+            core.end(group, "dropped(sibling)", member_states=bad, fate="retire")
     _offer_again(core, lease.task, groups, [key for key, _ in samples])
 
 
-def runs_of(held: Iterable[tuple[SampleKey, Sample]], told: set[int], place: dict[int, int]) -> list[Run]:
+def runs_of(held: Iterable[tuple[SampleKey, SampleState]], told: set[int], place: dict[int, int]) -> list[SampleRun]:
     """Samples on lease of a queue without steps, where prompts and versions are of no matter.
 
     told: blocks to speak of; place: where each is in the batch's list, extended here.
     """
-    runs: list[Run] = []
+    runs: list[SampleRun] = []
     start, count, by_group = SampleKey(0, 0), 0, False
     group = member = -1
-    parts: list[Part] = []
+    parts: list[SamplePart] = []
     lengths: list[int] = []
     for key, sample in held:
         if count and _next_rows(sample.parts, parts, count):
@@ -384,16 +394,16 @@ def _run(
     key: SampleKey,
     count: int,
     by_group: bool,
-    parts: list[Part],
+    parts: list[SamplePart],
     lengths: list[int],
     told: set[int],
     place: dict[int, int],
-) -> Run:
+) -> SampleRun:
     first = [(place.setdefault(part.block, len(place)), part.row) for part in parts if part.block in told]
-    return Run(key, count, by_group, first, lengths if max(lengths) >= 0 else [])
+    return SampleRun(key, count, by_group, first, lengths if max(lengths) >= 0 else [])
 
 
-def _next_rows(parts: list[Part], first: list[Part], by: int) -> bool:
+def _next_rows(parts: list[SamplePart], first: list[SamplePart], by: int) -> bool:
     """Whether these are the rows of the same blocks, `by` further on."""
     if len(parts) != len(first):
         return False

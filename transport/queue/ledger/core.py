@@ -9,10 +9,10 @@ from typing import Any
 from relax_rt.transport.base.versions import VersionRecord, VersionTree
 from relax_rt.transport.memory.block_table import BlockTable
 from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.queue.ledger.lengths import Losses
+from relax_rt.transport.queue.ledger.lengths import LengthStatistics
 from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy
-from relax_rt.transport.queue.ledger.state import Group, Lease, Part, Sample, State
+from relax_rt.transport.queue.ledger.state import Lease, SampleGroup, SamplePart, SampleState, State
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -25,7 +25,7 @@ ROOM = "room"
 
 
 class Core:
-    """State, version tree, indices of ready work, deadlines and counts.
+    """State, version tree, indices of ready work, deadlines and counts; the other modules are functions over it.
 
     Deadlines are not part of the state: renewals are not journaled, and after a restart leases start again at
     full length.
@@ -43,8 +43,8 @@ class Core:
         self.step_ready: OrderedDict[int, None] = OrderedDict()
         self.held = 0
         """Samples in groups that are not yet trained."""
-        self.losses = Losses()
-        self.marks_refused: Counter[str] = Counter()
+        self.losses = LengthStatistics()
+        self.partials_refused: Counter[str] = Counter()
         """Marks not kept since this broker started, by reason."""
         self._lags: dict[int, int] = {}
         self._tasks: dict[tuple[tuple[str, ...], ...], tuple[str, ...]] = {}
@@ -64,35 +64,35 @@ class Core:
     def blocks(self) -> BlockTable:
         return self.state.blocks
 
-    def note(self, kind: str, **fields: Any) -> None:
-        """Something to show in the event log."""
+    def log(self, kind: str, **fields: Any) -> None:
+        """Add a notice for the event log."""
         self.notices.append((kind, fields))
 
     def tally(self, what: str, n: int = 1) -> None:
         self.state.tallies[what] = self.state.tallies.get(what, 0) + n
 
-    def ended(self, what: str, n: int = 1) -> None:
-        """Samples that came to a terminal state."""
+    def count_end(self, what: str, n: int = 1) -> None:
+        """Count samples that reached a terminal state."""
         self.state.ended[what] = self.state.ended.get(what, 0) + n
 
     def new_id(self) -> int:
         self.state.next_id += 1
         return self.state.next_id - 1
 
-    def hold(self, id_: int) -> None:
-        """The ticket or lease runs at full length from now."""
+    def start_deadline(self, id_: int) -> None:
+        """Start the deadline of a ticket or lease at full length from now."""
         self.renew(id_, self.now)
 
     def renew(self, id_: int, now: float) -> None:
-        """The ticket or lease runs at full length from `now`."""
+        """Start the deadline of a ticket or lease at full length from `now`."""
         self.deadlines[id_] = now + self.state.limits.lease_s
 
-    def unhold(self, id_: int) -> None:
-        """The ticket or lease is not held any more."""
+    def clear_deadline(self, id_: int) -> None:
+        """Clear the deadline: the ticket or lease is not held any more."""
         self.deadlines.pop(id_, None)
 
     def unpin(self, extents: Iterable[Extent]) -> None:
-        """One reference less on each extent."""
+        """Release one reference on each extent."""
         self.blocks.unpin(extents, self.state.callers.alive)
 
     # --- staleness
@@ -104,29 +104,31 @@ class Core:
             self._lags[version] = self.tree.distance(self.state.trainer_version, version)
         return self._lags[version]
 
-    def staleness(self, group: Group, member: int | None = None) -> int:
+    def staleness(self, group: SampleGroup, member: int | None = None) -> int:
         """Longest distance from the trainer's weights to any version in the group, or in one member.
 
-        Members that are not there yet count with the version of the engine that makes them, and with their marks'.
+        Members that are not there yet count with the version of the engine that makes them, and with those of their
+        partial completions.
         Where over-stale tokens are masked, only the others count; a sample that has no others counts with its freshest.
         """
         if self.state.trainer_version is None:
             return 0
-        samples = [s for s in group.samples if not s.left_out] if member is None else [group.samples[member]]
+        samples = [s for s in group.samples if not s.excluded] if member is None else [group.samples[member]]
         if self.policy.on_straggler == "mask" or group.recycled:
             return max((self._unmasked(sample) for sample in samples if sample.spans), default=0)
         versions = {span.version for sample in samples for span in sample.spans}
-        versions.update(span.version for sample in samples if sample.mark is not None for span in sample.mark.spans)
+        partials = [sample.partial for sample in samples if sample.partial is not None]
+        versions.update(span.version for partial in partials for span in partial.spans)
         if group.prompt is not None and any(not sample.spans for sample in samples):
             versions.add(group.base)
         return max((self.lag(version) for version in versions), default=0)
 
-    def _unmasked(self, sample: Sample) -> int:
+    def _unmasked(self, sample: SampleState) -> int:
         lags = [self.lag(span.version) for span in sample.spans]
         return max((lag for lag in lags if lag <= self.policy.max_staleness), default=min(lags))
 
-    def masked(self, group: Group, sample: Sample) -> list[tuple[int, int]]:
-        """Token ranges over the bound, which count as context."""
+    def masked(self, group: SampleGroup, sample: SampleState) -> list[tuple[int, int]]:
+        """Token ranges over the staleness bound, whose loss mask counts as 0."""
         if not (self.policy.on_straggler == "mask" or group.recycled) or self.state.trainer_version is None:
             return []
         return [(s.start, s.end) for s in sample.spans if self.lag(s.version) > self.policy.max_staleness]
@@ -148,22 +150,22 @@ class Core:
         for group in self.state.groups.values():
             self.lapse_columns(group)
 
-    def outdated(self, part: Part) -> bool:
+    def outdated(self, part: SamplePart) -> bool:
         """Whether its columns were computed with other weights than the trainer's, and depend on them."""
         return part.version >= 0 and self.state.trainer_version is not None and self.lag(part.version) > 0
 
     @property
     def used_bytes(self) -> int:
-        """What counts against the capacity: payloads in shared memory, and marks."""
-        return self.state.blocks.payload_bytes + self.state.marks_bytes
+        """What counts against the capacity: payloads in shared memory, and partial completions."""
+        return self.state.blocks.payload_bytes + self.state.partials_bytes
 
-    def drop_mark(self, sample: Sample) -> None:
-        """What was marked of the sample is needed no more."""
-        if sample.mark is not None:
-            self.state.marks_bytes -= sample.mark.nbytes
-            sample.mark = None
+    def drop_partial(self, sample: SampleState) -> None:
+        """Drop the sample's partial completion."""
+        if sample.partial is not None:
+            self.state.partials_bytes -= sample.partial.nbytes
+            sample.partial = None
 
-    def lapse_columns(self, group: Group) -> None:
+    def lapse_columns(self, group: SampleGroup) -> None:
         """Columns of other weights are not there any more, and the tasks that put them are to do it again.
 
         All that such a task put lapses with them: it will put all of it again. Who is at work on what lapsed finishes
@@ -187,7 +189,7 @@ class Core:
     # --- indices
 
     def reindex(self) -> None:
-        """Find all ready work anew."""
+        """Rebuild the indices of ready work."""
         self._tasks.clear()
         self.ready = {task: OrderedDict() for task in self.policy.tasks if task != self.policy.step_task}
         self.step_ready.clear()
@@ -207,19 +209,19 @@ class Core:
             self._tasks[fields] = tasks
         return tasks
 
-    def tasks_for(self, sample: Sample) -> tuple[str, ...]:
+    def tasks_for(self, sample: SampleState) -> tuple[str, ...]:
         """Tasks all of whose fields the sample has."""
         if not sample.generated:
             return ()
         blocks = self.blocks.blocks
         return self.tasks_with(*[blocks[part.block].ref.fields for part in sample.parts])
 
-    def refresh(self, group: Group) -> None:
-        """Enter what of the group is ready for which task, after any change of it."""
+    def refresh(self, group: SampleGroup) -> None:
+        """Index what of the group is ready for which task, after any change of it."""
         step_task = self.policy.step_task
         step_ready = bool(step_task) and group.holder is None and not group.lease
         for member, sample in enumerate(group.samples):
-            if sample.left_out:
+            if sample.excluded:
                 continue
             tasks = self.tasks_for(sample)
             key = SampleKey(group.id, member)
@@ -238,27 +240,27 @@ class Core:
         else:
             self.step_ready.pop(group.id, None)
 
-    def enter_ready(self, group: int, sample: Sample) -> None:
+    def index_single(self, group: int, sample: SampleState) -> None:
         """What `refresh` does for the only sample of a group that was just put."""
         key = SampleKey(group, 0)
         for task in self.tasks_with(self.blocks.blocks[sample.parts[0].block].ref.fields):
             self.ready[task][key] = None
             self.touched.add(task)
 
-    def first(self, task: str, keys: Sequence[SampleKey]) -> None:
-        """What comes back to a task goes before what is new, in the order of `keys`."""
+    def requeue_first(self, task: str, keys: Sequence[SampleKey]) -> None:
+        """Put samples that come back to a task before new ones, in the order of `keys`."""
         ready = self.ready.get(task, OrderedDict[SampleKey, None]())
         for key in reversed(keys):
             if key in ready:
                 ready.move_to_end(key, last=False)
 
-    def enter(self, group: Group) -> None:
-        """A group is there from now on."""
+    def add_group(self, group: SampleGroup) -> None:
+        """Add a group."""
         self.state.groups[group.id] = group
         self.held += group.size
 
-    def leave(self, group: Group) -> None:
-        """The group is not among those to be trained any more, and nothing of it is offered."""
+    def remove_group(self, group: SampleGroup) -> None:
+        """Remove a group from those to be trained, and all of it from the indices."""
         if self.state.groups.pop(group.id, None) is not None:
             self.held -= group.size
         for key in group.sample_keys():
@@ -266,19 +268,19 @@ class Core:
                 ready.pop(key, None)
         self.step_ready.pop(group.id, None)
         self.state.reopened.pop(group.id, None)
-        self.unhold(group.id)
+        self.clear_deadline(group.id)
         self.touched.add(ROOM)
-        self.may_end_hold()
+        self.recheck_stragglers()
 
-    def may_end_hold(self) -> None:
-        """A group changed that a batch may be held for as a straggler."""
+    def recheck_stragglers(self) -> None:
+        """Wake the trainer: a group changed that its batch may be waiting for as a straggler."""
         if self.state.blocked_since is not None:
             self.touched.add(self.policy.step_task)
 
     # --- the end of samples, groups and leases
 
-    def drop_parts(self, sample: Sample, parts: Sequence[Part] | None = None) -> None:
-        """These columns of the sample are needed no more; all of them if none are named."""
+    def drop_parts(self, sample: SampleState, parts: Sequence[SamplePart] | None = None) -> None:
+        """Drop these columns of the sample; all of them if none are named."""
         gone = sample.parts if parts is None else parts
         sample.parts = [] if parts is None else [part for part in sample.parts if part not in gone]
         for part in gone:
@@ -286,32 +288,32 @@ class Core:
 
     def end(
         self,
-        group: Group,
+        group: SampleGroup,
         state: str,
         *,
-        marked: dict[int, str] | None = None,
+        member_states: dict[int, str] | None = None,
         fate: str = "return",
         **why: str,
     ) -> None:
-        """The group ends before it was trained, its samples in `state` (or their own in `marked`).
+        """The group ends before it was trained, its samples in `state` (or their own in `member_states`).
 
         fate is what becomes of the prompt: `return`, `failed` (returned, unless it failed too often), `retire`, or
         `filter` and `skip` (retired, of which only the number is kept). why: more for the event log.
         """
-        self.leave(group)
+        self.remove_group(group)
         for member, sample in enumerate(group.samples):
-            if sample.left_out:
+            if sample.excluded:
                 continue
-            name = (marked or {}).get(member, state)
-            self.ended(name)
+            name = (member_states or {}).get(member, state)
+            self.count_end(name)
             if sample.generated:
                 self.losses.lost(sample.length, name)
                 if name == REFUSED:
                     self.tally(REFUSED_TOKENS, max(0, sample.length))
             self.drop_parts(sample)
-            if sample.mark is not None:
-                self.tally("marked_tokens_dropped", sample.mark.length)
-                self.drop_mark(sample)
+            if sample.partial is not None:
+                self.tally("partial_tokens_dropped", sample.partial.length)
+                self.drop_partial(sample)
         if group.prompt is None:
             fate = "none"
         else:
@@ -325,7 +327,7 @@ class Core:
                 self.state.prompts.retire(group.prompt)
             else:
                 self.state.prompts.give_back(group.prompt, failed=fate == "failed")
-        self.note(
+        self.log(
             "group_ended",
             group=group.id,
             prompt=group.prompt.index if group.prompt is not None else None,
@@ -334,13 +336,13 @@ class Core:
             **why,
         )
 
-    def finish_if_done(self, group: Group) -> None:
+    def finish_if_done(self, group: SampleGroup) -> None:
         """Without a step task a group is finished when all tasks are done with all of it."""
         tasks = len(self.policy.tasks)
         if self.policy.step_task:
             return
         for sample in group.samples:
-            if len(sample.done) < tasks and not sample.left_out:
+            if len(sample.done) < tasks and not sample.excluded:
                 return
         # Done with everywhere, it is in no index of ready work.
         size = group.size
@@ -348,10 +350,10 @@ class Core:
         self.held -= size
         self.touched.add(ROOM)
         for sample in group.samples:
-            if not sample.left_out:
+            if not sample.excluded:
                 self.losses.used(sample.length)
                 self.drop_parts(sample)
-        self.ended("finished", size)
+        self.count_end("finished", size)
 
     def close(self, lease: Lease, *, pinned: bool) -> None:
         """The lease is not held any more. What becomes of its samples is the caller's to say.
@@ -359,7 +361,7 @@ class Core:
         pinned: its holder may still be reading, so its extents stay until it says `unpin`, or its process ends.
         """
         self.state.leases.pop(lease.id, None)
-        self.unhold(lease.id)
+        self.clear_deadline(lease.id)
         if lease.task == self.policy.step_task:
             # The next batch of the task waits for this one to end.
             self.touched.add(lease.task)
@@ -377,7 +379,7 @@ class Core:
             self.unpin(lease.pins)
 
     def release_pins(self, lease: Lease) -> None:
-        """The holder of an ended lease does not read its memory any more."""
+        """Release the pins of an ended lease: its holder does not read its memory any more."""
         del self.state.pinned[lease.id]
         self.unpin(lease.pins)
 
@@ -387,22 +389,22 @@ class Core:
         found.update(lease.holder for lease in self.state.pinned.values())
         return found
 
-    def groups_of(self, lease: Lease) -> list[Group]:
+    def groups_of(self, lease: Lease) -> list[SampleGroup]:
         """The lease's groups that are still there and not yet trained."""
         return [self.state.groups[id_] for id_ in lease.groups() if id_ in self.state.groups]
 
-    def samples_of(self, lease: Lease) -> list[tuple[SampleKey, Sample]]:
+    def samples_of(self, lease: Lease) -> list[tuple[SampleKey, SampleState]]:
         """The samples that the lease of a task other than the step task still holds.
 
-        A member that was made again under its old key is another sample, which this lease never held.
+        A member that was regenerated under its old key is another sample, which this lease never held.
         """
-        found: list[tuple[SampleKey, Sample]] = []
+        found: list[tuple[SampleKey, SampleState]] = []
         for key in lease.keys:
             group = self.state.groups.get(key.group)
             if group is not None and group.samples[key.member].leases.get(lease.task) == lease.id:
                 found.append((key, group.samples[key.member]))
         return found
 
-    def read_by(self, samples: Iterable[Sample]) -> list[int]:
+    def blocks_of(self, samples: Iterable[SampleState]) -> list[int]:
         """Ids of the blocks that hold columns of these samples, each once."""
         return list(dict.fromkeys([part.block for sample in samples for part in sample.parts]))

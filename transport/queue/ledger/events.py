@@ -6,12 +6,12 @@ import msgspec
 
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.queue.ledger.messages import Failure, LeaseRequest, PartialChunk, Put, SampleKey
+from relax_rt.transport.queue.ledger.messages import BlockPut, Failure, LeaseRequest, PartialChunk, SampleKey
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.identity import Incarnation
 
 
-class Configure(msgspec.Struct, frozen=True, tag="configure"):
+class ConfigureQueue(msgspec.Struct, frozen=True, tag="configure"):
     """The policy from here on. In the journal, so that a replay judges each event as it was judged then."""
 
     policy: LedgerPolicy
@@ -29,7 +29,7 @@ class OpenRun(msgspec.Struct, frozen=True, tag="open_run"):
     payloads: str = ""
 
 
-class Join(msgspec.Struct, frozen=True, tag="join"):
+class JoinQueue(msgspec.Struct, frozen=True, tag="join"):
     """The caller's incarnation is seen for the first time; older ones of its slot are fenced.
 
     Attributes:
@@ -45,22 +45,22 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     issued: bool = False
 
 
-class Admit(msgspec.Struct, frozen=True, tag="admit"):
+class RequestTickets(msgspec.Struct, frozen=True, tag="admit"):
     engine_version: int
     groups: int
 
 
 class PutGroups(msgspec.Struct, frozen=True, tag="put_groups", gc=False):
-    puts: list[Put]
+    puts: list[BlockPut]
     groups: list[int]
 
 
 class PutSamples(msgspec.Struct, frozen=True, tag="put_samples", gc=False):
-    puts: list[Put]
+    puts: list[BlockPut]
 
 
 class SavePartials(msgspec.Struct, frozen=True, tag="save_partials", gc=False):
-    marks: list[PartialChunk]
+    chunks: list[PartialChunk]
 
 
 class ReleaseGroups(msgspec.Struct, frozen=True, tag="release_groups"):
@@ -99,18 +99,18 @@ class RequestLease(msgspec.Struct, frozen=True, tag="request_lease", gc=False):
     """keys: what was chosen, in the journal; None while it is still to be chosen."""
 
     task: str
-    want: LeaseRequest
+    request: LeaseRequest
     keys: list[SampleKey] | None = None
 
 
 class CompleteLease(msgspec.Struct, frozen=True, tag="complete_lease", gc=False):
     lease: int
-    puts: list[Put]
+    puts: list[BlockPut]
     failures: list[Failure]
     pinned: bool = False
 
 
-class Unpin(msgspec.Struct, frozen=True, tag="unpin", gc=False):
+class UnpinLeases(msgspec.Struct, frozen=True, tag="unpin", gc=False):
     leases: list[int]
 
 
@@ -176,10 +176,10 @@ class Lapse(msgspec.Struct, frozen=True, tag="lapse"):
 
 
 Event = (
-    Configure
+    ConfigureQueue
     | OpenRun
-    | Join
-    | Admit
+    | JoinQueue
+    | RequestTickets
     | PutGroups
     | PutSamples
     | SavePartials
@@ -189,7 +189,7 @@ Event = (
     | ReportLosses
     | RequestLease
     | CompleteLease
-    | Unpin
+    | UnpinLeases
     | ReleaseLease
     | CompleteStep
     | FilterGroups
@@ -203,7 +203,7 @@ Event = (
 )
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class JournalEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One record of the journal.
 
     Attributes:

@@ -19,12 +19,12 @@ from relax_rt.transport.queue.ledger.messages import (
     Retired,
     SampleKey,
 )
-from relax_rt.transport.queue.ledger.state import Group, LateItem, LossCause, ProgressState, Sample
+from relax_rt.transport.queue.ledger.state import LateItem, LossCause, ProgressState, SampleGroup, SampleState
 from relax_rt.transport.rpc.identity import Incarnation
 
 
 def fail_members(core: Core, task: str, failures: list[Failure]) -> None:
-    """What the policy says of members on which `task` cannot succeed."""
+    """Regenerate, exclude or end members on which `task` cannot succeed, as the policy says."""
     by_group: dict[int, dict[int, Failure]] = {}
     for failure in failures:
         by_group.setdefault(failure.key.group, {})[failure.key.member] = failure
@@ -34,53 +34,56 @@ def fail_members(core: Core, task: str, failures: list[Failure]) -> None:
             continue
         core.tally("failed_groups")
         found = list(members.values())
-        core.note("samples_failed", group=id_, task=task, reasons=[failure.reason for failure in found[:3]])
+        core.log("samples_failed", group=id_, task=task, reasons=[failure.reason for failure in found[:3]])
         judged = failed(core, group, task, found)
         if judged.retire:
             retire(core, group, task, found)
-            core.end(group, "dropped(sibling)", marked=dict.fromkeys(members, "failed"), fate="retire")
+            core.end(group, "dropped(sibling)", member_states=dict.fromkeys(members, "failed"), fate="retire")
             continue
         _fail(core, group, set(members))
         if not judged.whole and id_ not in core.state.groups:
             failed_group(core, group)
 
 
-def frozen(core: Core, group: Group) -> bool:
+def is_frozen(core: Core, group: SampleGroup) -> bool:
     """Whether something was computed over the whole group, so that none of its members can be another."""
     task = core.policy.frozen_by
     return bool(task) and any(task in sample.done for sample in group.samples)
 
 
-def _fail(core: Core, group: Group, members: set[int]) -> None:
+def _fail(core: Core, group: SampleGroup, members: set[int]) -> None:
     policy = core.policy
-    marked = dict.fromkeys(members, "failed")
+    member_states = dict.fromkeys(members, "failed")
     if group.prompt is None:
-        # Nobody makes an offered sample again. Its siblings are useful without it, unless they are trained as one.
+        # Nobody regenerates a sample that was put without a ticket. Its siblings are useful without it, unless they are
+        # trained as one.
         if policy.step_task:
-            core.end(group, "dropped(sibling)", marked=marked)
+            core.end(group, "dropped(sibling)", member_states=member_states)
         else:
-            _leave_out(core, group, members)
+            _exclude(core, group, members)
         return
-    if frozen(core, group) or policy.on_failed_member == "drop":
-        core.end(group, "dropped(sibling)", marked=marked, fate="failed")
+    if is_frozen(core, group) or policy.on_failed_member == "drop":
+        core.end(group, "dropped(sibling)", member_states=member_states, fate="failed")
     elif policy.on_failed_member == "shrink":
         if group.size - len(members) >= max(policy.min_group, 1):
-            _leave_out(core, group, members)
+            _exclude(core, group, members)
         else:
-            core.end(group, "dropped(sibling)", marked=marked, fate="failed")
+            core.end(group, "dropped(sibling)", member_states=member_states, fate="failed")
     elif group.prompt.failures + 1 >= policy.failures_per_prompt:
-        core.end(group, "dropped(sibling)", marked=marked, fate="retire")
+        core.end(group, "dropped(sibling)", member_states=member_states, fate="retire")
     else:
-        make_again(core, group, members)
+        regenerate_members(core, group, members)
 
 
-def fail_missing(core: Core, group: Group, reason: str, *, late: bool = False, item: str = "", about: str = "") -> None:
+def fail_missing(
+    core: Core, group: SampleGroup, reason: str, *, late: bool = False, item: str = "", about: str = ""
+) -> None:
     """Its producer cannot make what is missing of the group: the same as if a task had failed on it."""
     group.holder, group.making = None, []
-    core.unhold(group.id)
+    core.clear_deadline(group.id)
     missing = group.missing()
     for member in missing:
-        core.drop_mark(group.samples[member])
+        core.drop_partial(group.samples[member])
     if not missing:
         core.refresh(group)
     keys = [SampleKey(group.id, member) for member in missing]
@@ -104,8 +107,8 @@ def lose_memory(core: Core, who: Incarnation) -> None:
     fail_members(core, "", failures)
 
 
-def stuck(core: Core, held: Iterable[tuple[SampleKey, Sample]]) -> list[Failure]:
-    """Those that nobody works on, or ever will: each task is done with them, or lacks a column that none will put."""
+def find_stuck(core: Core, held: Iterable[tuple[SampleKey, SampleState]]) -> list[Failure]:
+    """Samples that nobody will ever work on: each task is done with them, or lacks a column that none will put."""
     step_task, everything = core.policy.step_task, len(core.policy.tasks)
     found: list[Failure] = []
     for key, sample in held:
@@ -121,46 +124,46 @@ def stuck(core: Core, held: Iterable[tuple[SampleKey, Sample]]) -> list[Failure]
     return found
 
 
-def _leave_out(core: Core, group: Group, members: set[int]) -> None:
+def _exclude(core: Core, group: SampleGroup, members: set[int]) -> None:
     _recompute(core, group)
     for member in members:
         sample = group.samples[member]
         _end_sample(core, SampleKey(group.id, member), sample, "failed")
-        sample.left_out = True
+        sample.excluded = True
         core.held -= 1
     if group.size == 0:
-        core.leave(group)
+        core.remove_group(group)
         return
     core.touched.add(ROOM)
     core.refresh(group)
     core.finish_if_done(group)
 
 
-def make_again(core: Core, group: Group, members: set[int], state: str = "failed") -> None:
+def regenerate_members(core: Core, group: SampleGroup, members: set[int], state: str = "failed") -> None:
     """These members end in `state`; whoever gets the group next makes them anew."""
     assert group.prompt is not None
     _recompute(core, group)
     for member in sorted(members):
         _end_sample(core, SampleKey(group.id, member), group.samples[member], state)
-        group.samples[member] = Sample()
+        group.samples[member] = SampleState()
     core.state.issued += len(members)
     core.refresh(group)
-    group.remade += 1
-    group.prompt = group.prompt.again(failed=state == "failed")
+    group.regenerations += 1
+    group.prompt = group.prompt.next_attempt(failed=state == "failed")
     if group.holder is None:
         core.state.reopened[group.id] = None
         core.touched.add(ROOM)
 
 
-def _recompute(core: Core, group: Group) -> None:
-    """Who computes over the whole group now does so over the wrong members: it finishes without effect."""
+def _recompute(core: Core, group: SampleGroup) -> None:
+    """Void the leases of whoever computes over the whole group: its members change."""
     for sample in group.samples:
         sample.leases.pop(core.policy.frozen_by, None)
-    core.may_end_hold()
+    core.recheck_stragglers()
 
 
-def _end_sample(core: Core, key: SampleKey, sample: Sample, state: str) -> None:
-    core.ended(state)
+def _end_sample(core: Core, key: SampleKey, sample: SampleState, state: str) -> None:
+    core.count_end(state)
     core.losses.lost(sample.length, state)
     core.drop_parts(sample)
     sample.leases.clear()
@@ -194,7 +197,7 @@ class Judged(NamedTuple):
     retire: bool
 
 
-def failed(core: Core, group: Group, task: str, failures: Sequence[Failure]) -> Judged:
+def failed(core: Core, group: SampleGroup, task: str, failures: Sequence[Failure]) -> Judged:
     """Count failed members of a group, and the group once each of its members failed with no success in between."""
     if not core.policy.group_size or group.prompt is None:
         return Judged(False, False)
@@ -216,13 +219,13 @@ def failed(core: Core, group: Group, task: str, failures: Sequence[Failure]) -> 
     return Judged(True, item in core.state.progress.retired or _late_again(core, group, item, task))
 
 
-def failed_group(core: Core, group: Group) -> None:
-    """Nothing came of the group: its members failed, it ended because of them, or its item is retired."""
+def failed_group(core: Core, group: SampleGroup) -> None:
+    """Count a group that failed: its members failed, it ended because of them, or its item is retired."""
     state, policy = core.state.progress, core.policy
     if not policy.group_size or group.prompt is None:
         return
     core.tally("groups_failed")
-    if state.verdict:
+    if state.no_progress:
         return
     state.failed_groups += 1
     if group.prompt.index not in state.prompts and len(state.prompts) < policy.failed_prompts:
@@ -231,14 +234,14 @@ def failed_group(core: Core, group: Group) -> None:
     enough = policy.failed_groups and state.failed_groups >= policy.failed_groups
     if enough and len(state.prompts) >= policy.failed_prompts:
         # From here on failed groups no longer change the verdict's count; their losses are still counted by cause.
-        state.verdict = True
+        state.no_progress = True
         report_losses(core)
-        core.note("no_progress", failed_groups=state.failed_groups, prompts=len(state.prompts))
+        core.log("no_progress", failed_groups=state.failed_groups, prompts=len(state.prompts))
         # The trainer waits for groups, and is to hear of it.
         core.touched.add(policy.step_task)
 
 
-def count_success(core: Core, group: Group, task: str) -> None:
+def count_success(core: Core, group: SampleGroup, task: str) -> None:
     """Count a member of the group that succeeded at the task."""
     if not core.policy.group_size:
         return
@@ -247,17 +250,17 @@ def count_success(core: Core, group: Group, task: str) -> None:
     state = core.state.progress
     state.passed[task] = state.passed.get(task, 0) + 1
     late = state.late.get(task, {})
-    if group.item in late and all(task in s.done if task else s.generated for s in group.samples if not s.left_out):
+    if group.item in late and all(task in s.done if task else s.generated for s in group.samples if not s.excluded):
         del late[group.item]
 
 
 def reset_failures(core: Core) -> None:
     """Reset the count of consecutive failed groups: a group has all that a step needs, or was trained."""
     state = core.state.progress
-    state.failed_groups, state.prompts, state.verdict = 0, [], False
+    state.failed_groups, state.prompts, state.no_progress = 0, [], False
 
 
-def killed_consumers(core: Core, group: Group, task: str, members: Sequence[int], deaths: int) -> None:
+def killed_consumers(core: Core, group: SampleGroup, task: str, members: Sequence[int], deaths: int) -> None:
     """These members are quarantined: their consumers ended while they worked on them."""
     if not core.policy.group_size or group.prompt is None:
         return
@@ -268,7 +271,7 @@ def killed_consumers(core: Core, group: Group, task: str, members: Sequence[int]
 
 
 def begin(core: Core) -> None:
-    """The run was started (again): counts begin anew, retired items stay.
+    """Reset the counts at the start of a run; retired items stay.
 
     `passed` goes on: groups that outlive the start know it from before.
     """
@@ -277,7 +280,7 @@ def begin(core: Core) -> None:
 
 
 def configured(core: Core) -> None:
-    """Items that the user keeps are not retired any more."""
+    """Reinstate retired items that the new policy keeps."""
     reinstate(core, [item for item in core.state.progress.retired if item in core.policy.kept_items])
 
 
@@ -287,13 +290,13 @@ def reinstate(core: Core, items: Sequence[str]) -> None:
     found = [item for item in dict.fromkeys(items) if item in state.retired]
     for item in found:
         del state.retired[item]
-        core.note("item_reinstated", item=item)
+        core.log("item_reinstated", item=item)
     if found:
         state.revision += 1
         core.changed = True
 
 
-def retire(core: Core, group: Group, task: str, failures: Sequence[Failure]) -> None:
+def retire(core: Core, group: SampleGroup, task: str, failures: Sequence[Failure]) -> None:
     """Take the group's item out of the run until the user takes it back."""
     state, item, failure = core.state.progress, group.item, failures[0]
     if item in state.retired or len(state.retired) >= MAX_RETIRED:
@@ -306,7 +309,7 @@ def retire(core: Core, group: Group, task: str, failures: Sequence[Failure]) -> 
     state.revision += 1
     report_losses(core)
     core.tally("items_retired")
-    core.note("item_retired", **msgspec.structs.asdict(found))
+    core.log("item_retired", **msgspec.structs.asdict(found))
 
 
 def report(core: Core) -> ProgressReport:
@@ -317,14 +320,14 @@ def report(core: Core) -> ProgressReport:
         failed_groups=state.failed_groups,
         prompts=len(state.prompts),
         most=policy.failed_groups,
-        ended=state.verdict,
+        ended=state.no_progress,
         losses=losses,
         retired=list(state.retired.values()),
         revision=state.revision,
     )
 
 
-def _count(core: Core, group: Group, task: str, failure: Failure) -> None:
+def _count(core: Core, group: SampleGroup, task: str, failure: Failure) -> None:
     state = core.state.progress
     found = _LINE.findall(failure.reason)
     where = found[-1] if found else ""
@@ -359,7 +362,7 @@ def _count(core: Core, group: Group, task: str, failure: Failure) -> None:
         _report_cause(core, cause)
 
 
-def _prompt(group: Group) -> str:
+def _prompt(group: SampleGroup) -> str:
     """What makes it one prompt: its item, which comes again in each epoch; its index until the item is known."""
     assert group.prompt is not None
     return group.item or f"#{group.prompt.index}"
@@ -383,10 +386,10 @@ def _report_cause(core: Core, cause: LossCause) -> None:
     cause.reported, cause.reported_at = cause.loss.members, core.now
     fields = msgspec.structs.asdict(cause.loss)
     row, most = core.state.progress.failed_groups, core.policy.failed_groups
-    core.note("members_lost", gist=cause.gist, **fields, failed_groups=row, most=most)
+    core.log("members_lost", gist=cause.gist, **fields, failed_groups=row, most=most)
 
 
-def _late_again(core: Core, group: Group, item: str, task: str) -> bool:
+def _late_again(core: Core, group: SampleGroup, item: str, task: str) -> bool:
     """A whole attempt of the item was late once more. Whether it is the item, and not the service, that is at fault.
 
     The service is at fault if another item was late as well since anything last got through the task: then the item's

@@ -11,7 +11,7 @@ RECENT = 4096
 """Lengths from which the deciles are told."""
 
 
-class Losses:
+class LengthStatistics:
     """Counts by length decile of the samples generated lately, and a histogram of staleness by length decile."""
 
     def __init__(self) -> None:

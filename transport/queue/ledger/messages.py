@@ -21,7 +21,7 @@ CountOrNone = Annotated[int, msgspec.Meta(ge=-1, le=1 << 48)]
 """-1: not known."""
 Finite = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 """NaN has no order."""
-MarkBytes = Annotated[bytes, msgspec.Meta(max_length=4 << 20)]
+PartialBytes = Annotated[bytes, msgspec.Meta(max_length=4 << 20)]
 Origin = Annotated[bytes, msgspec.Meta(max_length=16)]
 Why = Annotated[str, msgspec.Meta(max_length=WHY)]
 
@@ -65,11 +65,11 @@ class RowPut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     priority: Finite = 0.0
 
 
-class Put(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class BlockPut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A block and whose its rows are. Every row belongs to one sample, and no sample is twice in a block.
 
-    rows: empty in an offer of one block whose rows are the samples of its groups, in order; lengths are theirs then,
-    or empty if the block does not hold tokens.
+    rows: empty where one block's rows are the samples of the put's groups, in order; lengths are theirs then, or
+    empty if the block does not hold tokens.
     version: the weights that the columns were computed with, for fields that the policy lists as versioned.
     """
 
@@ -81,7 +81,7 @@ class Put(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """The right to generate one group, or the members of it that are missing, held until its lease lapses.
+    """The right to generate one group, or its missing members, held until its lease lapses.
 
     Attributes:
         group: id of the group.
@@ -119,7 +119,7 @@ class PartialChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         issue: of the ticket that it works under.
-        start: the tokens before this one were marked before; those from here on are replaced.
+        start: the tokens before this one were saved before; those from here on are replaced.
         tokens, logprobs: int32 and float32, little-endian, as many of one as of the other.
         versions: of these tokens, in positions of the completion.
         origin: digest of what else the tokens depend on (prompt, temperature), for whoever goes on with them.
@@ -130,17 +130,17 @@ class PartialChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     key: SampleKey
     issue: Count
     start: Count
-    tokens: MarkBytes
-    logprobs: MarkBytes
+    tokens: PartialBytes
+    logprobs: PartialBytes
     versions: list[VersionSpan]
     origin: Origin = b""
-    rows: MarkBytes = b""
+    rows: PartialBytes = b""
 
 
 class SavedPartials(msgspec.Struct, frozen=True, tag="saved_partials"):
-    """Tokens that are kept of the member of each mark, in their order; -1: it is not the caller's to make (any more).
+    """Tokens now held of the member of each chunk, in their order; -1: it is not the caller's to make (any more).
 
-    Fewer than were marked: there was no room, or marks before this one are missing. The next one begins there.
+    Fewer than were sent: there was no room, or chunks before this one are missing. The next one begins there.
     """
 
     held: list[int]
@@ -158,7 +158,7 @@ class Admission(msgspec.Struct, frozen=True, tag="admission"):
 
 
 class GroupsPut(msgspec.Struct, frozen=True, tag="groups_put", gc=False):
-    """Ids that the ledger gave to the groups of an offer, in their order, or why it does not take them yet."""
+    """Ids that the ledger gave to the groups of a put, in their order, or why it does not take them yet."""
 
     groups: list[int]
     freed: list[Extent] = []
@@ -202,7 +202,7 @@ class SampleInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     masked: list[tuple[int, int]] = []
 
 
-class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class SampleRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Leased samples without prompt and versions that follow each other: a short form of as many SampleInfos.
 
     Attributes:
@@ -237,7 +237,7 @@ class LeaseGrant(msgspec.Struct, frozen=True, gc=False):
 
     lease: int
     samples: list[SampleInfo]
-    runs: list[Run] = []
+    runs: list[SampleRun] = []
     blocks: list[BlockRef] = []
     blobs: list[BlobRef] = []
     remote: dict[str, str] = {}
@@ -424,9 +424,9 @@ class Granted(msgspec.Struct, frozen=True, tag="granted", gc=False):
     lease: int
 
 
-class Done(msgspec.Struct, frozen=True, tag="done", gc=False):
+class Acknowledged(msgspec.Struct, frozen=True, tag="done", gc=False):
     """The reply of calls that have nothing to say."""
 
 
-Reply = Admission | GroupsPut | StepReply | SavedPartials | ItemsAssigned | Freed | Granted | Done
+Reply = Admission | GroupsPut | StepReply | SavedPartials | ItemsAssigned | Freed | Granted | Acknowledged
 """What the ledger keeps of its replies, so that a call that comes again gets the first one."""

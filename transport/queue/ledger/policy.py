@@ -131,7 +131,7 @@ class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
         max_sample_bytes: a sample with more payload is refused.
         keep_steps: a roll-back can go back this many steps; what is older is kept as counts only.
         durable: payloads lie in files that outlive the node agent.
-        mark_bytes: a producer's marks of one member take no more. marks_bytes: nor do all of them together.
+        partial_bytes: the partial completion of one member takes no more. partials_bytes: nor do all of them together.
     """
 
     lease_s: float = 60.0
@@ -143,8 +143,8 @@ class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_sample_bytes: int = 1 << 30
     keep_steps: int = 10_000
     durable: bool = False
-    mark_bytes: int = 2 << 20
-    marks_bytes: int = 32 << 20
+    partial_bytes: int = 2 << 20
+    partials_bytes: int = 32 << 20
 
     def check(self) -> None:
         """Raises:
@@ -159,8 +159,8 @@ class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
             ("high_water", 0.01, 1),
             ("max_sample_bytes", 1, 1 << 62),
             ("keep_steps", 1, 1 << 40),
-            ("mark_bytes", 0, 1 << 30),
-            ("marks_bytes", 0, 1 << 40),
+            ("partial_bytes", 0, 1 << 30),
+            ("partials_bytes", 0, 1 << 40),
         ):
             value = getattr(self, name)
             if not low <= value <= high:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-USUAL = -1
+ORDERED_ITEM = -1
 """The data item of a place is that of the run's order."""
 
 
@@ -16,33 +16,33 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, order=True):
 
     Attributes:
         attempt: how often it was given out before. failures: how often it failed.
-        item: the data item that was chosen for it, or USUAL.
+        item: the data item that was chosen for it, or ORDERED_ITEM.
         losses: how often since it last failed, or got on, it was begun and nobody made more of it.
     """
 
     index: int
     attempt: int = 0
     failures: int = 0
-    item: int = USUAL
+    item: int = ORDERED_ITEM
     losses: int = 0
 
-    def again(self, *, failed: bool = False) -> Prompt:
+    def next_attempt(self, *, failed: bool = False) -> Prompt:
         """The same place with the same item, given out once more."""
         losses = 0 if failed else self.losses
         return Prompt(self.index, self.attempt + 1, self.failures + failed, self.item, losses)
 
-    def lost(self, times: int) -> Prompt:
+    def with_losses(self, times: int) -> Prompt:
         """What was begun of it was lost so often."""
         return msgspec.structs.replace(self, losses=self.losses + times)
 
-    def got_on(self) -> Prompt:
+    def without_losses(self) -> Prompt:
         """Losses are counted from nothing again."""
         return msgspec.structs.replace(self, losses=0) if self.losses else self
 
     @property
-    def choice(self) -> int | None:
+    def chosen_item(self) -> int | None:
         """The item that was chosen for it; None: the one of the run's order."""
-        return None if self.item == USUAL else self.item
+        return None if self.item == ORDERED_ITEM else self.item
 
 
 class PromptPool(msgspec.Struct):
@@ -73,7 +73,7 @@ class PromptPool(msgspec.Struct):
         if self.waiting:
             return heapq.heappop(self.waiting)
         self.cursor += 1
-        return Prompt(self.cursor - 1, item=self.chosen.pop(self.cursor - 1, USUAL))
+        return Prompt(self.cursor - 1, item=self.chosen.pop(self.cursor - 1, ORDERED_ITEM))
 
     def choose(self, items: Mapping[int, int]) -> bool:
         """Items of places; those that were given out keep what they had. Whether anything changed."""
@@ -85,7 +85,7 @@ class PromptPool(msgspec.Struct):
     def give_back(self, prompt: Prompt, *, failed: bool = False) -> None:
         """The prompt will be given out again, with its index and the next attempt."""
         self.returned += 1
-        heapq.heappush(self.waiting, prompt.again(failed=failed))
+        heapq.heappush(self.waiting, prompt.next_attempt(failed=failed))
 
     def retire(self, prompt: Prompt) -> None:
         """The prompt is not tried again."""

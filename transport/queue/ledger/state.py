@@ -36,7 +36,7 @@ class ClientProcess(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Callers(msgspec.Struct):
-    """The lowest epoch of each slot that is still heard, and the newest replies to each incarnation (by owner key).
+    """Which incarnations may call, by the lowest epoch of each slot, and the newest replies to each, by owner key.
 
     Attributes:
         processes: of those who joined of their own accord, by owner key; kept while slabs of theirs may be read.
@@ -64,12 +64,12 @@ class Callers(msgspec.Struct):
         return owner_key(who) in self.replies
 
     def join(self, who: Incarnation) -> None:
-        """Hear this incarnation from now on and none before it."""
+        """Accept calls of this incarnation from now on, and fence those before it."""
         self.fence(who.slot, who.epoch)
         self.replies.setdefault(owner_key(who), {})
 
     def fence(self, slot: str, lowest: int) -> None:
-        """Incarnations of the slot with a lower epoch are not heard any more."""
+        """Refuse incarnations of the slot with a lower epoch from now on."""
         self.lowest[slot] = max(self.lowest.get(slot, lowest), lowest)
         prefix = slot.replace("/", "-")
         for owner in list(self.replies):
@@ -78,7 +78,7 @@ class Callers(msgspec.Struct):
                 del self.replies[owner]
 
     def forget_processes(self, live: Iterable[str]) -> None:
-        """Drop the homes of incarnations that are neither heard nor own one of the `live` slab owners."""
+        """Forget processes that are fenced and own none of the slabs of the `live` owners."""
         keep = {*live, *self.replies}
         self.processes = {owner: home for owner, home in self.processes.items() if owner in keep}
 
@@ -101,7 +101,7 @@ class Callers(msgspec.Struct):
         return home.node if home is not None and not is_spilled(owner + "-") else self.node
 
     def alive(self, owner: str) -> bool:
-        """Whether the incarnation with this key (see slab_names.owner_key) is one that is heard."""
+        """Whether the incarnation with this key (see slab_names.owner_key) may call."""
         return owner in self.replies
 
     def ended(self, owner: str) -> bool:
@@ -137,7 +137,7 @@ class Callers(msgspec.Struct):
             del kept[min(kept)]
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class SamplePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Columns of a sample: a row of a block.
 
     Attributes:
@@ -152,7 +152,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PartialTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens of an unfinished member, from the first one on (see Mark)."""
+    """Partial completion of an unfinished member, from its first token on (see PartialChunk)."""
 
     tokens: bytes
     logprobs: bytes
@@ -162,25 +162,25 @@ class PartialTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def length(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return len(self.tokens) // 4
 
     @property
     def row_bytes(self) -> int:
-        """Of what is kept of each token besides."""
+        """Bytes of extra data (experts, say) kept for each token."""
         return len(self.rows) // self.length
 
     @property
     def nbytes(self) -> int:
-        """What it takes, as far as it grows."""
+        """Bytes that count against the limits: all that grows with the tokens."""
         return 2 * len(self.tokens) + len(self.rows) + 32 * len(self.spans) + 64
 
 
-class Sample(msgspec.Struct, array_like=True, gc=False):
+class SampleState(msgspec.Struct, array_like=True, gc=False):
     """One member of a group.
 
     Attributes:
-        generated: its producer has put it; until then it is reserved.
+        generated: its producer has put it; until then it is `reserved`.
         parts: where its columns are.
         length: tokens, -1 if its producer did not say.
         priority: for the priority sampler.
@@ -188,50 +188,50 @@ class Sample(msgspec.Struct, array_like=True, gc=False):
         leases: lease id by task, for the tasks other than the step task that work on it.
         done: tasks that finished with it.
         deaths: consumers that died or lapsed on it, in a row.
-        left_out: the group goes on without it (see LedgerPolicy.on_failed_member).
-        mark: what its producer has sampled of it so far. most: tokens that were ever marked of it.
+        excluded: the group continues without it (see LedgerPolicy.on_failed_member).
+        partial: what its producer has sampled of it so far. longest_partial: tokens that it ever had.
     """
 
     generated: bool = False
-    parts: list[Part] = []
+    parts: list[SamplePart] = []
     length: int = -1
     priority: float = 0.0
     spans: list[VersionSpan] = []
     leases: dict[str, int] = {}
     done: list[str] = []
     deaths: int = 0
-    left_out: bool = False
-    mark: PartialTokens | None = None
-    most: int = 0
+    excluded: bool = False
+    partial: PartialTokens | None = None
+    longest_partial: int = 0
 
 
-class Group(msgspec.Struct, array_like=True, gc=False):
-    """The samples of one prompt, or of one offer, from admission to commit.
+class SampleGroup(msgspec.Struct, array_like=True, gc=False):
+    """The samples of one prompt, or of one put, from admission to commit.
 
     Attributes:
-        prompt: None for a group that was offered.
+        prompt: None for a group that was put without a ticket.
         version: the trainer's version at admission (it is in the ticket).
         base: the generating engine's version at admission: the version of the members not yet put.
-        holder: who generates members of it. making: which ones.
+        holder: the incarnation that generates members of it. making: which members.
         lease: lease of the step task that it is part of, or 0.
-        remade: how often members of it were given out again (they count as attempts of its prompt).
-        issue: how many tickets it had. idle: how many of them in a row brought neither a member nor more marked tokens.
-        recycled: its over-stale tokens are context (see LedgerPolicy.on_surplus).
+        regenerations: how often members of it were given out again (they count as attempts of its prompt).
+        issue: how many tickets it had. idle: how many of them in a row brought neither a member nor more tokens.
+        recycled: its over-stale tokens are masked (see LedgerPolicy.on_surplus).
         failed_task: the task at which members failed last. failed: which of them, since one got through it.
         item: id of its data item; empty until a failure named it.
         late: all of these failures were timeouts.
-        passed: samples of the run that had got through each task when the group was given out first.
+        passed: samples of the run that had completed each task when the group was given out first.
     """
 
     id: int
     prompt: Prompt | None
     version: int
     base: int
-    samples: list[Sample]
+    samples: list[SampleState]
     holder: Incarnation | None = None
     making: list[int] = []
     lease: int = 0
-    remade: int = 0
+    regenerations: int = 0
     issue: int = 0
     idle: int = 0
     recycled: bool = False
@@ -246,25 +246,25 @@ class Group(msgspec.Struct, array_like=True, gc=False):
         """Its members, without those left out."""
         size = len(self.samples)
         for sample in self.samples:
-            size -= sample.left_out
+            size -= sample.excluded
         return size
 
     @property
     def complete(self) -> bool:
         """Whether all members are there."""
-        return all(sample.generated for sample in self.samples if not sample.left_out)
+        return all(sample.generated for sample in self.samples if not sample.excluded)
 
     def sample_keys(self) -> list[SampleKey]:
         """The keys of its samples, without those left out."""
-        return [SampleKey(self.id, member) for member, sample in enumerate(self.samples) if not sample.left_out]
+        return [SampleKey(self.id, member) for member, sample in enumerate(self.samples) if not sample.excluded]
 
-    def members(self) -> list[tuple[SampleKey, Sample]]:
+    def members(self) -> list[tuple[SampleKey, SampleState]]:
         """Its samples with their keys, without those left out."""
-        return [(SampleKey(self.id, n), sample) for n, sample in enumerate(self.samples) if not sample.left_out]
+        return [(SampleKey(self.id, n), sample) for n, sample in enumerate(self.samples) if not sample.excluded]
 
     def missing(self) -> list[int]:
         """Members not yet there."""
-        return [n for n, sample in enumerate(self.samples) if not sample.generated and not sample.left_out]
+        return [n for n, sample in enumerate(self.samples) if not sample.generated and not sample.excluded]
 
 
 class Lease(msgspec.Struct, array_like=True, gc=False):
@@ -288,7 +288,7 @@ class Lease(msgspec.Struct, array_like=True, gc=False):
 
 
 class TrainedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What the record of a step keeps of a group."""
+    """A group in the record of a step."""
 
     group: int
     prompt: Prompt | None
@@ -332,14 +332,14 @@ class ProgressState(msgspec.Struct):
 
     Attributes:
         failed_groups: in a row. prompts: different indices of these, as many as the rule asks for.
-        verdict: the row is as long as the policy allows.
+        no_progress: the row is as long as the policy allows.
         passed: samples that got through each task.
         late: by task and item, the oldest first. retired: items by id. revision: grows with each change of these.
     """
 
     failed_groups: int = 0
     prompts: list[int] = []
-    verdict: bool = False
+    no_progress: bool = False
     causes: list[LossCause] = []
     passed: dict[str, int] = {}
     late: dict[str, dict[str, LateItem]] = {}
@@ -363,11 +363,11 @@ class State(msgspec.Struct):
         blocked_since: since when a batch that is there waits for stragglers only.
         path: the groups of each step, on the path of steps that leads to the trainer's present weights.
         committed: steps up to this one are covered by a checkpoint.
-        folded_steps: the path up to this step is kept as the counts `folded` only.
-        ended: samples by terminal state. issued: samples that were ever reserved or offered.
+        folded_steps: of the path up to this step only the counts in `folded` are kept.
+        ended: samples by terminal state. issued: samples that were ever reserved or put.
         tallies: counts of other events, for the account.
-        marks_bytes: of the marks of unfinished members.
-        asked: groups that may be under way beyond the bound until the next step, as over_provision.
+        partials_bytes: of the partial completions of unfinished members.
+        surplus_requested: groups that may be under way beyond the bound until the next step, as over_provision.
         refused_told: tokens refused as over-stale that the trainer was told of.
         progress: what was lost of what, and whether anything comes of the run.
     """
@@ -379,8 +379,8 @@ class State(msgspec.Struct):
     next_id: int = 1
     next_epoch: int = 1
     prompts: PromptPool = msgspec.field(default_factory=PromptPool)
-    groups: dict[int, Group] = {}
-    trained: dict[int, Group] = {}
+    groups: dict[int, SampleGroup] = {}
+    trained: dict[int, SampleGroup] = {}
     reopened: dict[int, None] = {}
     leases: dict[int, Lease] = {}
     pinned: dict[int, Lease] = {}
@@ -399,7 +399,7 @@ class State(msgspec.Struct):
     ended: dict[str, int] = {}
     issued: int = 0
     tallies: dict[str, int] = {}
-    marks_bytes: int = 0
-    asked: int = 0
+    partials_bytes: int = 0
+    surplus_requested: int = 0
     refused_told: int = 0
     progress: ProgressState = msgspec.field(default_factory=ProgressState)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from relax_rt.transport.queue.ledger.admission import (
-    any_held,
-    beyond,
-    keep_what_was_asked,
+    allowed_surplus,
+    groups_beyond_bound,
+    limit_surplus_request,
     outstanding,
-    reopen,
-    surplus,
 )
 from relax_rt.transport.queue.ledger.consumption import lapse
 from relax_rt.transport.queue.ledger.core import REFUSED, REFUSED_TOKENS, ROOM, Core
@@ -25,13 +23,13 @@ from relax_rt.transport.queue.ledger.events import (
 from relax_rt.transport.queue.ledger.failures import REPORT_EVERY_S, report_losses, reset_failures
 from relax_rt.transport.queue.ledger.messages import ItemsAssigned, StepReply
 from relax_rt.transport.queue.ledger.selection import refuse_stale
-from relax_rt.transport.queue.ledger.state import Group, Lease, Sample, TrainedGroup
+from relax_rt.transport.queue.ledger.state import Lease, SampleGroup, TrainedGroup
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
 
 def complete_step(core: Core, who: Incarnation, event: CompleteStep) -> StepReply:
-    """The step over the groups of the leases is done; the trainer's weights are now `weights`."""
+    """The optimizer step over the groups of the leases is done; the trainer's weights are now `weights`."""
     state = core.state
     what = f"step {event.step} of {who}"
     leases = [step_lease(core, who, id_, what) for id_ in dict.fromkeys(event.leases)]
@@ -56,8 +54,8 @@ def complete_step(core: Core, who: Incarnation, event: CompleteStep) -> StepRepl
         reset_failures(core)
         report_losses(core, REPORT_EVERY_S)
     core.changed = True
-    refuse_stale(core, surplus(core))
-    keep_what_was_asked(core)
+    refuse_stale(core, allowed_surplus(core))
+    limit_surplus_request(core)
     told, state.refused_told = state.refused_told, state.tallies.get(REFUSED_TOKENS, 0)
     return StepReply(early_checkpoint(core), refused_tokens=state.refused_told - told)
 
@@ -94,7 +92,7 @@ def _offer_others_again(core: Core, ids: Collection[int] = ()) -> None:
 def _train(core: Core, lease: Lease, event: CompleteStep) -> None:
     path = core.state.path.setdefault(event.step, [])
     for group in core.groups_of(lease):
-        core.leave(group)
+        core.remove_group(group)
         path.append(TrainedGroup(group.id, group.prompt, group.size, event.skipped))
         if event.skipped:
             _skip(core, group)
@@ -108,9 +106,9 @@ def _train(core: Core, lease: Lease, event: CompleteStep) -> None:
             core.losses.used(sample.length)
 
 
-def _skip(core: Core, group: Group) -> None:
-    """The step was thrown away: its samples will not be trained on again, and their memory is free at once."""
-    core.ended("skipped", group.size)
+def _skip(core: Core, group: SampleGroup) -> None:
+    """The step was thrown away: its samples end as skipped, and their memory is free at once."""
+    core.count_end("skipped", group.size)
     for _, sample in group.members():
         core.losses.lost(sample.length, "skipped")
         core.drop_parts(sample)
@@ -143,7 +141,7 @@ def _commit(core: Core, step: int) -> None:
                 continue
             for sample in group.samples:
                 core.drop_parts(sample)
-            core.ended("freed", record.size)
+            core.count_end("freed", record.size)
     if step > state.committed:
         state.committed = step
         core.changed = True
@@ -193,15 +191,15 @@ def rollback(core: Core, who: Incarnation, event: Rollback) -> None:
     state.committed, state.step = event.step, event.step
     state.since_update, state.blocked_since = 0, None
     refuse_stale(core)
-    core.note("rolled_back", step=event.step, version=event.weights.version, groups_undone=len(undone))
+    core.log("rolled_back", step=event.step, version=event.weights.version, groups_undone=len(undone))
     _offer_again(core, undone)
-    keep_what_was_asked(core)
+    limit_surplus_request(core)
     core.touched.add(ROOM)
 
 
 def _offer_again(core: Core, undone: list[TrainedGroup]) -> None:
     state = core.state
-    again: list[Group] = []
+    again: list[SampleGroup] = []
     for record in undone:
         group = state.trained.pop(record.group, None)
         if group is None:
@@ -220,7 +218,7 @@ def _offer_again(core: Core, undone: list[TrainedGroup]) -> None:
         if outstanding(core) + group.size > limit:
             core.end(group, "dropped(surplus)")
             continue
-        core.enter(group)
+        core.add_group(group)
         core.lapse_columns(group)
         core.refresh(group)
         core.tally("samples_offered_again", group.size)
@@ -228,69 +226,10 @@ def _offer_again(core: Core, undone: list[TrainedGroup]) -> None:
 
 def _lost_with_checkpoint(core: Core, record: TrainedGroup) -> None:
     """Its step was skipped, or its checkpoint was given up after its payload was freed: only its prompt returns."""
-    core.ended("skipped" if record.skipped else "freed", -record.size)
-    core.ended("lost", record.size)
+    core.count_end("skipped" if record.skipped else "freed", -record.size)
+    core.count_end("lost", record.size)
     if record.prompt is not None:
         core.state.prompts.give_back(record.prompt)
-
-
-def lose_payloads(core: Core) -> None:
-    """Shared memory is gone, and with it every process of before: all that is not committed is lost.
-
-    Groups trained but not known to be committed keep their place on the path until the trainer's roll-back says
-    which checkpoint it found: one may have been renamed into place without its commit being reported.
-    """
-    state = core.state
-    state.blocks.clear()
-    state.leases, state.pinned = {}, {}
-    state.callers.replies, state.callers.processes = {}, {}
-    for group in [*state.groups.values(), *state.trained.values()]:
-        group.lease = 0
-        for sample in group.samples:
-            sample.parts, sample.leases = [], {}
-    core.note("payloads_lost", samples=sum(group.size for group in state.groups.values()))
-    for group in list(state.groups.values()):
-        if any_held(group) and core.policy.on_failed_member != "drop":
-            _keep_marked(core, group)
-        else:
-            core.end(group, "lost")
-    if state.groups:
-        core.reindex()
-    state.payloads_lost = sorted(state.trained)
-    state.trainer_version, state.blocked_since, state.since_update = None, None, 0
-    core.deadlines.clear()
-    core.changed = True
-
-
-def _keep_marked(core: Core, group: Group) -> None:
-    """Only its marks are left, which lie in the journal: its finished members are made again, the others go on."""
-    if group.holder is not None:
-        reopen(core, group, "dropped(producer gone)")
-    finished = [member for member, sample in enumerate(group.samples) if sample.generated and not sample.left_out]
-    for member in finished:
-        core.losses.lost(group.samples[member].length, "lost")
-        group.samples[member] = Sample()
-    if finished:
-        core.note("members_ended", group=group.id, members=finished, state="lost")
-    core.ended("lost", len(finished))
-    core.state.issued += len(finished)
-    core.state.reopened[group.id] = None
-
-
-def keep_payloads(core: Core) -> None:
-    """Every process of before is gone, but payloads lie in files that are still there: only the work in hand ends."""
-    state = core.state
-    for lease in list(state.leases.values()):
-        lapse(core, lease, pinned=False, blame=False)
-    for lease in list(state.pinned.values()):
-        core.release_pins(lease)
-    state.callers.replies, state.callers.processes = {}, {}
-    state.blocks.freed = {}
-    for group in list(state.groups.values()):
-        if group.holder is not None:
-            reopen(core, group, "dropped(producer gone)")
-    core.note("payloads_kept", samples=core.held, nbytes=state.blocks.payload_bytes + state.blocks.spilled_bytes)
-    core.changed = True
 
 
 MAX_ASKED = 65_536
@@ -317,7 +256,7 @@ def filter_groups(core: Core, who: Incarnation, event: FilterGroups) -> None:
     if not lease.keys:
         core.close(lease, pinned=event.pinned)
     elif not event.pinned:
-        _let_go(core, lease)
+        _unpin_filtered(core, lease)
 
 
 def _rule(core: Core, reason: str) -> str:
@@ -327,9 +266,9 @@ def _rule(core: Core, reason: str) -> str:
     return name if name in known or len(known) < RULES else "filtered(others)"
 
 
-def _let_go(core: Core, lease: Lease) -> None:
-    """Its holder reads only what the rest of it needs."""
-    needed = set(core.read_by(sample for group in core.groups_of(lease) for _, sample in group.members()))
+def _unpin_filtered(core: Core, lease: Lease) -> None:
+    """Unpin what only the filtered groups needed."""
+    needed = set(core.blocks_of(sample for group in core.groups_of(lease) for _, sample in group.members()))
     lease.blocks = [id_ for id_ in lease.blocks if id_ in needed]
     pins = core.blocks.extents_of(lease.blocks)
     gone = set(lease.pins).difference(pins)
@@ -338,14 +277,14 @@ def _let_go(core: Core, lease: Lease) -> None:
 
 
 def request_surplus(core: Core, who: Incarnation, event: RequestSurplus) -> None:
-    """So many groups may be under way beyond the bound until the next step; a later word counts instead."""
+    """Allow so many groups beyond the bound until the next step; a later request replaces this one."""
     what = f"asking for {event.groups} groups by {who}"
     if not core.policy.group_size:
         raise Refused(what, why="this queue has no prompts")
     if not 0 <= event.groups <= MAX_ASKED:
         raise Refused(what, why=f"from 0 to {MAX_ASKED} can be asked for")
     # What is under way already stays allowed.
-    core.state.asked = max(event.groups, min(core.state.asked, beyond(core)))
+    core.state.surplus_requested = max(event.groups, min(core.state.surplus_requested, groups_beyond_bound(core)))
     core.changed = True
     core.touched.add(ROOM)
 

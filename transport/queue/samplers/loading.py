@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 
 from relax_rt.transport.base.targets import NoTarget, did_you_mean, load_target
-from relax_rt.transport.queue.ledger.selection import Sampler
+from relax_rt.transport.queue.ledger.selection import BatchSampler
 from relax_rt.transport.queue.samplers.builtin import SAMPLERS
 from relax_rt.transport.rpc.errors import Refused
 
 
-def load_sampler(path: str, options: Mapping[str, Any], base: Path = Path()) -> Sampler:
+def load_sampler(path: str, options: Mapping[str, Any], base: Path = Path()) -> BatchSampler:
     """The sampler that `path` names, made with the options.
 
     Args:
@@ -27,7 +27,7 @@ def load_sampler(path: str, options: Mapping[str, Any], base: Path = Path()) -> 
         Refused: there is no such sampler, it cannot be imported, is none, or does not take these options.
     """
     if path in SAMPLERS:
-        named: Sampler = _struct(path, SAMPLERS[path], options)
+        named: BatchSampler = _struct(path, SAMPLERS[path], options)
         return named
     if ":" not in path:
         there_are = f"there are {', '.join(SAMPLERS)}; one of your own is written package.module:Class or file.py:Class"
@@ -41,12 +41,12 @@ def load_sampler(path: str, options: Mapping[str, Any], base: Path = Path()) -> 
     if not isinstance(found, type):
         raise Refused(f"sampler '{path}'", why=f"it is a {type(found).__name__}, not a class")
     make = _struct if issubclass(found, msgspec.Struct) else _called
-    made: Sampler = make(path, found, options)
+    made: BatchSampler = make(path, found, options)
     if not callable(getattr(made, "choose", None)) or not isinstance(getattr(made, "whole_groups", None), bool):
         raise Refused(
             f"sampler '{path}'",
-            why="it has no method `choose(units, want)`, or no attribute `whole_groups` that is true or false",
-            hint="see relax_rt.transport.queue.ledger.selection.Sampler",
+            why="it has no method `choose(units, request)`, or no attribute `whole_groups` that is true or false",
+            hint="see relax_rt.transport.queue.ledger.selection.BatchSampler",
         )
     return made
 

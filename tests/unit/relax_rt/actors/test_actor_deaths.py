@@ -36,7 +36,7 @@ async def test_killed_in_mid_call(carrier: str, tmp_path: pathlib.Path) -> None:
             await first.wait()
             await asyncio.sleep(0.05)
             # The news of its end comes after the loss of the connection: it is waited for.
-            registry.core.gone(who, "signal: killed by SIGKILL")
+            registry.core.process_exited(who, "signal: killed by SIGKILL")
             died = await fails(once, ActorDied)
             assert (died.who, died.diagnosis) == (str(who), "signal: killed by SIGKILL")
             assert f"{who} ended: signal: killed by SIGKILL" in str(died) and "not marked idempotent" in str(died)
@@ -55,7 +55,7 @@ async def test_the_end_is_told_also_when_the_slot_is_filled_again(tmp_path: path
     registry = Registry()
     who = registry.enter("judge/0", "")
     async with directory({}, registry) as known:
-        registry.core.gone(who, "exception: KeyError")
+        registry.core.process_exited(who, "exception: KeyError")
         registry.enter("judge/0", "")
         assert await known.end_of(who, 2.0) == "exception: KeyError"
         third = registry.enter("judge/0", "")
@@ -88,7 +88,7 @@ async def test_a_stream_that_began_is_not_taken_up_again(tmp_path: pathlib.Path)
             assert await anext(begun) == process.pid
             process.kill()
             await process.wait()
-            registry.core.gone(who, "signal: SIGKILL")
+            registry.core.process_exited(who, "signal: SIGKILL")
             died = await fails(anext(begun), ActorDied)
             assert "after 1 items" in str(died) and died.diagnosis == "signal: SIGKILL"
             # One that has given nothing yet is opened again.
@@ -232,7 +232,7 @@ class Pool:
             await eventually(lambda: actor.working)
             self.asked.append(str(who))
             if self.deadly:
-                self.registry.core.gone(who, "signal: killed by SIGSEGV")
+                self.registry.core.process_exited(who, "signal: killed by SIGSEGV")
             for connection in list(actor.ctx.server.connections):  # type: ignore[attr-defined]
                 connection.channel.abort()
             await eventually(lambda: not actor.working)
@@ -266,7 +266,7 @@ async def test_what_kills_its_actor_is_not_sent_to_each_incarnation(kind: str, t
             async with living(address, epoch=who.epoch) as (actor, _):
                 await eventually(lambda actor=actor: actor.working or call.done())
                 asked += actor.working
-            registry.core.gone(who, "signal: killed by SIGSEGV")
+            registry.core.process_exited(who, "signal: killed by SIGSEGV")
         died = await fails(call, ActorDied)
         assert asked == 3 and died.diagnosis == "signal: killed by SIGSEGV"
 

@@ -11,7 +11,7 @@ from actor_far_end import RUN, Judge, Text, living
 
 import relax_rt.cluster.discovery
 from relax_rt.cluster.nodes.join_key import curve_keys, make_key, read_key
-from relax_rt.cluster.registry.service import RegistryService
+from relax_rt.cluster.registry.role import RegistryService
 from relax_rt.cluster.registry.store import Store
 from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.transport.rpc.errors import Unreachable

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from relax_rt.chaos.findings import Checkpoint, Evidence, Write
+from relax_rt.chaos.evidence import Checkpoint, Evidence, Write
 
 Record = dict[str, Any]
 STEPS, BATCH = 6, 2
@@ -118,7 +118,7 @@ def well() -> Evidence:
         writes=[
             Write(1, "trainer/0#3", "trained"),
             Write(2, "trainer/0#4", "rollback"),
-            Write(3, "agent/0#5", "gone", "trainer/0#3"),
+            Write(3, "agent/0#5", "process_exited", "trainer/0#3"),
             Write(4, "trainer/0#4", "trained"),
         ],
         checkpoints=[Checkpoint("step-000006", 6, 9, "d9", 4)],

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from chaos_world import STEPS, event, well
 
-from relax_rt.chaos.checker import CHECKS, breaches, check
-from relax_rt.chaos.findings import Checkpoint, Evidence, Write
+from relax_rt.chaos.evidence import Checkpoint, Evidence, Write
+from relax_rt.chaos.verdict import CHECKS, breaches, check
 
 Doctor = Callable[[Evidence], Any]
 
@@ -100,7 +100,7 @@ def late_in_queue(evidence: Evidence) -> None:
 
 
 def after_its_end(evidence: Evidence) -> None:
-    evidence.writes += [Write(9, "agent/0#5", "gone", "rollout/0#2"), Write(10, "rollout/0#2", "put")]
+    evidence.writes += [Write(9, "agent/0#5", "process_exited", "rollout/0#2"), Write(10, "rollout/0#2", "put")]
 
 
 def fault_of_the_supervisor(evidence: Evidence) -> None:
@@ -444,7 +444,7 @@ def test_a_commit_whose_event_died_with_the_registry_is_no_breach() -> None:
 
 def test_a_process_may_tell_the_queue_itself_that_it_goes() -> None:
     evidence = well()
-    evidence.writes.append(Write(9, "rollout/0#2", "gone", "rollout/0#2"))
+    evidence.writes.append(Write(9, "rollout/0#2", "process_exited", "rollout/0#2"))
     assert breaches(check(evidence)) == []
 
 

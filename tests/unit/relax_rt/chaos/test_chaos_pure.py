@@ -10,10 +10,9 @@ import msgspec
 import pytest
 from chaos_world import event, well
 
-from relax_rt.chaos import faults, schedule
-from relax_rt.chaos.ettr import ettr
-from relax_rt.chaos.intensity import Intensity
-from relax_rt.chaos.timeline import over, recoveries
+from relax_rt.chaos import faults
+from relax_rt.chaos.injector import Intensity
+from relax_rt.chaos.timeline import ettr, over, recoveries
 from relax_rt.chaos.verdict import judge, render
 from relax_rt.config.problems import BadInput
 
@@ -52,14 +51,14 @@ def test_names_are_told_with_what_was_meant() -> None:
 def test_a_seed_is_a_schedule() -> None:
     slots = faults.roles_named("", SLOTS)
     every = [*faults.FAULTS.values()]
-    assert schedule.poisson(7, 0.5, 60, every, slots) == schedule.poisson(7, 0.5, 60, every, slots)
-    assert schedule.poisson(7, 0.5, 60, every, slots) != schedule.poisson(8, 0.5, 60, every, slots)
-    kills, mixed = (schedule.poisson(7, 0.5, 60, some, slots) for some in (KILL, [*KILL, faults.FAULTS["stop"]]))
+    assert faults.poisson(7, 0.5, 60, every, slots) == faults.poisson(7, 0.5, 60, every, slots)
+    assert faults.poisson(7, 0.5, 60, every, slots) != faults.poisson(8, 0.5, 60, every, slots)
+    kills, mixed = (faults.poisson(7, 0.5, 60, some, slots) for some in (KILL, [*KILL, faults.FAULTS["stop"]]))
     assert [(s.at_s, s.slot) for s in kills] == [(s.at_s, s.slot) for s in mixed]
 
 
 def test_roles_are_drawn_uniformly_and_pauses_have_their_mean() -> None:
-    strikes = schedule.poisson(3, 1.0, 6000, KILL, faults.roles_named("", SLOTS))
+    strikes = faults.poisson(3, 1.0, 6000, KILL, faults.roles_named("", SLOTS))
     assert len(strikes) == pytest.approx(6000, rel=0.1)
     roles = Counter(s.slot.partition("/")[0] for s in strikes)
     assert all(n == pytest.approx(len(strikes) / 4, rel=0.15) for n in roles.values())
@@ -72,7 +71,7 @@ def test_each_kind_of_role_is_struck_twice_if_there_are_strikes_enough() -> None
     slots = faults.roles_named("", [*SLOTS, "reward/0", "evaluator/0"])
     longest = 0
     for seed in range(40):
-        strikes = schedule.poisson(seed, 1.0, 16.0, KILL, slots)
+        strikes = faults.poisson(seed, 1.0, 16.0, KILL, slots)
         kinds = Counter(s.slot.partition("/")[0] for s in strikes)
         if len(strikes) >= 2 * len(slots):
             longest += 1
@@ -80,24 +79,24 @@ def test_each_kind_of_role_is_struck_twice_if_there_are_strikes_enough() -> None
         assert [s.number for s in strikes] == list(range(1, len(strikes) + 1))
         assert {s.slot for s in strikes} <= {slot for of_role in slots.values() for slot in of_role}
     assert longest > 5
-    by_step = Counter(s.slot.partition("/")[0] for s in schedule.by_steps(1, 0.1, 1, 120, KILL, slots))
+    by_step = Counter(s.slot.partition("/")[0] for s in faults.by_steps(1, 0.1, 1, 120, KILL, slots))
     assert set(by_step.values()) == {2} and len(by_step) == 6
 
 
 def test_faults_in_a_share_of_the_steps() -> None:
-    strikes = schedule.by_steps(1, 0.1, 1, 200, KILL, faults.roles_named("", SLOTS))
+    strikes = faults.by_steps(1, 0.1, 1, 200, KILL, faults.roles_named("", SLOTS))
     steps = [s.at_step for s in strikes]
     assert len(steps) == 20 == len(set(steps))
     assert min(steps) >= 1 and max(steps) <= 200 and steps == sorted(steps)
     for wrong in ({"share": 0.0, "last": 9}, {"share": 0.1, "last": 0}):
         with pytest.raises(BadInput):
-            schedule.by_steps(1, wrong["share"], 1, int(wrong["last"]), KILL, {"a": ["a/0"]})
+            faults.by_steps(1, wrong["share"], 1, int(wrong["last"]), KILL, {"a": ["a/0"]})
 
 
 @pytest.mark.parametrize(("mean_s", "for_s"), [(0, 1), (1, 0), (1e-6, 1e6)])
 def test_schedules_that_cannot_be(mean_s: float, for_s: float) -> None:
     with pytest.raises(BadInput):
-        schedule.poisson(1, mean_s, for_s, KILL, {"a": ["a/0"]})
+        faults.poisson(1, mean_s, for_s, KILL, {"a": ["a/0"]})
 
 
 def test_harm_stays_within_the_restarts_a_slot_has_left() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from relax_rt.chaos import session
+from relax_rt.chaos.faults import Strike
 from relax_rt.chaos.injector import Outcome
-from relax_rt.chaos.schedule import Strike
 
 
 class Injector:

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[4] / "tools" / "soak"))
 import equivalence
 from equivalence_statistics import Conclusion, Interval, Pair, Score, conclude, interval
 
-from relax_rt.chaos.findings import Evidence
+from relax_rt.chaos.evidence import Evidence
 
 CONTROL = {"broken": interval([Pair(s, Score(600, 1000), Score(250 + s, 1000)) for s in range(4)])}
 

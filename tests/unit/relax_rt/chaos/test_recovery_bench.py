@@ -13,8 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[4] / "tools" / "bench"))
 import recovery
 import recovery_cases as cases
 
-from relax_rt.chaos.ettr import Ettr
-from relax_rt.chaos.timeline import Recovery
+from relax_rt.chaos.timeline import Ettr, Recovery
 from relax_rt.supervision.api import RunStatus
 
 SLOTS = ("rollout/0", "rollout/1")

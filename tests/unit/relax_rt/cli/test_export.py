@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from relax_rt.cli.display import print_table
-from relax_rt.cli.export import export, prometheus
+from relax_rt.cli.export import prometheus_text, write_archive
 from relax_rt.cli.figures import Figures
 from relax_rt.cli.main import main
 from relax_rt.cli.top import Look, Paces, Use, look, rows, show_top
@@ -67,7 +67,7 @@ def members(path: Path) -> dict[str, str]:
 def test_archive_of_json_lines_and_tables(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     a_run(run_dir)
-    names = export(run_dir, tmp_path / "out.tar.gz", account(read_events(run_dir), STATUS), most_mib=1)
+    names = write_archive(run_dir, tmp_path / "out.tar.gz", account(read_events(run_dir), STATUS), most_mib=1)
     found = members(tmp_path / "out.tar.gz")
     assert list(found) == names
     assert [json.loads(line)["t"] for line in found["events.jsonl"].splitlines()] == [5.0] * 3 + [6.0] * 3
@@ -80,7 +80,7 @@ def test_archive_of_json_lines_and_tables(tmp_path: Path) -> None:
     assert found["logs/rollout-0.log"] == "hello\n"
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
     with pytest.raises(RelaxError, match="cannot be written"):
-        export(run_dir, tmp_path / "no/out.tar.gz", account([], STATUS), most_mib=1)
+        write_archive(run_dir, tmp_path / "no/out.tar.gz", account([], STATUS), most_mib=1)
 
 
 def test_of_much_the_newest_whole_lines_are_taken(tmp_path: Path) -> None:
@@ -89,13 +89,13 @@ def test_of_much_the_newest_whole_lines_are_taken(tmp_path: Path) -> None:
     with (run_dir / "metrics.jsonl").open("w") as file:
         for n in range(30_000):
             file.write(json.dumps({"kind": "x", "n": n, "filler": "y" * 50}) + "\n")
-    export(run_dir, tmp_path / "out.tar.gz", account([], STATUS), most_mib=1)
+    write_archive(run_dir, tmp_path / "out.tar.gz", account([], STATUS), most_mib=1)
     numbers = [json.loads(line)["n"] for line in members(tmp_path / "out.tar.gz")["metrics.jsonl"].splitlines()]
     assert numbers == list(range(numbers[0], 30_000)) and numbers[0] > 0
 
 
 def test_prometheus_text() -> None:
-    text = prometheus(STATUS, {"rollout/0": Figures(version=3, lag=1, depth=4)})
+    text = prometheus_text(STATUS, {"rollout/0": Figures(version=3, lag=1, depth=4)})
     lines = text.splitlines()
     assert 'relax_run_up{run="t\\"wo"} 1' in lines
     labels = '{run="t\\"wo",slot="rollout/0",role="rollout",node=""}'
@@ -113,7 +113,7 @@ def test_prometheus_text() -> None:
 
 
 def test_prometheus_tells_the_time_left() -> None:
-    lines = prometheus(STATUS, {}, Estimate(3, 20, step_s=2.5, left_s=42.5, measured=3)).splitlines()
+    lines = prometheus_text(STATUS, {}, Estimate(3, 20, step_s=2.5, left_s=42.5, measured=3)).splitlines()
     labels = '{run="t\\"wo"}'
     total_s = STATUS.uptime_s + 42.5
     assert {
@@ -123,7 +123,7 @@ def test_prometheus_tells_the_time_left() -> None:
         f"relax_run_left_seconds{labels} 42.5",
         f"relax_run_total_seconds{labels} {total_s:g}",
     } <= set(lines)
-    unknown = prometheus(STATUS, {}, Estimate(0, 20))
+    unknown = prometheus_text(STATUS, {}, Estimate(0, 20))
     assert "relax_run_steps" in unknown and "left_seconds" not in unknown
 
 

@@ -12,11 +12,10 @@ import pytest
 from rich.console import Console
 from test_why import RUNNING, event
 
-from relax_rt.cli import retirement
+from relax_rt.cli import lost_samples
 from relax_rt.cli.display import show_why
-from relax_rt.cli.losses import show_losses
+from relax_rt.cli.lost_samples import progress_report, reinstate_items, show_losses
 from relax_rt.cli.main import main
-from relax_rt.cli.retirement import progress_report, reinstate
 from relax_rt.cli.why import account
 from relax_rt.config.problems import BadInput
 from relax_rt.observe.losses import MAX_CAUSES, OTHERS, Losses
@@ -164,7 +163,7 @@ def test_ps_of_a_run_that_lives_asks_its_queue(
     """The log says 8 groups in a row; whether that goes on is known to the queue."""
     loss = Loss(task="reward", cause="score raised KeyError", members=64, groups=16, prompts=3)
     report = ProgressReport(row, 1, 64, False, [loss], [Retired("q9")], 1)
-    monkeypatch.setattr(retirement, "_ask", lambda *_: report)
+    monkeypatch.setattr(lost_samples, "_ask_queue", lambda *_: report)
     out = ps(run_dir, capsys)
     assert ("lost: 8 groups failed in a row (the run ends at 64); 64 samples" in out) == (row > 0)
     assert "64 samples of 16 groups (3 prompts) failed at task reward: score raised KeyError" in out
@@ -209,7 +208,7 @@ def test_reinstate_names_the_items_asked_for(
             return []
 
     (run_dir / "run.json").write_text("{}")
-    monkeypatch.setattr(retirement, "_ask", lambda _, question: asyncio.run(question(Queue())))
+    monkeypatch.setattr(lost_samples, "_ask_queue", lambda _, question: asyncio.run(question(Queue())))
     assert main(["reinstate", "q7", "--run", str(run_dir)]) == 0
     assert asked == ["q7"] and capsys.readouterr().out == "tried again: q7\n"
 
@@ -228,20 +227,20 @@ def test_the_beginning_of_an_id_is_enough_if_no_other_retired_item_begins_so(
             asked.extend(items)
 
     (run_dir / "run.json").write_text("{}")
-    monkeypatch.setattr(retirement, "_ask", lambda _, question: asyncio.run(question(Queue())))
+    monkeypatch.setattr(lost_samples, "_ask_queue", lambda _, question: asyncio.run(question(Queue())))
     assert main(["reinstate", "3fa91", "b07", "3fa91c", "--run", str(run_dir)]) == 0
     assert asked == ["3fa91c", "b07"] and capsys.readouterr().out == "tried again: 3fa91c, b07\n"
     with pytest.raises(BadInput, match=r"'3fa9' is ambiguous: 2 retired items have this prefix: 3fa91c, 3fa97d"):
-        reinstate(run_dir, ["b07e", "3fa9"])
+        reinstate_items(run_dir, ["b07e", "3fa9"])
     with pytest.raises(BadInput, match="'' is not retired"):
-        reinstate(run_dir, [""])
+        reinstate_items(run_dir, [""])
     assert asked == ["3fa91c", "b07"], "nothing is taken back unless all are clear"
 
 
 def test_an_ended_run_lists_its_items_and_says_how_they_are_taken_back(run_dir: Path) -> None:
     assert [one.item for one in progress_report(run_dir).retired] == ["q7"]
     with pytest.raises(BadInput, match="cannot be asked") as caught:
-        reinstate(run_dir, ["q7"])
+        reinstate_items(run_dir, ["q7"])
     assert "progress.kept_items" in caught.value.hint
     with pytest.raises(BadInput, match=r"'q8' is not retired.*retired are q7"):
-        reinstate(run_dir, ["q8"])
+        reinstate_items(run_dir, ["q8"])

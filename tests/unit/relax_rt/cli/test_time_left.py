@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from relax_rt.cli import time_left
-from relax_rt.cli.brief import brief
 from relax_rt.cli.main import main
+from relax_rt.cli.run import brief
 from relax_rt.cli.starter import write_starter
 from relax_rt.cli.time_left import HEAD_BYTES, estimate_of, expected
 from relax_rt.config.loader import load_config, write_resolved

@@ -12,7 +12,7 @@ from relax_rt.config.loader import config_digest, write_resolved
 from relax_rt.config.schema import RunConfig
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.checkpoints.cold_start import Mark, write_mark
+from relax_rt.roles.training.checkpoints.cold_start import ColdStartProgress, write_progress
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, update_run
 from relax_rt.transport.rpc.errors import RelaxError
 
@@ -97,12 +97,12 @@ def test_the_rate_of_a_cold_start_may_change_until_it_is_over(tmp_path: Path) ->
     write_resolved(before, tmp_path / RESOLVED_CONFIG)
     update_run(tmp_path, run_id="ab", config="roles.toml", config_digest=config_digest(before))
     other, further = rl(2e-5), rl(1e-5, learning_rate=1e-7)
-    mark = Mark(step=4, total=8, done=False, digest="d")
+    mark = ColdStartProgress(step=4, total=8, done=False, digest="d")
     folder = tmp_path / "cold_start" / "step-000004"
     folder.mkdir(parents=True)
-    write_mark(folder, mark)
+    write_progress(folder, mark)
     launch._check_same_config(tmp_path, config_digest(other), other)
-    write_mark(folder, replace(mark, done=True))
+    write_progress(folder, replace(mark, done=True))
     with pytest.raises(RelaxError, match=r"cold_start.learning_rate was 1e-05, is 2e-05: it has no effect") as caught:
         launch._check_same_config(tmp_path, config_digest(other), other)
     assert "step-000004" in caught.value.why and "back to 1e-05" in caught.value.hint

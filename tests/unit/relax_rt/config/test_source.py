@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from relax_rt.config.problems import ConfigErrors, KeyPath
-from relax_rt.config.source import Text, parse, scan
+from relax_rt.config.source import SourceText, parse, scan
 
 Paths = dict[KeyPath, Any]
 LINES = ["a = 1", "a = 2", "b.c = 1", "[b]", "[[e]]", "x = yes", "x = [1,", 'y = "', "[g", "ü = 1"]
@@ -148,7 +148,7 @@ def test_every_key_path_has_its_position(text: str) -> None:
 def test_any_text_is_read_or_refused_with_the_place_of_its_first_syntax_error(lines: list[str]) -> None:
     text = "\n".join(lines)
     try:
-        assert parse(Text("roles.toml", text)) == tomllib.loads(text)
+        assert parse(SourceText("roles.toml", text)) == tomllib.loads(text)
     except ConfigErrors as error:
         (problem,) = error.problems
         assert problem.place is not None

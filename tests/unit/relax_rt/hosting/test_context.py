@@ -62,7 +62,7 @@ class Registry:
     async def leave(self, reason: str) -> None:
         self.left.append(reason)
 
-    async def gone(self, who: Incarnation, reason: str) -> None:
+    async def process_exited(self, who: Incarnation, reason: str) -> None:
         self.gone_ones.append((who, reason))
 
     async def watch(self, since: int, wait_s: float) -> Changes:

@@ -19,8 +19,7 @@ import pytest
 
 from relax_rt.observe import events
 from relax_rt.observe.events import CURRENT, MAX_LINE_BYTES, Appender, EventFollower, EventLog, read_events, segments
-from relax_rt.observe.metrics import MetricsLog, read_metrics
-from relax_rt.observe.tail import Tail
+from relax_rt.observe.metrics import MetricsLog, Tail, read_metrics
 
 
 def test_events_carry_who_when_and_what(tmp_path: Path) -> None:

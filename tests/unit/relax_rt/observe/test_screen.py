@@ -14,8 +14,7 @@ import pytest
 from rich.console import Console
 
 from relax_rt.observe.headline import Column
-from relax_rt.observe.screen import DRAIN_HEARTBEAT_S, HEARTBEAT_S, Screen
-from relax_rt.observe.view import render
+from relax_rt.observe.screen import DRAIN_HEARTBEAT_S, HEARTBEAT_S, Screen, render
 from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.diagnosis import Diagnosis
 

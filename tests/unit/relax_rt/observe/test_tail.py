@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_rt.observe.tail import Tail
+from relax_rt.observe.metrics import Tail
 
 records = st.lists(st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=20), max_size=3), max_size=12)
 junk = st.sampled_from([b"", b"not json", b"[1, 2]", b'{"torn": ', b"\xff\xfe", b"17"])

@@ -26,7 +26,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def test_limits_hold_for_the_process_they_are_put_on(child: subprocess.Popen[bytes]) -> None:
+def test_limits_hold_for_the_process_they_are_applied_to(child: subprocess.Popen[bytes]) -> None:
     core = min(os.sched_getaffinity(0))
     assert limits.apply(limits.ProcessLimits(nice=7, cpus=[core], open_files=100), child.pid) == []
     assert os.getpriority(os.PRIO_PROCESS, child.pid) == 7
@@ -53,7 +53,9 @@ def test_a_role_in_a_session_of_its_own_has_its_niceness_among_sessions_too() ->
             member.kill()
 
 
-def test_niceness_among_sessions_is_no_condition_for_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_starts_where_the_niceness_of_its_session_cannot_be_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with subprocess.Popen(SLEEP, stdin=subprocess.PIPE, start_new_session=True) as leader:
         try:
             before = Path(f"/proc/{leader.pid}/autogroup").read_text() if limits.AUTOGROUP.exists() else ""
@@ -71,7 +73,7 @@ def test_niceness_among_sessions_is_no_condition_for_a_start(tmp_path: Path, mon
             leader.kill()
 
 
-def test_what_cannot_be_done_is_said(child: subprocess.Popen[bytes]) -> None:
+def test_refused_limits_are_reported(child: subprocess.Popen[bytes]) -> None:
     hard = resource.prlimit(child.pid, resource.RLIMIT_NOFILE)[1]
     impossible = limits.ProcessLimits(cpus=[100_000], open_files=hard + 1)
     cpus, files = limits.apply(impossible, child.pid)

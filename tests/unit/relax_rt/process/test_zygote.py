@@ -42,7 +42,7 @@ def command_of(pid: int) -> list[bytes]:
     return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
 
 
-async def test_child_is_ours_and_has_nothing_of_the_zygote(tmp_path: Path) -> None:
+async def test_child_belongs_to_the_owner_and_inherits_no_state_of_the_zygote(tmp_path: Path) -> None:
     async with World(tmp_path) as world:
         probe = await world.fork(nice=5, OWN="yes")
         found = probe.found
@@ -89,7 +89,7 @@ async def test_child_that_raises_ends_and_is_no_second_zygote(tmp_path: Path) ->
         (await world.fork()).let_go()
 
 
-async def test_strays_that_were_only_forked_are_found(tmp_path: Path) -> None:
+async def test_orphans_that_were_only_forked_are_found(tmp_path: Path) -> None:
     async with World(tmp_path) as world:
         probe = await world.fork(PROBE="fork")
         stray = int(await asyncio.to_thread(probe.control.recv, 64))
@@ -101,14 +101,14 @@ async def test_strays_that_were_only_forked_are_found(tmp_path: Path) -> None:
         procfs.reap_all()
 
 
-async def test_killed_zygotes_come_back_and_their_children_go_on(tmp_path: Path) -> None:
+async def test_killed_zygotes_are_restarted_and_their_children_live_on(tmp_path: Path) -> None:
     async with World(tmp_path) as world:
         probe = await world.fork()
         for kept in (world.pair.light, world.pair.heavy):
             assert kept.living is not None
             os.kill(kept.living.pid, signal.SIGKILL)
-        await world.until(lambda: len(world.told("zygote_ready", "heavy")) == 2)
-        assert [e["reason"] for e in world.told("zygote_died", "light")] == ["ended by SIGKILL"]
+        await world.until(lambda: len(world.zygote_events("zygote_ready", "heavy")) == 2)
+        assert [e["reason"] for e in world.zygote_events("zygote_died", "light")] == ["ended by SIGKILL"]
         assert procfs.start_time(probe.found["pid"])
         again = await world.fork()
         assert [again.let_go(), probe.let_go()] == [0, 0]
@@ -124,11 +124,11 @@ async def test_stopped_zygote_is_replaced(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(ForkFailed, match="did not answer"):
             await world.fork()
         monkeypatch.setattr("relax_rt.process.zygote_pool.FORK_TIMEOUT_S", WAIT_S)
-        await world.until(lambda: len(world.told("zygote_ready", "heavy")) == 2)
+        await world.until(lambda: len(world.zygote_events("zygote_ready", "heavy")) == 2)
         (await world.fork()).let_go()
 
 
-def unheard_of(monkeypatch: pytest.MonkeyPatch, died: list[ZygoteProcess]) -> None:
+def lose_fork_reply(monkeypatch: pytest.MonkeyPatch, died: list[ZygoteProcess]) -> None:
     """The next zygote that has forked dies before it is heard."""
     take = ZygoteProcess._on_message
 
@@ -142,7 +142,7 @@ def unheard_of(monkeypatch: pytest.MonkeyPatch, died: list[ZygoteProcess]) -> No
     monkeypatch.setattr(ZygoteProcess, "_on_message", lose)
 
 
-async def test_fork_that_was_never_heard_of_ends_before_it_does_anything(
+async def test_forked_process_that_was_never_reported_ends_before_it_does_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = set(procfs.children(os.getpid()))
@@ -150,7 +150,7 @@ async def test_fork_that_was_never_heard_of_ends_before_it_does_anything(
         (await world.fork()).let_go()
         world.log.write_text("")
         died: list[ZygoteProcess] = []
-        unheard_of(monkeypatch, died)
+        lose_fork_reply(monkeypatch, died)
         with pytest.raises(ForkFailed, match="died between the fork and the word of it"):
             await world.fork()
         assert died
@@ -158,14 +158,14 @@ async def test_fork_that_was_never_heard_of_ends_before_it_does_anything(
         assert world.log.read_text() == "", "the probe was not even called"
 
 
-async def test_process_that_is_spawned_after_a_fork_that_was_never_heard_of_is_alone(
+async def test_process_that_is_spawned_after_an_unreported_fork_is_the_only_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     idle = "import os, socket; c = socket.socket(fileno=int(os.environ['RELAX_CONTROL_FD'])); c.recv(1)"
     async with World(tmp_path) as world:
         (await world.fork()).let_go()
         died: list[ZygoteProcess] = []
-        unheard_of(monkeypatch, died)
+        lose_fork_reply(monkeypatch, died)
         end: asyncio.Future[Diagnosis] = asyncio.get_running_loop().create_future()
         launch = Launch(
             slot="toy/0",
@@ -193,21 +193,21 @@ async def test_module_that_starts_a_thread_is_named_and_left_out(tmp_path: Path)
         probe = await world.fork(needs=["zygote_probe", "zygote_thread"])
         assert "zygote_thread" not in probe.found["modules"]
         assert probe.let_go() == 0
-        (died,) = world.told("zygote_died", "heavy")
+        (died,) = world.zygote_events("zygote_died", "heavy")
         assert died["reason"].startswith("no fork is safe any more after zygote_thread: 2 threads")
 
 
-async def test_light_zygote_that_is_never_fit_is_given_up_and_roles_are_spawned(
+async def test_light_zygote_that_is_never_safe_to_fork_is_given_up_and_roles_are_spawned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("relax_rt.supervision.spawner.ALWAYS_IMPORTED", ("zygote_thread",))
     monkeypatch.setattr("relax_rt.process.zygote_pool.BACKOFF_FIRST_S", 0.2)
     began = time.monotonic()
     async with World(tmp_path) as world:
-        (given_up,) = await world.until(lambda: world.told("zygote_given_up", "light"))
+        (given_up,) = await world.until(lambda: world.zygote_events("zygote_given_up", "light"))
         assert time.monotonic() - began >= 0.2 + 0.4, "with back-off between them"
         assert given_up["reason"].startswith("no fork is safe any more after zygote_thread: 2 threads")
-        assert len(world.told("zygote_died", "light")) == 2
+        assert len(world.zygote_events("zygote_died", "light")) == 2
         # Nobody waits for what does not come.
         monkeypatch.setattr("relax_rt.process.zygote_pool.FORK_TIMEOUT_S", 600.0)
         async with asyncio.timeout(WAIT_S):
@@ -215,18 +215,18 @@ async def test_light_zygote_that_is_never_fit_is_given_up_and_roles_are_spawned(
                 await world.fork()
 
 
-async def test_heavy_zygote_that_all_imports_together_make_unfit_is_given_up(tmp_path: Path) -> None:
+async def test_heavy_zygote_that_all_imports_together_make_unsafe_is_given_up(tmp_path: Path) -> None:
     async with World(tmp_path, ["zygote_loop", "zygote_probe"]) as world:
-        (given_up,) = await world.until(lambda: world.told("zygote_given_up", "heavy"))
+        (given_up,) = await world.until(lambda: world.zygote_events("zygote_given_up", "heavy"))
         assert given_up["reason"].startswith("no fork is safe any more after its imports: an open event loop")
         await world.until(lambda: world.pair.heavy._task and world.pair.heavy._task.done())
-        assert not world.told("zygote_died", "heavy"), "it did not import everything again"
+        assert not world.zygote_events("zygote_died", "heavy"), "it did not import everything again"
         light = world.pair.light.living
         request = ForkRequest(KEY, "", [], {}, 0, {}, needs=("zygote_probe",))
         assert await world.pair.choose(request) is light
 
 
-async def test_module_that_cannot_be_imported_holds_nobody_up(tmp_path: Path) -> None:
+async def test_module_that_cannot_be_imported_delays_no_fork(tmp_path: Path) -> None:
     async with World(tmp_path, ["no_such_module", "zygote_probe"]) as world:
         assert (await world.fork(needs=["no_such_module", "zygote_probe"])).let_go() == 0
 
@@ -253,7 +253,7 @@ async def test_role_of_another_interpreter_or_environment_is_not_forked(tmp_path
                 await world.zygotes.fork(ForkRequest(key, "", [], {}, 0, {}))
 
 
-async def test_interpreter_that_is_not_there_is_a_reason(tmp_path: Path) -> None:
+async def test_missing_interpreter_is_the_reason_of_the_failed_fork(tmp_path: Path) -> None:
     world = World(tmp_path)
     nowhere = ZygoteKey("/nonexistent/python", ())
     world.zygotes.preload(nowhere, "", [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from relax_rt.supervision.api import SlotStatus
 from relax_rt.supervision.diagnosis import Diagnosis, Kind
 from relax_rt.supervision.placement import Placer
 from relax_rt.supervision.protocol import (
@@ -19,7 +20,7 @@ from relax_rt.supervision.protocol import (
     StartGang,
 )
 from relax_rt.supervision.supervisor import Supervisor
-from relax_rt.supervision.tree import RoleSpec, SlotSpec, SlotView
+from relax_rt.supervision.tree import RoleSpec, SlotSpec
 
 
 class Bench:
@@ -59,7 +60,7 @@ class Bench:
         when = self.now if at is None else at
         return Diagnosis(slot=slot, epoch=epoch, kind=kind, cause=f"{kind} of {slot}", at=when)
 
-    def view(self, slot: str) -> SlotView:
+    def view(self, slot: str) -> SlotStatus:
         return next(v for v in self.core.view() if v.slot == slot)
 
     def state(self, slot: str) -> str:
@@ -80,7 +81,7 @@ class Bench:
                 found += [start.slot for start in action.ranks]
         return found
 
-    def told(self, kind: str) -> list[dict[str, Any]]:
+    def events(self, kind: str) -> list[dict[str, Any]]:
         """Fields of the events of that kind that the last call wrote."""
         return [a.fields for a in self.actions if isinstance(a, Emit) and a.kind == kind]
 

@@ -43,10 +43,10 @@ class Gate:
         visible: str | None = None,
         knows_pids: bool = True,
     ) -> None:
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
         self.smi = StandIn(*answers)
         self.gate = DeviceGate(
-            lambda kind, **fields: self.told.append((kind, fields)),
+            lambda kind, **fields: self.events.append((kind, fields)),
             self.smi,
             visible,
             lambda pid: pid == LIVING,
@@ -65,7 +65,7 @@ def test_devices_are_those_that_the_agent_may_see() -> None:
     assert device_environment([], "4") == {}
 
 
-def test_answers_of_nvidia_smi() -> None:
+def test_output_of_nvidia_smi_is_parsed() -> None:
     assert parse_apps("123, 456\n 7 , [N/A]\n\nNo running processes found\n") == [
         DeviceProcess(123, 456),
         DeviceProcess(7, 0),
@@ -75,7 +75,7 @@ def test_answers_of_nvidia_smi() -> None:
 async def test_first_use_of_a_device_queries_nothing() -> None:
     world = Gate([DeviceProcess(DEAD, 100)])
     await world.gate.free("rollout/0", [0])
-    assert world.smi.asked == [] and world.told == []
+    assert world.smi.asked == [] and world.events == []
 
 
 async def test_memory_of_the_dead_is_waited_for_and_reported_once() -> None:
@@ -84,8 +84,8 @@ async def test_memory_of_the_dead_is_waited_for_and_reported_once() -> None:
     await world.gate.free("rollout/0", [1])
     await world.gate.free("rollout/0", [1])
     assert world.smi.asked == ["5", "5", "5"]
-    (told,) = world.told
-    assert told == (
+    (event,) = world.events
+    assert event == (
         "devices_awaited",
         {"slot": "rollout/0", "reason": "device 5 still holds 9000 MiB of the dead process 111"},
     )
@@ -102,7 +102,7 @@ async def test_a_start_goes_on_where_devices_cannot_be_queried_which_is_reported
     world = Gate("nvidia-smi is not installed")
     for _ in range(3):
         await world.gate.free("rollout/0", [0])
-    assert world.told == [("devices_not_checked", {"slot": "rollout/0", "reason": "nvidia-smi is not installed"})]
+    assert world.events == [("devices_not_checked", {"slot": "rollout/0", "reason": "nvidia-smi is not installed"})]
     assert world.smi.asked == ["0"]
 
 
@@ -110,11 +110,11 @@ async def test_pids_of_another_namespace_do_not_count_as_dead() -> None:
     world = Gate([DeviceProcess(DEAD, 9000)], knows_pids=False)
     await world.gate.free("rollout/0", [0])
     await world.gate.free("rollout/0", [0])
-    ((kind, told),) = world.told
-    assert kind == "devices_not_checked" and "another pid namespace" in told["reason"]
+    ((kind, event),) = world.events
+    assert kind == "devices_not_checked" and "another pid namespace" in event["reason"]
 
 
-async def test_program_that_fails_is_no_answer(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failing_nvidia_smi_is_an_error(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'driver mismatch'\nexit 9\n")
     program.chmod(0o755)

@@ -67,7 +67,7 @@ def test_kind_and_cause(facts: dict[str, object], kind: Kind, cause: str) -> Non
     assert found.failed == (kind != "clean")
 
 
-def test_says_who_and_when_and_keeps_the_end_of_the_log() -> None:
+def test_diagnosis_names_process_and_time_and_keeps_the_end_of_the_log() -> None:
     found = judge(signal=signal.SIGTERM, log="\n".join(f"line {n}" for n in range(100)))
     assert (found.slot, found.epoch, found.pid, found.at, found.signal) == ("rollout/0", 7, 42, 5.0, "SIGTERM")
     assert found.exit_code is None and found.last_lines[-1] == "line 99" and len(found.last_lines) == 20
@@ -105,7 +105,7 @@ def test_evidence_does_not_repeat_the_cause() -> None:
     assert judge(signal=9, log="one\ntwo").evidence(log_lines=1) == ["two"]
 
 
-def test_kernel_log_does_not_accuse_the_innocent() -> None:
+def test_kernel_log_reports_no_kill_of_a_process_that_it_does_not_name() -> None:
     kernel = KernelLog()
     assert kernel.killed(2**22 + 1) == ""
     kernel.close()
@@ -134,7 +134,7 @@ relax_rt.roles.base.progress.NoProgress: 64 groups failed
 """
 
 
-def test_an_end_that_says_all_in_its_cause_shows_the_users_lines_alone() -> None:
+def test_evidence_of_a_final_failure_is_the_frames_of_user_code() -> None:
     paths = {"packages": sysconfig.get_path("purelib"), "stdlib": sysconfig.get_path("stdlib")}
     trace = CHAINED.format(runtime=Path(diagnosis.__file__).parents[1], **paths)
 

@@ -63,12 +63,12 @@ def keeper(paths: RunPaths, code: str, *argv: str, **env: str) -> subprocess.Pop
 @pytest.mark.parametrize(
     ("code", "status"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 128 + 9)]
 )
-def test_mirrors_the_exit_status(paths: RunPaths, code: str, status: int) -> None:
+def test_keeper_ends_with_the_exit_status_of_the_agent(paths: RunPaths, code: str, status: int) -> None:
     assert keeper(paths, code).wait(120) == status
     assert not paths.socket_dir.exists() and not paths.shm_dir.exists()
 
 
-def test_writes_down_that_the_agent_died(paths: RunPaths) -> None:
+def test_keeper_records_that_the_agent_died(paths: RunPaths) -> None:
     keeper(paths, "import os; os.kill(os.getpid(), 11)").wait(120)
     run = read_run(paths.run_dir)
     assert run is not None and run["status"] == "agent died" and "SIGSEGV" in run["reason"]
@@ -76,7 +76,7 @@ def test_writes_down_that_the_agent_died(paths: RunPaths) -> None:
     assert json.loads(line)["kind"] == "agent_died"
 
 
-def test_leaves_the_word_of_an_agent_that_ended_in_order(paths: RunPaths) -> None:
+def test_keeper_keeps_the_record_of_an_agent_that_ended_in_order(paths: RunPaths) -> None:
     code = "import sys, pathlib; from relax_rt.supervision.rundir import update_run\n"
     code += "update_run(pathlib.Path(sys.argv[1]), status='finished', exit_code=0)"
     assert keeper(paths, code, str(paths.run_dir)).wait(120) == 0
@@ -85,7 +85,7 @@ def test_leaves_the_word_of_an_agent_that_ended_in_order(paths: RunPaths) -> Non
     assert not (paths.run_dir / "events").exists()
 
 
-def test_kills_daemons_that_left_the_tree_of_processes(paths: RunPaths, tmp_path: Path) -> None:
+def test_keeper_kills_daemons_that_left_the_tree_of_processes(paths: RunPaths, tmp_path: Path) -> None:
     pid_file = tmp_path / "daemon"
     process = keeper(paths, DAEMON + "time.sleep(600)", str(pid_file))
     until(lambda: pid_file.exists() and pid_file.read_text())
@@ -97,7 +97,7 @@ def test_kills_daemons_that_left_the_tree_of_processes(paths: RunPaths, tmp_path
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_hands_signals_on(paths: RunPaths, tmp_path: Path, number: signal.Signals) -> None:
+def test_keeper_forwards_signals(paths: RunPaths, tmp_path: Path, number: signal.Signals) -> None:
     code = "import signal, sys, time, pathlib\n"
     code += f"signal.signal({int(number)}, lambda *a: sys.exit(5))\n"
     code += "pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
@@ -107,7 +107,7 @@ def test_hands_signals_on(paths: RunPaths, tmp_path: Path, number: signal.Signal
     assert process.wait(120) == 5
 
 
-def test_imports_the_standard_library_only() -> None:
+def test_keeper_imports_the_standard_library_only() -> None:
     code = "import sys, relax_rt.supervision.keeper\n"
     code += "print(*sorted({m.split('.')[0] for m in sys.modules} - set(sys.stdlib_module_names)))"
     before = subprocess.run(
@@ -117,7 +117,7 @@ def test_imports_the_standard_library_only() -> None:
     assert set(after.stdout.split()) - set(before.stdout.split()) == {b"relax_rt"}
 
 
-def test_owner_is_told_from_another_process_of_its_pid() -> None:
+def test_owner_is_distinguished_from_another_process_with_its_pid() -> None:
     owner = owner_of(os.getpid())
     assert owner_lives(owner) is True
     assert owner_lives({**owner, "start": owner["start"] + 1}) is False
@@ -125,7 +125,7 @@ def test_owner_is_told_from_another_process_of_its_pid() -> None:
     assert owner_lives({**owner, "pid_namespace": "another"}) is None
 
 
-def test_environment_is_seen_from_the_first_instant_of_a_process() -> None:
+def test_environment_is_found_also_during_execve() -> None:
     """A spawner goes on before /proc shows the environment; a member of a run that is overlooked then would live on."""
     for number in range(150):
         child = subprocess.Popen(["sleep", "600"], env={"RELAX_RUN_ID": str(number), "PATH": os.environ["PATH"]})
@@ -152,7 +152,7 @@ def test_stale_runs_are_those_whose_owner_is_dead(paths: RunPaths) -> None:
     assert run is not None and run["status"] == "agent died"
 
 
-def test_what_only_begins_like_a_run_is_not_ours_to_remove(paths: RunPaths) -> None:
+def test_directories_of_other_programs_with_a_similar_name_are_kept(paths: RunPaths) -> None:
     others = paths.shm_dir.with_name(f"{paths.shm_dir.name}-of-others")
     others.mkdir()
     try:

@@ -31,7 +31,7 @@ def off(slot: str) -> Diagnosis:
     return unspawned(slot, 0, "killed", "test")
 
 
-def test_a_start_is_settled_once_and_says_what_it_was_called_off_with() -> None:
+def test_a_start_is_settled_once_with_the_diagnosis_that_called_it_off() -> None:
     starts = PendingStarts()
     attempt = starts.begin(["w/0", "w/1"])
     why = off("w/1")
@@ -41,7 +41,7 @@ def test_a_start_is_settled_once_and_says_what_it_was_called_off_with() -> None:
     assert starts.call_off(why) is None, "an executor answers for it now"
 
 
-def test_an_old_start_says_nothing_of_the_next_one() -> None:
+def test_a_superseded_start_does_not_affect_the_next_one() -> None:
     starts = PendingStarts()
     old = starts.begin(["w/0"])
     assert starts.forget(["w/0", "w/1"]) == [old] and old.broken
@@ -51,7 +51,7 @@ def test_an_old_start_says_nothing_of_the_next_one() -> None:
     assert list(starts.settle(new)) == [("w/0", None)]
 
 
-def test_a_gang_of_which_a_part_is_forgotten_answers_for_the_rest() -> None:
+def test_a_gang_of_which_some_slots_are_forgotten_is_settled_for_the_others() -> None:
     starts = PendingStarts()
     gang = starts.begin(["w/0", "w/1"])
     starts.forget(["w/1"])
@@ -59,7 +59,7 @@ def test_a_gang_of_which_a_part_is_forgotten_answers_for_the_rest() -> None:
     assert [slot for slot, _ in starts.settle(gang)] == ["w/0"]
 
 
-def test_what_is_called_off_while_the_attempt_is_settled_is_not_lost() -> None:
+def test_a_slot_that_is_called_off_while_the_attempt_is_settled_is_not_lost() -> None:
     starts = PendingStarts()
     gang = starts.begin(["w/0", "w/1", "w/2"])
     found = []
@@ -76,7 +76,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["begin", "call_off", "forget", "sett
 
 
 @given(STEPS)
-def test_each_start_is_answered_for_exactly_once(steps: list[tuple[str, int]]) -> None:
+def test_each_start_is_settled_exactly_once(steps: list[tuple[str, int]]) -> None:
     starts, attempts = PendingStarts(), []
     owner: dict[str, PendingStart] = {}
     for what, n in steps:

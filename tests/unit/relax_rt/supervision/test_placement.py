@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_rt.supervision.placement import PARTS, Need, Node, NoRoom, Placement, Placer
+from relax_rt.supervision.placement import PARTS, Node, NoRoom, Placement, Placer
+from relax_rt.supervision.tree import SlotSpec
 from relax_rt.transport.rpc.errors import Refused
 
 
-def need(slot: str, **fields: object) -> Need:
-    return Need(slot, slot.partition("/")[0], **fields)  # type: ignore[arg-type]
+def need(slot: str, **fields: object) -> SlotSpec:
+    return SlotSpec(slot=slot, kind=slot.partition("/")[0], **fields)  # type: ignore[arg-type]
 
 
 def placed(found: Placement | NoRoom) -> Placement:

@@ -38,12 +38,12 @@ class Starter:
         ("rollout", 200, "205 compute threads on 2 cores, and 32 are the most"),
     ],
 )
-def test_count_that_cannot_be_is_refused_with_the_reason(tmp_path: Path, kind: str, count: int, why: str) -> None:
+def test_an_impossible_count_is_refused_with_the_reason(tmp_path: Path, kind: str, count: int, why: str) -> None:
     with pytest.raises(Refused, match=why):
         Starter(tmp_path).check(kind, count)
 
 
-def test_count_that_can_be_is_not(tmp_path: Path) -> None:
+def test_a_possible_count_is_accepted(tmp_path: Path) -> None:
     run = Starter(tmp_path, "evaluation.every_steps=0")
     run.check("rollout", 2)
     run.check("rollout", 200, cores=64)

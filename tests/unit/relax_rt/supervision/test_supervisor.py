@@ -70,7 +70,7 @@ def test_stop_runs_in_reverse_and_ends_with_the_asked_code() -> None:
     assert (b.done.exit_code, b.done.reason, b.done.diagnosis) == (130, "Ctrl-C", None)
 
 
-def test_stop_calls_off_what_has_not_started_and_waits_for_a_start_under_way() -> None:
+def test_stop_ends_pending_slots_and_waits_for_a_start_in_progress() -> None:
     b = Bench(spec("a/0", tier=10), spec("b/0", tier=20))
     b(RunStarted())
     b(StopRequested("enough"))
@@ -90,7 +90,7 @@ def test_stop_ends_the_wait_for_a_restart() -> None:
     assert b.of(Start) == [] and b.state("a/0") == "ended"
 
 
-def test_kill_reaches_a_process_that_came_to_be_after_it() -> None:
+def test_kill_reaches_a_process_that_is_spawned_after_it() -> None:
     b = Bench(spec("a/0"))
     b(RunStarted())
     b(KillRequested("now"))
@@ -117,7 +117,7 @@ def stopping(**rules: Any) -> Bench:
     return b
 
 
-def test_a_role_that_drains_has_its_time_again_at_each_progress_and_a_bound() -> None:
+def test_each_progress_restarts_the_stop_timeout_of_a_draining_role_up_to_a_bound() -> None:
     b = stopping(drains=True)
     for n in range(1, 15):
         b(SlotProgress("a/0", n, detail="writing a checkpoint"), after=4)
@@ -126,19 +126,19 @@ def test_a_role_that_drains_has_its_time_again_at_each_progress_and_a_bound() ->
     assert b.now == 60 and b.of(Kill) == ["a/0"], "no more than drain_timeout_s in all"
 
 
-def test_a_stopping_slot_says_when_it_is_killed_unless_it_makes_progress_and_at_the_latest() -> None:
+def test_status_of_a_stopping_slot_gives_the_time_to_its_kill_with_and_without_progress() -> None:
     b = Bench(spec("a/0", stop_timeout_s=5, drain_timeout_s=60, drains=True))
     b(RunStarted()), b.up("a/0")
-    assert (b.view("a/0").kill_at, b.view("a/0").kill_latest) == (None, None)
+    assert (b.view("a/0").kill_s, b.view("a/0").kill_latest_s) == (None, None)
     b(StopRequested("Ctrl-C", 130))
-    assert (b.view("a/0").kill_at, b.view("a/0").kill_latest) == (5, 60)
+    assert (b.view("a/0").kill_s, b.view("a/0").kill_latest_s) == (5, 60)
     (told,) = [action.fields for action in b.actions if isinstance(action, Emit) and action.kind == "run_draining"]
     assert told["slot_most_s"] == 60
     b(SlotProgress("a/0", 1, detail="writing a checkpoint"), after=4)
-    assert (b.view("a/0").kill_at, b.view("a/0").kill_latest) == (9, 60)
+    assert (b.view("a/0").kill_s, b.view("a/0").kill_latest_s) == (5, 56)
 
 
-def test_a_role_that_drains_and_stands_still_is_killed() -> None:
+def test_a_draining_role_without_progress_is_killed() -> None:
     b = stopping(drains=True)
     b(SlotProgress("a/0", 1, detail="writing"), after=4), b(SlotProgress("a/0", 1, detail="writing"), after=4)
     assert b.of(Kill) == []
@@ -170,7 +170,7 @@ def test_a_role_that_has_finished_gets_no_more_time_for_waiting() -> None:
     assert b.of(Kill) == ["a/0"]
 
 
-def test_a_kill_that_does_not_take_is_repeated() -> None:
+def test_a_kill_without_an_exit_is_repeated() -> None:
     b = Bench(spec("a/0"))
     b(RunStarted()), b.up("a/0")
     b(KillRequested("now"))
@@ -199,7 +199,7 @@ def test_the_end_of_a_finished_run_is_named_by_its_job() -> None:
     assert (b.done.exit_code, b.done.reason) == (0, "all 6 steps are done")
 
 
-def test_work_said_to_be_finished_counts_though_the_exit_was_not_clean() -> None:
+def test_a_finished_role_counts_as_finished_though_its_exit_was_not_clean() -> None:
     b = Bench(spec("t/0", significant=True))
     b(RunStarted()), b.up("t/0")
     b(SlotFinished("t/0"))
@@ -323,7 +323,7 @@ def test_config_failure_ends_the_run_without_a_restart() -> None:
     assert b.state("a/0") == "backoff", "it has worked before: the import may work again"
 
 
-def test_what_a_role_gives_up_ends_the_run_without_a_restart() -> None:
+def test_a_role_that_reached_its_limit_ends_the_run_without_a_restart() -> None:
     for begun in (False, True):
         b = Bench(spec("a/0", max_restarts=5))
         b(RunStarted())
@@ -369,7 +369,7 @@ def test_waiting_is_idle_and_extend_moves_the_deadline_once() -> None:
     assert b.of(DumpStacks) == ["a/0"]
 
 
-def test_an_idle_role_without_a_sign_of_life_is_a_hang_and_its_next_beat_saves_it() -> None:
+def test_an_idle_role_without_reports_is_a_hang_and_its_next_report_saves_it() -> None:
     b = Bench(spec("a/0", hang_after_s=10, dump_grace_s=1))
     b(RunStarted()), b(SlotSpawned("a/0", 1, 5), SlotProgress("a/0", 0, waiting="for weights"), SlotReady("a/0"))
     b(SlotProgress("a/0", 0, waiting="for weights"), after=9)
@@ -383,14 +383,14 @@ def test_an_idle_role_without_a_sign_of_life_is_a_hang_and_its_next_beat_saves_i
     assert "for weights" in next(a for a in b.actions if isinstance(a, Kill)).reason
 
 
-def test_an_idle_role_has_time_for_a_beat_however_short_its_limit() -> None:
+def test_an_idle_role_has_time_for_a_report_however_short_its_limit() -> None:
     b = Bench(spec("a/0", hang_after_s=0.5))
     b(RunStarted()), b.up("a/0"), b(SlotProgress("a/0", 0, waiting="for samples"))
     b(Tick(), after=2)
     assert b.state("a/0") == "ready"
 
 
-def test_a_start_that_waits_for_another_role_lasts_as_long_as_it_says_so() -> None:
+def test_a_start_that_reports_waiting_for_another_role_is_not_timed_out() -> None:
     b = Bench(spec("a/0", start_timeout_s=10))
     b(RunStarted()), b(SlotSpawned("a/0", 1, 5))
     for _ in range(10):
@@ -415,7 +415,7 @@ def test_start_timeout_dumps_kills_and_counts_and_can_be_extended() -> None:
     assert b.done.exit_code == 1
 
 
-def test_a_start_goes_on_beyond_its_timeout_while_slow_work_gets_on() -> None:
+def test_a_start_is_extended_while_slow_work_makes_progress() -> None:
     """A trainer that compares a large checkpoint extends its start by what the last part took."""
     b = Bench(spec("a/0", start_timeout_s=10, dump_grace_s=1))
     b(RunStarted()), b(SlotSpawned("a/0", 1, 5))
@@ -440,7 +440,7 @@ def test_what_a_spawn_waits_for_does_not_count_against_the_start_timeout() -> No
     assert b.of(DumpStacks) == ["a/0"]
 
 
-def test_a_process_that_never_comes_is_given_up() -> None:
+def test_a_start_without_a_process_is_given_up() -> None:
     b = Bench(spec("a/0", start_timeout_s=10))
     b(RunStarted())
     b(Tick(), after=300)
@@ -474,7 +474,7 @@ def test_role_that_finishes_while_its_restart_is_asked_for_has_finished() -> Non
     assert b.done.exit_code == 0
 
 
-def test_invalid_transition_tells_the_slots_story() -> None:
+def test_invalid_transition_shows_the_history_of_the_slot() -> None:
     b = Bench(spec("a/0"))
     b(RunStarted())
     with pytest.raises(InvalidTransition, match="SlotReady in state 'requested'"):

@@ -58,7 +58,7 @@ def test_gang_starts_as_one() -> None:
 def test_gang_that_lost_a_rank_starts_again_once_all_others_are_gone() -> None:
     b = gang(3, spec("r/0"))
     b.dies("t/1", after=1)
-    assert b.told("gang_failed") == [{"role": "t", "slot": "t/1", "generation": 1, "cause": "exception of t/1"}]
+    assert b.events("gang_failed") == [{"role": "t", "slot": "t/1", "generation": 1, "cause": "exception of t/1"}]
     assert sorted(b.of(Kill)) == ["t/0", "t/2"], "they would wait for ever in a collective"
     b.dies("t/0", "killed")
     b(Tick(), after=10)
@@ -74,7 +74,7 @@ def test_failures_of_several_ranks_count_once_and_the_earliest_is_the_cause() ->
     b = gang(2, max_restarts=1)
     b.dies("t/0", at=0.5)
     b.dies("t/1", at=0.4)
-    assert {e["cause"] for e in b.told("slot_restarting")} == {"t/1: exception of t/1"}
+    assert {e["cause"] for e in b.events("slot_restarting")} == {"t/1: exception of t/1"}
     b(Tick(), after=1), b.up("t/0"), b.up("t/1")
     b.dies("t/0"), b.dies("t/1", "killed")
     assert b.done.exit_code == 1, "the second failure of the gang was one too many"
@@ -90,7 +90,7 @@ def test_rank_that_gives_up_ends_the_run_though_another_was_seen_to_die_before(k
     assert b.done.exit_code == 1 and "t/1 cannot go on" in b.done.reason
 
 
-def test_gang_ages_its_failures_while_all_of_it_works() -> None:
+def test_failures_of_a_gang_age_while_all_its_ranks_work() -> None:
     b = gang(2, max_restarts=1, period_s=10)
     for _ in range(4):
         b(SlotProgress("t/0", 1), SlotProgress("t/1", 1), after=11)
@@ -176,13 +176,13 @@ def exhausted(b: Bench, slot: str) -> None:
     b.dies(slot)
 
 
-def test_slot_beyond_help_is_given_up_while_enough_others_remain() -> None:
+def test_slot_without_restarts_left_is_given_up_while_enough_others_remain() -> None:
     pool = [spec(f"r/{n}", max_restarts=1) for n in range(3)]
     b = Bench(*pool, roles=[RoleSpec(kind="r", min_ready=2, role_restarts=0)])
     b(RunStarted()), [b.up(f"r/{n}") for n in range(3)]
     exhausted(b, "r/1")
     assert b.state("r/1") == "ended" and b.view("r/1").given_up and not b.core.draining
-    assert b.told("slot_given_up")[0]["left"] == 2
+    assert b.events("slot_given_up")[0]["left"] == 2
     exhausted(b, "r/0")
     assert b.core.draining, "one would be too few"
 
@@ -191,7 +191,7 @@ def test_role_is_restarted_once_as_a_whole_before_the_run_ends() -> None:
     b = Bench(spec("r/0", max_restarts=1), spec("r/1"), spec("w/0"), roles=[RoleSpec(kind="r", role_restarts=1)])
     b(RunStarted()), [b.up(s) for s in ("r/0", "r/1", "w/0")]
     exhausted(b, "r/0")
-    assert b.of(Stop) == ["r/1"] and b.told("role_restarting")[0]["slot"] == "r/0"
+    assert b.of(Stop) == ["r/1"] and b.events("role_restarting")[0]["slot"] == "r/0"
     b.dies("r/1", "clean")
     b(Tick(), after=10)
     assert b.starts == ["r/0", "r/1"]
@@ -229,7 +229,7 @@ def test_scale_up_adds_slots_and_scale_down_drains_the_highest_and_forgets_them(
     assert b.starts == []
 
 
-def test_scale_up_takes_back_what_is_still_leaving_and_what_was_drained_or_given_up() -> None:
+def test_scale_up_restores_slots_that_are_leaving_drained_or_given_up() -> None:
     b = Bench(*(spec(f"r/{n}", max_restarts=0) for n in range(3)), roles=[RoleSpec(kind="r", min_ready=0)])
     b(RunStarted()), [b.up(f"r/{n}") for n in range(3)]
     b.dies("r/0")
@@ -313,7 +313,7 @@ def test_slots_of_a_lost_node_start_elsewhere_at_once_and_nothing_is_counted() -
     assert b.view(lost).last is not None and "silent for 10 s" in b.view(lost).last.cause  # type: ignore[union-attr]
 
 
-def test_slots_of_a_lost_node_wait_for_it_if_told_to() -> None:
+def test_slots_of_a_lost_node_wait_for_it_when_it_is_kept() -> None:
     b = Bench(spec("a/0", node=""), placer=on_nodes(Node("n1", 1)))
     b(RunStarted()), b.up("a/0")
     b(NodeJoined(Node("n2", 1)))
@@ -377,7 +377,7 @@ def test_start_of_a_gang_that_fails_for_one_rank_is_a_failure_of_the_gang() -> N
     assert b.starts == ["t/0", "t/1"] and generation(b) == 2
 
 
-def test_memory_that_a_role_may_take_is_looked_at_when_its_slots_are_placed() -> None:
+def test_memory_limits_count_in_the_placement() -> None:
     settings = RoleSettings(memory_mib=700, count=3)
     plan = RolePlan(kind="a", target="x:A", settings=settings, tier=1, restart="permanent", significant=False)
     slots = plan.specs(SupervisionTable())
@@ -398,10 +398,10 @@ def test_drained_node_takes_slots_again_once_it_is_restarted() -> None:
         with pytest.raises(Refused, match="no room for it: node 'n2': it is drained"):
             b(RestartRequested(name))
     b(RestartRequested("n2"))
-    assert b.starts == ["p/0"] and b.told("node_reopened") == [{"node": "n2"}]
+    assert b.starts == ["p/0"] and b.events("node_reopened") == [{"node": "n2"}]
 
 
-def test_role_without_slots_is_known_and_says_so() -> None:
+def test_restart_of_a_role_without_slots_is_refused_with_that_reason() -> None:
     b = Bench(spec("r/0"), spec("w/0"))
     b(RunStarted()), b.up("r/0"), b.up("w/0")
     b(ScaleRequested("r", 0))

@@ -388,7 +388,7 @@ class World(RuleBasedStateMachine):
                     slots = s.role.slots if s.role.rules.gang else [s]
                     assert isinstance(self.room_for(slots), NoRoom), f"there is room for {s.name}"
                 assert s.without_room or (s.gated and self.core._tree.not_ready_below(s.spec.tier)), s.name
-                assert s.view().waiting, "what is not started says why"
+                assert s.status(self.core._now).waiting, "what is not started says why"
             elif s.live and s.state != "ready":
                 assert s.deadline is not None, s.name
 

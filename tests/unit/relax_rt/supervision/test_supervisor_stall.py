@@ -62,7 +62,7 @@ class Run:
         return self.core.draining
 
 
-def test_nothing_that_moves_ends_the_run_and_each_says_what_it_waits_for() -> None:
+def test_a_run_without_progress_ends_and_each_slot_gives_what_it_waits_for() -> None:
     run = Run()
     run.passes(STALL_S - 10)
     assert run.ending == ""
@@ -84,7 +84,7 @@ def test_a_single_token_or_step_now_and_then_is_enough(moving: str) -> None:
     assert run.ending == ""
 
 
-def test_without_a_deadline_it_never_ends_for_that() -> None:
+def test_without_stall_after_a_run_never_ends_for_a_stall() -> None:
     run = Run(stall_after_s=None)
     run.passes(20 * STALL_S)
     assert run.ending == ""
@@ -112,7 +112,7 @@ def test_what_an_operator_drained_waits_for_the_operator() -> None:
     assert run.ending == ""
 
 
-def test_an_agent_that_was_stopped_heard_nobody() -> None:
+def test_a_suspended_agent_does_not_count_its_pause_as_a_stall() -> None:
     run = Run(stall_after_s=PAUSE_S + 30)
     run.now += PAUSE_S + 40
     run(Tick())
@@ -123,7 +123,7 @@ def test_an_agent_that_was_stopped_heard_nobody() -> None:
     assert run.ending
 
 
-def test_the_end_is_in_order_and_its_time_is_a_deadline() -> None:
+def test_a_stall_drains_the_run_and_its_time_is_a_deadline() -> None:
     run = Run()
     run.passes(5)
     due = run.core.next_deadline()

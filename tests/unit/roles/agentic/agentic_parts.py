@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from relax_rt.roles.agentic import Observation, Reply, Step, Task
-from relax_rt.roles.agentic.episode import Generate, Limits, Sampling, Talk
+from relax_rt.roles.agentic.episode import EpisodeChat, EpisodeLimits, Generate, ReplySampling
 from relax_rt.roles.agentic.loading import Factory
-from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
+from relax_rt.roles.agentic.tokens.ledger import TokenLedger
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.router.core import GenerationRequest, Outcome
@@ -73,15 +74,15 @@ def numbers(prompt: str) -> str:
     return str(prompt.count("<|assistant|>"))
 
 
-def limits(**changes: Any) -> Limits:
+def limits(**changes: Any) -> EpisodeLimits:
     values: dict[str, Any] = {"max_turns": 8, "max_new_tokens": 16, "turn_timeout_s": 60.0, "episode_timeout_s": 120.0}
-    return Limits(**{**values, **changes})
+    return EpisodeLimits(**{**values, **changes})
 
 
-def talk(generate: Generate, max_tokens: int = 400, **changes: Any) -> Talk:
+def talk(generate: Generate, max_tokens: int = 400, **changes: Any) -> EpisodeChat:
     ledger = TokenLedger(template(), max_tokens=max_tokens, session="s")
-    sampling = Sampling(seed=3, temperature=1.0, stop_ids=tokenizer().stop_ids, session="s")
-    return Talk(ledger, generate, limits(**changes), sampling)
+    sampling = ReplySampling(seed=3, temperature=1.0, stop_ids=tokenizer().stop_ids, session="s")
+    return EpisodeChat(ledger, generate, limits(**changes), sampling)
 
 
 def factory(make: Callable[[], Any], *, plays: bool = False) -> Factory:

@@ -14,10 +14,10 @@ from test_standstill import GROUP, Slot
 
 from relax_rt.hosting import host
 from relax_rt.roles.agentic import Chat, Observation, Reply, Step, Task, episode, user_tasks
-from relax_rt.roles.agentic.episode import Played, play_seats
+from relax_rt.roles.agentic.episode import PlayedEpisode, play_game
 from relax_rt.roles.agentic.errors import EnvironmentFailed, EnvironmentStuck
-from relax_rt.roles.agentic.evaluation import HeldOut
-from relax_rt.roles.agentic.role import Group
+from relax_rt.roles.agentic.evaluation import EpisodeEvaluation
+from relax_rt.roles.agentic.role import EpisodeGroup
 from relax_rt.roles.agentic.user_tasks import AbandonedTasks, TooManyAbandoned
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import Ticket
@@ -88,9 +88,11 @@ def abandoned(told: Told, **how: Any) -> AbandonedTasks:
     return AbandonedTasks(on_abandoned=lambda *about: told.append(about), **how)
 
 
-async def played(environment: Any, said: Any, kept: AbandonedTasks, *, plays: bool = False, **changes: Any) -> Played:
+async def played(
+    environment: Any, said: Any, kept: AbandonedTasks, *, plays: bool = False, **changes: Any
+) -> PlayedEpisode:
     made = factory(lambda: environment, plays=plays)
-    (found,) = await play_seats(made, environment, TASK, [said], limits(**changes), kept, "7.0")
+    (found,) = await play_game(made, environment, TASK, [said], limits(**changes), kept, "7.0")
     return found
 
 
@@ -245,12 +247,12 @@ async def test_more_than_a_slot_bears_end_it() -> None:
 async def test_the_role_names_it_and_leaves_groups_at_the_end_of_a_run() -> None:
     slot = Slot(lambda: Stubborn("in step 1"), Engine(numbers).generate, episode_timeout_s=60.0)
     role = slot.role
-    role.player.abandoned = AbandonedTasks(8, role._abandoned, role._break)
-    group = Group(Ticket(group=GROUP, prompt=3, attempt=0, size=2, version=1, lease_s=60.0, members=[0]))
-    group.tasks = [asyncio.create_task(role._game(group, [0]))]
+    role.player.abandoned = AbandonedTasks(8, role._on_abandoned, role._fail_role)
+    group = EpisodeGroup(Ticket(group=GROUP, prompt=3, attempt=0, size=2, version=1, lease_s=60.0, members=[0]))
+    group.tasks = [asyncio.create_task(role._play_game(group, [0]))]
     role.groups[GROUP] = group
     await asyncio.sleep(0.05)
-    assert await role._leave_groups("the last step is done") == 0 and not role.groups
+    assert await role._release_groups("the last step is done") == 0 and not role.groups
     assert [why for why, _ in slot.returned] == ["the last step is done"]
     (told,) = slot.told("environment_abandoned")
     assert (told["episode"], told["call"], told["at_once"]) == ("7.0", "in step 1", 1) and "test_apart.py" in told[
@@ -261,16 +263,16 @@ async def test_the_role_names_it_and_leaves_groups_at_the_end_of_a_run() -> None
 async def test_episodes_that_do_not_end_at_all_are_not_waited_for() -> None:
     """Whoever is to blame, a gateway's client or a worker."""
     slot = Slot(Count, Engine(numbers).generate)
-    group = Group(Ticket(group=GROUP, prompt=3, attempt=0, size=2, version=1, lease_s=60.0, members=[0]))
+    group = EpisodeGroup(Ticket(group=GROUP, prompt=3, attempt=0, size=2, version=1, lease_s=60.0, members=[0]))
     group.tasks = [asyncio.create_task(endure())]
     slot.role.groups[GROUP] = group
     await asyncio.sleep(0)
-    assert await slot.role._leave_groups("the last step is done") == 1
+    assert await slot.role._release_groups("the last step is done") == 1
     assert slot.returned, "its group is handed back all the same"
 
 
-def held_out(player: Any, events: list[str], silent_s: float = 4.0) -> HeldOut:
-    made = HeldOut.__new__(HeldOut)
+def held_out(player: Any, events: list[str], silent_s: float = 4.0) -> EpisodeEvaluation:
+    made = EpisodeEvaluation.__new__(EpisodeEvaluation)
     recipe = SimpleNamespace(count=lambda when: 3, samples=1, temperature=1.0)
     vars(made).update(
         _ctx=SimpleNamespace(
@@ -282,9 +284,9 @@ def held_out(player: Any, events: list[str], silent_s: float = 4.0) -> HeldOut:
         _player=player,
         _seed=lambda task, sample, attempt: 1,
         _success=0.5,
-        _places=asyncio.Semaphore(4),
-        _silent_s=silent_s,
-        _ended=0,
+        _slots=asyncio.Semaphore(4),
+        _max_silence_s=silent_s,
+        _finished=0,
         course=SimpleNamespace(recipe=recipe, before=None, asked=lambda step: [], take=lambda result: None),
     )
     return made
@@ -302,7 +304,7 @@ async def test_an_evaluation_of_which_nothing_ends_ends_the_role() -> None:
     async def play(*_: Any, **__: Any) -> Any:
         await endure()
 
-    player = SimpleNamespace(play=play, doing=lambda: "3 x plays")
+    player = SimpleNamespace(play=play, activity=lambda: "3 x plays")
     with pytest.raises(
         RelaxError, match=r"3 of 3 held-out episodes: none of them ended within 0.2 s: they are 3 x plays"
     ):

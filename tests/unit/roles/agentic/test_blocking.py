@@ -10,7 +10,7 @@ from agentic_parts import TASK, Count, Engine, factory, limits, numbers, talk
 from test_standstill import Slot
 
 from relax_rt.roles.agentic import Reply, Step
-from relax_rt.roles.agentic.episode import play_seats
+from relax_rt.roles.agentic.episode import play_game
 from relax_rt.roles.agentic.user_tasks import AbandonedTasks, LoopWatch
 
 
@@ -32,7 +32,7 @@ async def test_the_episode_and_its_line_are_named_while_the_loop_is_blocked() ->
         await asyncio.sleep(0.8)
         assert not told, "it answers"
         made = factory(lambda: game)
-        await play_seats(made, game, TASK, [said], limits(), AbandonedTasks(), "7.0")
+        await play_game(made, game, TASK, [said], limits(), AbandonedTasks(), "7.0")
         ended = time.monotonic()
     ((name, line, at),) = told
     assert name == "episode 7.0" and "test_blocking.py:" in line and at < ended, "while it blocks, not afterwards"
@@ -45,8 +45,8 @@ async def test_the_episode_and_its_line_are_named_while_the_loop_is_blocked() ->
 def test_the_role_says_it_where_a_hang_is_diagnosed() -> None:
     slot, waiting = Slot(Count, Engine(numbers).generate), list[str]()
     slot.role.ctx.progress.waiting = waiting.append  # type: ignore[method-assign]
-    slot.role._blocked(None, "game.py:12")
-    slot.role._unblocked(7.0)
+    slot.role._on_loop_blocked(None, "game.py:12")
+    slot.role._on_loop_unblocked(7.0)
     assert slot.told("loop_blocked") == [{"what": "no task", "line": "game.py:12"}]
     assert slot.told("loop_unblocked") == [{"seconds": 7.0}]
     assert "blocks the event loop at game.py:12" in waiting[0] and "blocked for 7 s" in waiting[1]

@@ -18,7 +18,7 @@ from relax_rt.config.problems import BadInput
 from relax_rt.transport.rpc.errors import RelaxError
 
 pytest.importorskip("torch")
-from relax_rt.roles.job.debugging import Shown
+from relax_rt.roles.job.debugging import DebugResult
 from relax_rt.roles.models.tiny import character_tokenizer
 
 HEAD = """
@@ -31,7 +31,7 @@ max_new_tokens = 6
 [roles.rollout]
 dtype = "float32"
 """
-PROMPTS = f"""{HEAD}
+MIN_PROMPTS = f"""{HEAD}
 [roles.evaluator]
 dtype = "float32"
 [data]
@@ -85,7 +85,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def home(tmp_path: Path, model: Path) -> Path:
     (tmp_path / "model").symlink_to(model)
     name = f"mine_{abs(hash(str(tmp_path)))}"
-    for kind, text in (("prompts", PROMPTS), ("episodes", EPISODES)):
+    for kind, text in (("prompts", MIN_PROMPTS), ("episodes", EPISODES)):
         (tmp_path / f"{kind}.toml").write_text(text.replace("mine.py", f"{name}.py"))
     (tmp_path / f"{name}.py").write_text(MINE)
     lines = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(4) for b in range(4)]
@@ -111,7 +111,7 @@ async def test_an_episode_stops_at_breakpoints_of_environment_and_reward(
     home: Path, stops: list[dict[str, Any]]
 ) -> None:
     async with relax_rt.Runtime.from_toml(home / "episodes.toml", debug=True) as debug:
-        shown: Shown = await debug.play(words=["1", "no"])
+        shown: DebugResult = await debug.play(words=["1", "no"])
     assert [stop["function"] for stop in stops] == ["step", "step", "style"]
     assert [stop["reply"].text for stop in stops[:2]] == ["1", "no"] and stops[2]["reward"] == 1.0
     assert (shown.reward, shown.turn_rewards, shown.tokens) == (1.25, [1.0, 0.25], 5)
@@ -126,7 +126,7 @@ async def test_an_episode_has_the_chat_template_of_the_config(home: Path, stops:
     for table in ("env", "gateway"):
         override = f"roles.{table}.chat_template=own.jinja"
         async with relax_rt.Runtime.from_toml(home / "episodes.toml", [override], debug=True) as debug:
-            shown: Shown = await debug.play(words=["1", "no"])
+            shown: DebugResult = await debug.play(words=["1", "no"])
         assert shown.turns[0] == ("user", "<|user|>count to 2<|end|> <|assistant|>")
 
 
@@ -136,8 +136,8 @@ async def test_a_prompt_and_its_rewards(home: Path, stops: list[dict[str, Any]])
         return str(int(a) + int(b))
 
     async with relax_rt.Runtime.from_toml(home / "prompts.toml", debug=True) as debug:
-        shown: Shown = await debug.play(3, words=add)
-        held_out: Shown = await debug.play(1, split="held_out", words=["that is long"])
+        shown: DebugResult = await debug.play(3, words=add)
+        held_out: DebugResult = await debug.play(1, split="held_out", words=["that is long"])
         with pytest.raises(RelaxError, match="held-out item 99: there are 2"):
             await debug.play(99, split="held_out")
     assert [(stop["function"], stop["right"]) for stop in stops] == [("score", True), ("score", False)]

@@ -14,16 +14,16 @@ from relax_rt.config.loader import load_config
 from relax_rt.config.problems import ConfigErrors
 from relax_rt.roles.agentic import Chat, Observation, Reply, Step, Task
 from relax_rt.roles.agentic.checks import preflight_environment
-from relax_rt.roles.agentic.counters import Tally
-from relax_rt.roles.agentic.episode import Played
+from relax_rt.roles.agentic.counters import EpisodeCounters
+from relax_rt.roles.agentic.episode import PlayedEpisode
 from relax_rt.roles.agentic.errors import EnvironmentFailed
 from relax_rt.roles.agentic.loading import Factory
 from relax_rt.roles.agentic.player import Player
 from relax_rt.roles.agentic.rewards import KEY, PLACE
-from relax_rt.roles.agentic.role import games
+from relax_rt.roles.agentic.role import split_games
 from relax_rt.roles.agentic.samples import make_sample
 from relax_rt.roles.agentic.settings import EnvSettings
-from relax_rt.roles.agentic.tokens import ChatTemplate
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.scoring import Score
@@ -124,12 +124,12 @@ def player(made: Factory, words: Callable[[str], str], *rewards: dict[str, Any],
         sampling=SamplingTable(max_new_tokens=16),
         stop_ids=tokenizer().stop_ids,
         lag=lambda oldest: 0,
-        told=lambda tokens: None,
+        on_tokens=lambda tokens: None,
         rewards=scores,
     )
 
 
-async def rewarded(folder: Path, *components: dict[str, Any]) -> Played:
+async def rewarded(folder: Path, *components: dict[str, Any]) -> PlayedEpisode:
     """A count to 3, all right, with rewards that run where they belong."""
     (folder / "game.py").write_text(GAME)
     table = RewardTable.model_validate({"components": list(components)})
@@ -273,7 +273,7 @@ def next_number(prompt: str) -> str:
 
 
 async def test_each_seat_has_a_conversation_an_episode_and_a_reward_of_its_own() -> None:
-    first, second = await player(duel(), next_number).play_seats("e", TASK, 3)
+    first, second = await player(duel(), next_number).play_game("e", TASK, 3)
     assert (first.reward, second.reward, first.turns, second.turns) == (-1.0, 1.0, 2, 2)
     for seat, (one, said) in enumerate(((first, ("1", "3")), (second, ("2", "4")))):
         (branch,) = one.episode.branches
@@ -307,9 +307,9 @@ async def test_a_game_that_is_cut_is_cut_for_all_its_seats(
 ) -> None:
     one = player(duel(make), next_number)
     one.limits = msgspec.structs.replace(one.limits, max_turns=max_turns)
-    found = await one.play_seats("e", TASK, 3)
+    found = await one.play_game("e", TASK, 3)
     assert tuple(seat.truncated for seat in found) == ends
-    tally = Tally()
+    tally = EpisodeCounters()
     for member, (seat, why) in enumerate(zip(found, ends, strict=True)):
         sample = make_sample(TICKET, member, TASK, seat, tokenizer=tokenizer(), sampling={}, player="env/0#1")
         reason = "length" if why else "stop"
@@ -329,18 +329,18 @@ async def test_tokens_that_one_seat_has_used_up_end_the_game_of_the_other() -> N
             return step
 
     one = player(duel(Wordy), lambda prompt: "1")
-    first, second = await one.play_seats("e", TASK, 3)
+    first, second = await one.play_game("e", TASK, 3)
     assert (first.truncated, second.truncated) == ("game", "tokens")
     assert first.turns == second.turns + 1, "seat 1 was asked again, and had no room for it"
 
 
 async def test_a_game_names_seats_that_there_are_and_lets_all_of_them_speak() -> None:
     with pytest.raises(EnvironmentFailed, match="in reset: it names seat 2, and the policy has 2"):
-        await player(duel(lambda: Duel(2)), next_number).play_seats("e", TASK, 3)
-    with pytest.raises(EnvironmentFailed, match="seat 1 of the game: it ended before that seat had said anything"):
-        await player(duel(), lambda prompt: "4").play_seats("e", TASK, 3)
+        await player(duel(lambda: Duel(2)), next_number).play_game("e", TASK, 3)
+    with pytest.raises(EnvironmentFailed, match="seat 1 of the game: it ended before that seat had replied"):
+        await player(duel(), lambda prompt: "4").play_game("e", TASK, 3)
 
 
 def test_members_that_are_wanted_play_together_as_they_would_in_a_whole_group() -> None:
-    assert games(range(6), 2) == [[0, 1], [2, 3], [4, 5]]
-    assert games([1, 2, 5], 2) == [[1], [2], [5]] and games([1, 2, 5], 1) == [[1], [2], [5]]
+    assert split_games(range(6), 2) == [[0, 1], [2, 3], [4, 5]]
+    assert split_games([1, 2, 5], 2) == [[1], [2], [5]] and split_games([1, 2, 5], 1) == [[1], [2], [5]]

@@ -10,7 +10,7 @@ import pytest
 from agentic_parts import Engine, factory, numbers, template, tokenizer
 
 from relax_rt.roles.agentic import Observation, Reply, Step, Task
-from relax_rt.roles.agentic.episode import Generate, Played
+from relax_rt.roles.agentic.episode import Generate, PlayedEpisode
 from relax_rt.roles.agentic.errors import EnvironmentStuck, EpisodeLost
 from relax_rt.roles.agentic.loading import Factory, load_factory
 from relax_rt.roles.agentic.player import Player
@@ -87,7 +87,7 @@ def player(made: Factory, generate: Generate, pool: EnvironmentPool | None) -> P
         sampling=SamplingTable(max_new_tokens=8),
         stop_ids=tokenizer().stop_ids,
         lag=lambda oldest: 0,
-        told=lambda tokens: None,
+        on_tokens=lambda tokens: None,
     )
 
 
@@ -95,7 +95,7 @@ def task(number: int, item: str) -> Task:
     return Task(index=number, item=item, split="train", seed=number)
 
 
-async def replayed(at: Player, number: int, item: str, lost: list[str]) -> Played:
+async def replayed(at: Player, number: int, item: str, lost: list[str]) -> PlayedEpisode:
     """As the role does: an episode that was lost with a neighbour's process is begun again."""
     for attempt in range(ATTEMPTS):
         try:

@@ -11,9 +11,9 @@ import pytest
 from agentic_parts import TASK, Count, Engine, factory, limits, numbers, talk, tokenizer
 
 from relax_rt.roles.agentic import Chat, Environment, Observation, Reply, Step, Task
-from relax_rt.roles.agentic.episode import Played, Talk, play, turn_seed
+from relax_rt.roles.agentic.episode import EpisodeChat, PlayedEpisode, play, turn_seed
 from relax_rt.roles.agentic.errors import EnvironmentFailed, EnvironmentStuck, EpisodeLost, GenerationFailed
-from relax_rt.roles.agentic.samples import as_put, made_record, make_sample
+from relax_rt.roles.agentic.samples import make_sample, new_sample, produced_record
 from relax_rt.roles.rollout.engines.routing import RoutingShape
 from relax_rt.roles.rollout.router import GenerationRequest, NotGenerated, Outcome, RouterEnded, RouterFull
 from relax_rt.roles.training.algorithms.inputs import trajectory
@@ -23,11 +23,11 @@ from relax_rt.transport.rpc.errors import Refused, RelaxError
 TICKET = Ticket(group=4, prompt=9, attempt=1, size=2, version=1, lease_s=60.0)
 
 
-async def played(environment: Any, said: Talk, **changes: Any) -> Played:
+async def played(environment: Any, said: EpisodeChat, **changes: Any) -> PlayedEpisode:
     return await play(factory(lambda: environment), environment, TASK, said, limits(**changes))
 
 
-def sample_of(episode: Played) -> Any:
+def sample_of(episode: PlayedEpisode) -> Any:
     sampling: dict[str, float | int | str] = {"temperature": 1.0}
     return make_sample(TICKET, 1, TASK, episode, tokenizer=tokenizer(), sampling=sampling, player="env/0#1")
 
@@ -48,8 +48,8 @@ async def test_what_is_trained_is_what_was_sampled_and_each_turn_has_its_reward(
     assert sample.meta.info == {"turn_rewards": [0.5, 0.0, 0.0], "turn_states": ["0", "1", "2"]}
     one = trajectory(sample, sample.reward)
     assert [sample.tokens[start:end].tolist() for start, end in one.turns] == [tokens for tokens, _ in engine.said]
-    assert as_put(sample).columns["reward"] == np.float32(0.5) and as_put(sample).versions == sample.versions
-    assert made_record("env/0", sample)["samples"][0][0] == "4.1"
+    assert new_sample(sample).columns["reward"] == np.float32(0.5) and new_sample(sample).versions == sample.versions
+    assert produced_record("env/0", sample)["samples"][0][0] == "4.1"
     assert found.info == {"at": 4}
 
 
@@ -179,7 +179,7 @@ async def test_a_function_that_is_cut_off_or_fails() -> None:
     said = talk(Engine(numbers).generate, max_turns=2)
     found = await play(factory(lambda: talks_on, plays=True), talks_on, TASK, said, limits())
     assert found.truncated == "turns" and found.reward == 1.0
-    for function, why in ((fails, "ZeroDivisionError"), (says_nothing, "before the policy had said anything")):
+    for function, why in ((fails, "ZeroDivisionError"), (says_nothing, "before the policy had replied")):
         with pytest.raises(EnvironmentFailed, match=why):
             said = talk(Engine(numbers).generate)
             await play(factory(lambda f=function: f, plays=True), function, TASK, said, limits())
@@ -306,7 +306,7 @@ async def test_calls_beside_each_other_end_with_the_episode() -> None:
     for function in (gathers, groups):
         said = talk(slow, max_turns=3)
         found = await play(factory(lambda f=function: f, plays=True), function, TASK, said, limits())
-        assert found.truncated == "turns" and len(cancelled) == 1 and not said._open
+        assert found.truncated == "turns" and len(cancelled) == 1 and not said._open_calls
         # What came is trained; what was open is not, and holds nothing.
         assert found.episode.counts.abandoned == 1 and len(found.episode.branches) == 2
         cancelled.clear()
@@ -409,7 +409,7 @@ async def test_routing_rows_of_all_branches() -> None:
     # <|user|> a <|end|> <|assistant|> b <|end|>: three positions of the prompt, then where b and the end came from.
     assert sample.routing is not None and sample.routing.shape == (11, 1, 2)
     assert sample.routing[:, 0, 0].tolist() == [10] * 3 + [1] * 2 + [-1] + [20] * 3 + [2] * 2
-    assert as_put(sample).columns["routing"] is sample.routing
+    assert new_sample(sample).columns["routing"] is sample.routing
     with pytest.raises(Refused, match=r"branch 0 of sample 4\.1: 0 bytes of routing rows for"):
         found = await play(factory(lambda: plays, plays=True), plays, TASK, talk(engine.generate), limits())
         make_sample(TICKET, 1, TASK, found, tokenizer=tokenizer(), sampling=sampling, player="e", routing=shape)

@@ -11,9 +11,9 @@ import pytest
 from agentic_parts import TASK, Count, Engine, factory, limits, numbers, talk
 
 from relax_rt.roles.agentic import Chat, Reply, Step, Task
-from relax_rt.roles.agentic.episode import Played, play
+from relax_rt.roles.agentic.episode import PlayedEpisode, play
 from relax_rt.roles.agentic.errors import EnvironmentStuck, EpisodeLost
-from relax_rt.roles.agentic.replay_cache import FEW, Replies, Store, forget
+from relax_rt.roles.agentic.replay_cache import SWEEP_EVERY, ReplayCache, ReplayStore, clear_all
 from relax_rt.roles.rollout.engines.routing import PART_TOKENS
 from relax_rt.roles.rollout.router.core import GenerationRequest, Outcome
 from relax_rt.transport.queue.ledger.messages import VersionSpan
@@ -41,21 +41,21 @@ class Dying(Count):
         return step
 
 
-async def again(game: Any, engine: Engine, path: Path, *, plays: bool = False) -> tuple[Played, list[int]]:
+async def again(game: Any, engine: Engine, path: Path, *, plays: bool = False) -> tuple[PlayedEpisode, list[int]]:
     """Play until it is not lost; also how many replies were given again each time."""
     used = []
     while True:
-        said, kept = talk(engine.generate), Replies(path)
-        said.kept = kept
+        said, kept = talk(engine.generate), ReplayCache(path)
+        said.replay = kept
         try:
             found = await play(factory(lambda: game, plays=plays), game, TASK, said, limits())
         except (EpisodeLost, EnvironmentStuck):
-            used.append(kept.used)
+            used.append(kept.replayed)
             continue
-        return found, [*used, kept.used]
+        return found, [*used, kept.replayed]
 
 
-def tokens(played: Played) -> list[int]:
+def tokens(played: PlayedEpisode) -> list[int]:
     (branch,) = played.episode.branches
     return [token for token, bit in zip(branch.tokens, branch.loss_mask, strict=True) if bit]
 
@@ -124,28 +124,28 @@ def made(version: int = 2) -> Outcome:
 
 def test_replies_outlive_their_process_and_a_torn_end(tmp_path: Path) -> None:
     path = tmp_path / "replies"
-    one = Replies(path)
+    one = ReplayCache(path)
     assert one.oldest() == 0 and one.take(1, (5,)) is None
     one.add(1, (5, 6), made())
     one.add(2, (5, 6, 7), made(4))
     path.write_bytes(path.read_bytes()[:-3])
-    again = Replies(path)
+    again = ReplayCache(path)
     assert again.oldest() == 2 and again.take(2, (5, 6, 7)) is None
     assert again.take(1, (5, 7)) is None and again.take(2, (5, 6)) is None
-    assert again.take(1, (5, 6)) == made() and again.take(1, (5, 6)) is None and again.used == 1
-    forget([again])
-    assert not path.exists() and Replies(path).oldest() == 0
+    assert again.take(1, (5, 6)) == made() and again.take(1, (5, 6)) is None and again.replayed == 1
+    clear_all([again])
+    assert not path.exists() and ReplayCache(path).oldest() == 0
 
 
 def test_a_reply_without_the_routing_rows_that_are_lacking_is_sampled_anew(tmp_path: Path) -> None:
     """A prompt of three has rows of two positions before its last; the reply brought that of the second."""
     for rows, plain, there in ((None, True, True), (None, False, True), (1, False, True), (2, False, True),
                                (0, False, False), (1, True, False)):  # fmt: skip
-        kept = Replies(tmp_path / f"{rows} {plain}")
+        kept = ReplayCache(tmp_path / f"{rows} {plain}")
         reply = msgspec.structs.replace(made(), routing=b"", prompt_routing=b"") if plain else made()
         kept.add(1, (5, 6, 7), reply)
-        again = Replies(tmp_path / f"{rows} {plain}")
-        assert again.take(1, (5, 6, 7), rows) == (reply if there else None) and again.used == there
+        again = ReplayCache(tmp_path / f"{rows} {plain}")
+        assert again.take(1, (5, 6, 7), rows) == (reply if there else None) and again.replayed == there
 
 
 async def test_rows_are_given_again_with_their_replies(tmp_path: Path) -> None:
@@ -178,20 +178,20 @@ async def test_rows_are_given_again_with_their_replies(tmp_path: Path) -> None:
     assert len(branch.routing) == len(branch.tokens) - 1 and len(asked) == 4
 
 
-def lengths(played: Played) -> list[tuple[int, int]]:
+def lengths(played: PlayedEpisode) -> list[tuple[int, int]]:
     """Of each reply: where it begins, and the position of its last token."""
     (branch,) = played.episode.branches
     return [(turn.start, turn.end - 1) for turn in branch.turns if turn.response]
 
 
-async def once(game: Any, generate: Any, path: Path, *, routing: bool) -> Played:
+async def once(game: Any, generate: Any, path: Path, *, routing: bool) -> PlayedEpisode:
     said = talk(generate)
     said._sampling = msgspec.structs.replace(said._sampling, routing=routing)
-    said.kept = Replies(path)
+    said.replay = ReplayCache(path)
     return await play(factory(lambda: game), game, TASK, said, limits())
 
 
-async def play_again(game: Any, generate: Any, path: Path) -> Played:
+async def play_again(game: Any, generate: Any, path: Path) -> PlayedEpisode:
     """Play until it is not lost, with rows."""
     while True:
         try:
@@ -201,31 +201,35 @@ async def play_again(game: Any, generate: Any, path: Path) -> Played:
 
 
 def test_a_disk_that_is_full_costs_no_episode(tmp_path: Path) -> None:
-    Replies(tmp_path / "nowhere" / "replies").add(1, (5,), made())
+    ReplayCache(tmp_path / "nowhere" / "replies").add(1, (5,), made())
 
 
 @pytest.mark.parametrize("seats", [1, 2])
 def test_replies_are_found_by_prompt_and_member_until_they_are_too_old(tmp_path: Path, seats: int) -> None:
     newest = [2]
-    store = Store(tmp_path, seats, 100.0, lambda version: newest[0] - version > 1)
-    for number, replies in enumerate(store.of(9, 3)):
+    store = ReplayStore(tmp_path, seats, 100.0, lambda version: newest[0] - version > 1)
+    for number, replies in enumerate(store.caches_of(9, 3)):
         replies.add(1, (number,), made())
-    again = Store(tmp_path, seats, 100.0, lambda version: newest[0] - version > 1)
-    assert [one.oldest() for one in again.of(9, 3)] == [2] * seats
-    assert [one.oldest() for one in again.of(9, 3 - seats)] == [0] * seats
+    again = ReplayStore(tmp_path, seats, 100.0, lambda version: newest[0] - version > 1)
+    assert [one.oldest() for one in again.caches_of(9, 3)] == [2] * seats
+    assert [one.oldest() for one in again.caches_of(9, 3 - seats)] == [0] * seats
     newest[0] = 4
-    assert [one.oldest() for one in again.of(9, 3)] == [0] * seats == [one.oldest() for one in store.of(9, 3)]
-    (replies, *_) = store.of(9, 3)
+    assert (
+        [one.oldest() for one in again.caches_of(9, 3)]
+        == [0] * seats
+        == [one.oldest() for one in store.caches_of(9, 3)]
+    )
+    (replies, *_) = store.caches_of(9, 3)
     replies.add(1, (0,), made(4))
-    store.forget(9, 3 // seats * seats)
-    assert store.of(9, 3)[0].oldest() == 0
+    store.clear(9, 3 // seats * seats)
+    assert store.caches_of(9, 3)[0].oldest() == 0
 
 
 def test_what_nobody_goes_on_with_is_removed(tmp_path: Path) -> None:
-    store = Store(tmp_path, 1, 100.0, lambda version: False)
+    store = ReplayStore(tmp_path, 1, 100.0, lambda version: False)
     for member in (0, 1):
-        store.of(7, member)[0].add(1, (1,), made())
+        store.caches_of(7, member)[0].add(1, (1,), made())
     os.utime(tmp_path / "episodes" / "7.0", (1.0, 1.0))
-    for _ in range(FEW):
-        store.of(8, 0)
+    for _ in range(SWEEP_EVERY):
+        store.caches_of(8, 0)
     assert sorted(path.name for path in (tmp_path / "episodes").iterdir()) == ["7.1"]

@@ -15,13 +15,13 @@ import msgspec
 import pytest
 
 from relax_rt.roles.agentic import Task
-from relax_rt.roles.agentic.episode import Limits, Played
+from relax_rt.roles.agentic.episode import EpisodeLimits, PlayedEpisode
 from relax_rt.roles.agentic.errors import EnvironmentFailed, EnvironmentStuck, EpisodeLost, GenerationFailed
 from relax_rt.roles.agentic.loading import load_factory
-from relax_rt.roles.agentic.program import Program, load_program, result_of
-from relax_rt.roles.agentic.program_episodes import Programs
+from relax_rt.roles.agentic.program import Program, load_program, parse_result
+from relax_rt.roles.agentic.program_episodes import ProgramPlayer
 from relax_rt.roles.agentic.program_host import ProgramHost
-from relax_rt.roles.agentic.tokens import Branch, BranchTurn, Counts, Episode
+from relax_rt.roles.agentic.tokens.types import Branch, BranchTurn, Counts, Episode
 from relax_rt.roles.gateway.api import Access, Closed, Said, SessionLimits
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused, RelaxError
@@ -75,8 +75,8 @@ async def test_a_program_has_its_task_and_its_way_to_the_policy_and_its_words_an
     async with hosting(tmp_path, *preload) as host:
         env = {**os.environ, "OPENAI_API_KEY": "key", "HERE": str(tmp_path)}
         first, second = await asyncio.gather(
-            host.run(program.words(TASK), env, program.given(TASK)),
-            host.run(program.words(TASK), {**env, "CODE": "3"}, program.given(TASK)),
+            host.run(program.argv_for(TASK), env, program.stdin_for(TASK)),
+            host.run(program.argv_for(TASK), {**env, "CODE": "3"}, program.stdin_for(TASK)),
         )
     assert (first.code, second.code) == (0, 3)
     assert first.stdout == "2 + 3 = ['--seed', '7', '2 + 3 ='] key True\n" and first.stderr == "to the log\n"
@@ -120,12 +120,12 @@ async def test_what_a_program_writes_is_bounded_and_what_cannot_be_started_says_
 
 
 def test_the_last_line_of_json_with_a_reward_counts() -> None:
-    assert result_of("no\n{}\n") is None
-    found = result_of('{"reward": 1}\n{"reward": 0.5, "info": {"tools": 2}, "answer": 7}\nthat was it\n{"a": 1}')
+    assert parse_result("no\n{}\n") is None
+    found = parse_result('{"reward": 1}\n{"reward": 0.5, "info": {"tools": 2}, "answer": 7}\nthat was it\n{"a": 1}')
     assert found is not None and (found.reward, found.info) == (0.5, {"tools": 2.0})
     for wrong in ('{"reward": "much"}', '{"reward": NaN}', '{"rewards": 1}', '{"rewards": {"r": [1, NaN]}}'):
         with pytest.raises(ValueError, match="reward"):
-            result_of(wrong)
+            parse_result(wrong)
 
 
 @pytest.mark.parametrize(
@@ -157,14 +157,14 @@ def test_what_cannot_be_started_is_told_before_a_run(
 def test_a_misspelt_placeholder_is_refused_and_other_braces_stay(tmp_path: Path) -> None:
     with pytest.raises(RelaxError, match=r"\{questoin\} is no placeholder.*did you mean \{question\}\?"):
         load_program("echo '{questoin}'", {}, tmp_path)
-    words = load_program("echo '{print} {x = 1}' {item}", {}, tmp_path).words(TASK)
+    words = load_program("echo '{print} {x = 1}' {item}", {}, tmp_path).argv_for(TASK)
     assert words == ["echo", "{print} {x = 1}", "train-3"]
 
 
 def test_a_prompt_is_the_question_in_its_template(tmp_path: Path) -> None:
     said = [("system", "Be brief."), ("user", "What is 2 + 3?"), ("assistant", "What?"), ("user", "I said 2 + 3!")]
     task = msgspec.structs.replace(TASK, messages=[{"role": role, "content": text} for role, text in said])
-    words = load_program("echo '{question}' '{prompt}'", {}, tmp_path).words(task)
+    words = load_program("echo '{question}' '{prompt}'", {}, tmp_path).argv_for(task)
     assert words == ["echo", "2 + 3 =", "I said 2 + 3!"]
 
 
@@ -178,7 +178,7 @@ async def test_an_interpreter_of_its_own_is_the_one_that_is_named(tmp_path: Path
     for command in (".own/bin/python agent.py {seed}", f"{own}/bin/python agent.py {{seed}}"):
         program = load_program(command, {}, home)
         async with hosting(home) as host:
-            ended = await host.run(program.words(TASK), dict(os.environ))
+            ended = await host.run(program.argv_for(TASK), dict(os.environ))
         assert (ended.code, ended.stdout) == (0, f"{own} 7\n"), ended.stderr
     with pytest.raises(RelaxError, match=r"there is no nothing\.py"):
         load_program(".own/bin/python nothing.py", {}, home)
@@ -220,15 +220,15 @@ def said(*ids: str, **changes: Any) -> Closed:
 
 async def play(
     folder: Path, lender: Lender, script: str, *, judged: bool = False, limit_s: float = 120.0, routing: bool = False
-) -> Played:
-    limits = Limits(max_turns=4, max_new_tokens=8, turn_timeout_s=5, episode_timeout_s=limit_s)
+) -> PlayedEpisode:
+    limits = EpisodeLimits(max_turns=4, max_new_tokens=8, turn_timeout_s=5, episode_timeout_s=limit_s)
     program = Program(argv=("/bin/sh", "-c", script), cwd=str(folder))
     async with hosting(folder) as host:
-        programs = Programs(program, host, lender, limits, 100, judged, lambda count: None)  # type: ignore[arg-type]
+        programs = ProgramPlayer(program, host, lender, limits, 100, judged, lambda count: None)  # type: ignore[arg-type]
         try:
             return await programs.play("7.1", TASK, 11, temperature=0.5, routing=routing)
         finally:
-            assert not programs.doing
+            assert not programs.activity
             await until(lambda: not programs_of(host.spawner))
 
 
@@ -265,7 +265,7 @@ async def test_an_episode_has_the_session_s_tokens_and_the_program_s_reward(tmp_
         ("echo no >&2; exit 3", said("a"), EnvironmentFailed, "exit code 3: no"),
         ("kill -9 $$", said("a"), EnvironmentFailed, "signal 9"),
         ("echo fine", said("a"), EnvironmentFailed, "no line of JSON"),
-        ("echo '{\"reward\": 1}'", said(), EnvironmentFailed, "before the policy had said anything"),
+        ("echo '{\"reward\": 1}'", said(), EnvironmentFailed, "before the policy had replied"),
         ("echo '{\"reward\": 1e39}'", said("a"), EnvironmentFailed, "must be finite"),
         ("echo '{\"rewards\": [1]}'", said("a", "b"), EnvironmentFailed, "rewards to 1 answers, and it had 2"),
         (

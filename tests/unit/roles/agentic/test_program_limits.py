@@ -17,12 +17,17 @@ import pytest
 from test_program import TASK, Lender, lives, programs_of, said, until
 
 from relax_rt.roles.agentic import program_episodes, program_host
-from relax_rt.roles.agentic.episode import Limits, Played
+from relax_rt.roles.agentic.episode import EpisodeLimits, PlayedEpisode
 from relax_rt.roles.agentic.errors import EpisodeLost, LimitExceeded
-from relax_rt.roles.agentic.program import Program, ProgramLimits, load_program, passed_limit
-from relax_rt.roles.agentic.program_episodes import NotReachable, Programs, environment, url_from
-from relax_rt.roles.agentic.program_host import FILES_EACH, OTHER_FILES, Ended, ProgramHost
-from relax_rt.roles.agentic.program_link import NotStarted
+from relax_rt.roles.agentic.program import Program, ProgramLimits, exceeded_limit, load_program
+from relax_rt.roles.agentic.program_episodes import GatewayUnreachable, ProgramPlayer, gateway_url, program_environment
+from relax_rt.roles.agentic.program_host import (
+    FILES_PER_PROGRAM,
+    RESERVED_FILES,
+    ProgramExit,
+    ProgramHost,
+    ProgramNotStarted,
+)
 from relax_rt.roles.gateway.api import Access, SessionLimits
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
@@ -43,8 +48,8 @@ while not os.path.exists("away") or not open("away").read():
 """
 
 
-def over(ended: Ended, limits: ProgramLimits = SMALL) -> str:
-    return passed_limit(ended.over, ended.code, program_episodes.last_words(ended), limits)
+def over(ended: ProgramExit, limits: ProgramLimits = SMALL) -> str:
+    return exceeded_limit(ended.over, ended.code, program_episodes.stderr_tail(ended), limits)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +111,7 @@ async def test_what_a_program_leaves_anywhere_ends_with_it(tmp_path: Path, end: 
             if end in ("by itself", "cancelled"):
                 assert not lives(away), "it is there when the episode has ended"
             if end in ("by itself", "keeper"):
-                assert isinstance(result, Ended) and result.code == (0 if end == "by itself" else -9)
+                assert isinstance(result, ProgramExit) and result.code == (0 if end == "by itself" else -9)
             await until(lambda: not lives(away))
     if end == "slot":
         assert not lives(away)
@@ -119,7 +124,7 @@ async def test_what_a_program_leaves_anywhere_ends_with_it(tmp_path: Path, end: 
 async def test_a_spawner_that_hangs_is_replaced_and_its_programs_are_lost(tmp_path: Path) -> None:
     events: list[dict[str, Any]] = []
     tell: Callable[..., None] = lambda kind, **fields: events.append({"kind": kind, **fields})  # noqa: E731
-    async with ProgramHost(tmp_path, tell=tell, watch_s=0.5) as host:
+    async with ProgramHost(tmp_path, on_event=tell, ping_interval_s=0.5) as host:
         assert (await host.run(["/bin/sleep", "1"], {})).code == 0, "one that answers is left alone"
         hung = host.spawner
         runs = [asyncio.create_task(host.run(["/bin/sleep", "600"], {})) for _ in range(2)]
@@ -134,7 +139,7 @@ async def test_a_spawner_that_hangs_is_replaced_and_its_programs_are_lost(tmp_pa
             await later
         assert (await host.run(["/bin/echo", "again"], {})).stdout == "again\n"
         await until(lambda: not any(map(lives, keepers)))
-        assert not lives(hung) and host.lost == 1
+        assert not lives(hung) and host.spawners_lost == 1
         (event,) = events
         assert event["kind"] == "spawner_lost" and event["programs"] == 3 and "did not answer" in event["why"]
 
@@ -142,35 +147,35 @@ async def test_a_spawner_that_hangs_is_replaced_and_its_programs_are_lost(tmp_pa
 async def test_a_spawner_that_dies_at_rest_is_replaced_at_once_and_none_that_never_lives_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(program_host, "LOST_IN_A_ROW", 2)
+    monkeypatch.setattr(program_host, "MAX_CRASHES", 2)
     async with ProgramHost(tmp_path) as host:
         for _ in range(2):
             first = host.spawner
             os.kill(first, signal.SIGKILL)
-            await until(lambda: host.spawner not in (0, first) or host.broken.done())  # noqa: B023
-            if not host.broken.done():
+            await until(lambda: host.spawner not in (0, first) or host.failed.done())  # noqa: B023
+            if not host.failed.done():
                 # Programs that come to their end show that it was chance.
                 assert (await host.run(["/bin/true"], {})).code == 0
-        assert not host.broken.done() and host.lost == 2
+        assert not host.failed.done() and host.spawners_lost == 2
         for _ in range(2):
             first = host.spawner
             os.kill(first, signal.SIGKILL)
-            await until(lambda: host.spawner not in (0, first) or host.broken.done())  # noqa: B023
+            await until(lambda: host.spawner not in (0, first) or host.failed.done())  # noqa: B023
         with pytest.raises(RelaxError, match="2 spawners of programs ended"):
-            await host.broken
+            await host.failed
 
 
 # --- room
 
 
 async def test_programs_wait_for_a_place(tmp_path: Path) -> None:
-    async with ProgramHost(tmp_path, files=OTHER_FILES + 3 * FILES_EACH) as host:
-        assert host.locations == 3
+    async with ProgramHost(tmp_path, files=RESERVED_FILES + 3 * FILES_PER_PROGRAM) as host:
+        assert host.capacity == 3
         most = 0
 
         async def one() -> int:
             nonlocal most
-            async with host.location():
+            async with host.reserve():
                 most = max(most, len(host._running) + 1)
                 return (await host.run(["/bin/sleep", "0.1"], {})).code
 
@@ -186,7 +191,7 @@ async def test_no_room_for_files_is_told_apart_and_passes(tmp_path: Path) -> Non
             # What is open stays open, and nothing more can be.
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
             try:
-                with pytest.raises(NotStarted, match=why):
+                with pytest.raises(ProgramNotStarted, match=why):
                     await host.run(["/bin/true"], {})
             finally:
                 resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
@@ -223,11 +228,11 @@ async def test_no_room_for_a_process_is_told_apart_and_passes(tmp_path: Path, mo
     async with ProgramHost(tmp_path, ["full_machine"]) as host:
         for keeper in (False, True):
             assert not (tmp_path / "refused").exists()
-            with pytest.raises(NotStarted, match="no new process: Resource temporarily unavailable"):
+            with pytest.raises(ProgramNotStarted, match="no new process: Resource temporarily unavailable"):
                 await host.run(["python", "agent.py"], {})
             assert (tmp_path / "refused").exists() == keeper
         assert (await host.run(["python", "agent.py"], {})).stdout == "here\n"
-        assert not host.lost
+        assert not host.spawners_lost
 
 
 MANY = """
@@ -238,9 +243,9 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (300, 420))
 async def main():
     async with ProgramHost(Path(sys.argv[1])) as host:
         async def one(n):
-            async with host.location():
+            async with host.reserve():
                 return (await host.run(["/bin/sh", "-c", f"sleep 0.3; echo {n}"], {})).stdout
-        print(host.locations, await asyncio.gather(*(one(n) for n in range(150))) == [f"{n}\\n" for n in range(150)])
+        print(host.capacity, await asyncio.gather(*(one(n) for n in range(150))) == [f"{n}\\n" for n in range(150)])
 asyncio.run(main())
 """
 
@@ -269,11 +274,11 @@ class Full(Lender):
             yield lent
 
 
-async def play(folder: Path, lender: Lender, script: str, limits: ProgramLimits = SMALL) -> Played:
-    bounds = Limits(max_turns=4, max_new_tokens=8, turn_timeout_s=60, episode_timeout_s=120)
+async def play(folder: Path, lender: Lender, script: str, limits: ProgramLimits = SMALL) -> PlayedEpisode:
+    bounds = EpisodeLimits(max_turns=4, max_new_tokens=8, turn_timeout_s=60, episode_timeout_s=120)
     program = Program(argv=("/bin/sh", "-c", script), cwd=str(folder), limits=limits)
     async with ProgramHost(folder, limits=limits) as host:
-        programs = Programs(program, host, lender, bounds, 100, False, lambda count: None)  # type: ignore[arg-type]
+        programs = ProgramPlayer(program, host, lender, bounds, 100, False, lambda count: None)  # type: ignore[arg-type]
         return await programs.play("7.1", TASK, 11, temperature=0.5)
 
 
@@ -286,7 +291,7 @@ async def test_an_episode_over_a_limit_has_failed_by_its_name(tmp_path: Path) ->
 
 
 async def test_an_episode_waits_for_room_and_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program_episodes, "START_AGAIN_S", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(program_episodes, "RETRY_PAUSES_S", (0.01, 0.02, 0.03))
     played = await play(tmp_path, Full(3), """echo '{"reward": 1}'""")
     assert played.reward == 1
     with pytest.raises(EpisodeLost, match=r"could not be started within 0\.06 s: .*64 are open"):
@@ -295,10 +300,12 @@ async def test_an_episode_waits_for_room_and_not_for_ever(tmp_path: Path, monkey
 
 def test_a_program_has_the_address_that_holds_on_its_node() -> None:
     here = Access("http://127.0.0.1:9/v1", "key", "gateway/0#1", "head", "http://10.1.0.1:9/v1")
-    assert url_from(here, "head") == here.base_url and url_from(here, "b") == here.remote_url
-    with pytest.raises(NotReachable, match=r"from node 'b'.*on node 'head' and listens there for that machine alone"):
-        url_from(Access("http://127.0.0.1:9/v1", "key", "gateway/0#1", "head"), "b")
-    env = environment(Program(argv=("x",), cwd="/"), here.remote_url, "key")
+    assert gateway_url(here, "head") == here.base_url and gateway_url(here, "b") == here.remote_url
+    with pytest.raises(
+        GatewayUnreachable, match=r"from node 'b'.*on node 'head' and listens there for that machine alone"
+    ):
+        gateway_url(Access("http://127.0.0.1:9/v1", "key", "gateway/0#1", "head"), "b")
+    env = program_environment(Program(argv=("x",), cwd="/"), here.remote_url, "key")
     assert env["OPENAI_BASE_URL"] == here.remote_url and env["ANTHROPIC_BASE_URL"] == "http://10.1.0.1:9"
     assert env["NO_PROXY"].endswith("127.0.0.1,localhost,10.1.0.1")
 

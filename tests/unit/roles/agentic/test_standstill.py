@@ -13,23 +13,23 @@ from agentic_parts import TASK, Count, Engine, factory, numbers, template, token
 from relax_rt.config.schema import RunTable
 from relax_rt.observe.metrics import MetricsLog
 from relax_rt.roles.agentic import Chat, Reply, Step, Task
-from relax_rt.roles.agentic.counters import Tally
+from relax_rt.roles.agentic.counters import EpisodeCounters
 from relax_rt.roles.agentic.episode import Generate
 from relax_rt.roles.agentic.errors import EnvironmentStuck, EpisodeLost
-from relax_rt.roles.agentic.evaluation import ATTEMPTS, HeldOut
+from relax_rt.roles.agentic.evaluation import MAX_ATTEMPTS, EpisodeEvaluation
 from relax_rt.roles.agentic.player import Player
-from relax_rt.roles.agentic.replay_cache import Store
-from relax_rt.roles.agentic.role import EnvRole, Group
+from relax_rt.roles.agentic.replay_cache import ReplayStore
+from relax_rt.roles.agentic.role import EnvRole, EpisodeGroup
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.agentic.stall_detection import (
-    ENDS,
-    FAILURES_IN_A_ROW,
     KIND,
-    LOSSES,
-    PROMPTS,
-    Fruitless,
-    Standstill,
-    ending,
+    MAX_FAILURES,
+    MAX_LOSSES,
+    MAX_RESTARTS,
+    MIN_PROMPTS,
+    EpisodesStalled,
+    StallDetector,
+    stall_error,
 )
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rollout.engines.settings import SamplingTable
@@ -68,7 +68,13 @@ class Slot:
     """An env role that plays one group, and what it tells the queue."""
 
     def __init__(
-        self, environment: Any, generate: Generate, store: Store | None = None, *, plays: bool = False, **settings: Any
+        self,
+        environment: Any,
+        generate: Generate,
+        store: ReplayStore | None = None,
+        *,
+        plays: bool = False,
+        **settings: Any,
     ) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.returned: list[tuple[str, dict[str, Any]]] = []
@@ -99,12 +105,12 @@ class Slot:
                 sampling=SamplingTable(max_new_tokens=8),
                 stop_ids=tokenizer().stop_ids,
                 lag=lambda oldest: 0,
-                told=lambda tokens: None,
+                on_tokens=lambda tokens: None,
             ),
             queue=SimpleNamespace(groups={GROUP: 1}, release_groups=self._give_back),
-            _room=asyncio.Event(),
-            _tally=Tally(),
-            _standstill=Standstill(table.environment, table.episodes_in_flight),
+            _capacity_changed=asyncio.Event(),
+            _counters=EpisodeCounters(),
+            _stalls=StallDetector(table.environment, table.episodes_in_flight),
         )
 
     async def _give_back(self, groups: list[int], why: str, **how: Any) -> None:
@@ -113,10 +119,10 @@ class Slot:
 
     async def play(self, member: int = 0, losses: int = 0) -> None:
         about: dict[str, Any] = {"size": 2, "version": 1, "lease_s": 60.0, "members": [member], "losses": losses}
-        group = Group(Ticket(group=GROUP, prompt=3, attempt=0, **about))
-        group.left = 1
+        group = EpisodeGroup(Ticket(group=GROUP, prompt=3, attempt=0, **about))
+        group.remaining = 1
         self.role.groups[GROUP] = group
-        await self.role._game(group, [member])
+        await self.role._play_game(group, [member])
 
     def told(self, kind: str) -> list[dict[str, Any]]:
         return [fields for name, fields in self.events if name == kind]
@@ -134,25 +140,25 @@ async def test_an_environment_whose_turns_take_too_long_in_all_has_failed() -> N
 
 async def test_one_whose_replies_are_kept_has_one_try_more(tmp_path: Path) -> None:
     engine = Engine(numbers)
-    slot = Slot(Slow, engine.generate, Store(tmp_path, 1, 100.0, lambda version: False))
+    slot = Slot(Slow, engine.generate, ReplayStore(tmp_path, 1, 100.0, lambda version: False))
     await slot.play()
     assert [how for _, how in slot.returned] == [TOO_LATE]
     first, second = slot.told("environment_stuck")
     assert first.get("again") and not second.get("again") and len(engine.said) == 2, "replies were sampled anew"
 
 
-@pytest.mark.parametrize(("losses", "sampled"), [(LOSSES, 0), (LOSSES + 1, 2)])
+@pytest.mark.parametrize(("losses", "sampled"), [(MAX_LOSSES, 0), (MAX_LOSSES + 1, 2)])
 async def test_replies_with_which_it_was_lost_again_and_again_are_given_up(
     losses: int, sampled: int, tmp_path: Path
 ) -> None:
     before, after = Engine(numbers), Engine(numbers)
-    first = Slot(Slow, before.generate, Store(tmp_path, 1, 100.0, lambda version: False))
+    first = Slot(Slow, before.generate, ReplayStore(tmp_path, 1, 100.0, lambda version: False))
     assert first.role.store is not None
-    kept = first.role.store.of(3, 0)
+    kept = first.role.store.caches_of(3, 0)
     with pytest.raises(EnvironmentStuck):
-        await first.role.player.play_seats("7.0", TASK, 1, kept=kept)
+        await first.role.player.play_game("7.0", TASK, 1, replays=kept)
     assert len(before.said) == 2
-    await Slot(Slow, after.generate, Store(tmp_path, 1, 100.0, lambda version: False)).play(losses=losses)
+    await Slot(Slow, after.generate, ReplayStore(tmp_path, 1, 100.0, lambda version: False)).play(losses=losses)
     assert len(after.said) == sampled
 
 
@@ -167,12 +173,12 @@ async def test_one_that_waits_for_tokens_is_lost_and_the_queue_is_told_how_often
     slot = Slot(Count, silent, episode_timeout_s=0.3)
     await slot.play()
     ((why, how),) = slot.returned
-    assert how == {"losses": LOSSES} and "waits for tokens of reply 1" in why
-    assert len(slot.told("episode_lost")) == LOSSES and not slot.told("environment_stuck")
+    assert how == {"losses": MAX_LOSSES} and "waits for tokens of reply 1" in why
+    assert len(slot.told("episode_lost")) == MAX_LOSSES and not slot.told("environment_stuck")
     await slot.play()
     # What many of them wait for is told to whoever asks what the role does.
-    told = f"{2 * LOSSES} in a row came to nothing, the last one: 7.0+2 was lost"
-    assert slot.role._standstill.summary().startswith(told)
+    told = f"{2 * MAX_LOSSES} consecutive attempts failed, the last one: 7.0+2 was lost"
+    assert slot.role._stalls.summary().startswith(told)
 
 
 async def test_a_function_that_gave_up_a_reply_by_itself_and_dawdles_has_failed() -> None:
@@ -189,53 +195,53 @@ async def test_a_function_that_gave_up_a_reply_by_itself_and_dawdles_has_failed(
     assert how == TOO_LATE and "goes on without reply 1: not over within" in why
 
 
-def played(environment: str, in_flight: int) -> Standstill:
+def played(environment: str, in_flight: int) -> StallDetector:
     """Of a slot that has played an episode."""
-    one = Standstill(environment, in_flight)
-    one.played()
+    one = StallDetector(environment, in_flight)
+    one.record_finished()
     return one
 
 
 def test_a_slot_that_never_played_an_episode_is_not_started_anew() -> None:
     """Another process would mend nothing: the queue counts its groups, and ends the run."""
-    one = Standstill("game.py:Game", 10)
-    for n in range(10 * LOSSES * FAILURES_IN_A_ROW):
-        one.failed(n, "KeyError")
-    assert "in a row came to nothing, the last one: KeyError" in one.summary()
+    one = StallDetector("game.py:Game", 10)
+    for n in range(10 * MAX_LOSSES * MAX_FAILURES):
+        one.record_failed(n, "KeyError")
+    assert "consecutive attempts failed, the last one: KeyError" in one.summary()
 
 
 def test_a_slot_ends_when_nothing_comes_of_its_episodes() -> None:
     one = played("game.py:Game", 10)
-    most = LOSSES * FAILURES_IN_A_ROW
+    most = MAX_LOSSES * MAX_FAILURES
     for n in range(most - 1):
-        one.lost(n, "the gateway was started again")
-    one.played()
+        one.record_lost(n, "the gateway was started again")
+    one.record_finished()
     assert one.summary() == ""
     for n in range(most - 1):
-        one.lost(n, "no engine")
-    assert f"{most - 1} in a row came to nothing, the last one: no engine" in one.summary()
-    with pytest.raises(Fruitless, match=r"192 times in a row an episode was begun.*the last one: no engine"):
-        one.lost(7, "no engine")
+        one.record_lost(n, "no engine")
+    assert f"{most - 1} consecutive attempts failed, the last one: no engine" in one.summary()
+    with pytest.raises(EpisodesStalled, match=r"192 consecutive attempts at episodes.*the last one: no engine"):
+        one.record_lost(7, "no engine")
     # What takes all of many along takes each as often as one may be lost.
     many = played("game.py:Game", 1000)
-    for n in range(LOSSES * 1000 - 1):
-        many.lost(n, "the gateway was started again")
-    with pytest.raises(Fruitless):
-        many.lost(7, "the gateway was started again")
+    for n in range(MAX_LOSSES * 1000 - 1):
+        many.record_lost(n, "the gateway was started again")
+    with pytest.raises(EpisodesStalled):
+        many.record_lost(7, "the gateway was started again")
     wrong = played("game.py:Game", 1000)
-    for n in range(FAILURES_IN_A_ROW - 1):
-        wrong.failed(n, "KeyError")
-    with pytest.raises(Fruitless, match=r"64 episodes of game.py:Game failed one after the other: KeyError"):
-        wrong.failed(7, "KeyError")
+    for n in range(MAX_FAILURES - 1):
+        wrong.record_failed(n, "KeyError")
+    with pytest.raises(EpisodesStalled, match=r"64 consecutive episodes of game.py:Game failed: KeyError"):
+        wrong.record_failed(7, "KeyError")
 
 
 def test_what_is_wrong_with_a_task_ends_no_slot() -> None:
     """A large group may be all that there is to play, again and again, until its prompt is retired."""
     one = played("game.py:Game", 10)
-    for n in range(10 * LOSSES * FAILURES_IN_A_ROW):
-        one.failed(n % (PROMPTS - 1), "KeyError")
-    with pytest.raises(Fruitless):
-        one.failed(PROMPTS, "KeyError")
+    for n in range(10 * MAX_LOSSES * MAX_FAILURES):
+        one.record_failed(n % (MIN_PROMPTS - 1), "KeyError")
+    with pytest.raises(EpisodesStalled):
+        one.record_failed(MIN_PROMPTS, "KeyError")
 
 
 def context(run_dir: Path, run_id: str) -> Any:
@@ -253,15 +259,15 @@ def context(run_dir: Path, run_id: str) -> Any:
 
 
 def test_the_run_ends_when_slots_end_again_and_again_without_an_episode_in_between(tmp_path: Path) -> None:
-    error = Fruitless("192 times", why="no engine", hint="look")
+    error = EpisodesStalled("192 times", why="no engine", hint="look")
     first = context(tmp_path, "one")
-    assert [ending(first, error) for _ in range(ENDS - 1)] == [error] * (ENDS - 1)
+    assert [stall_error(first, error) for _ in range(MAX_RESTARTS - 1)] == [error] * (MAX_RESTARTS - 1)
     first.metrics({"kind": "produced", "samples": []})
-    assert ending(first, error) is error, "an episode came to its end in between"
+    assert stall_error(first, error) is error, "an episode came to its end in between"
     # Begun again it has its tries again.
     ctx = context(tmp_path, "two")
-    assert [ending(ctx, error) for _ in range(ENDS - 1)] == [error] * (ENDS - 1)
-    final = ending(ctx, error)
+    assert [stall_error(ctx, error) for _ in range(MAX_RESTARTS - 1)] == [error] * (MAX_RESTARTS - 1)
+    final = stall_error(ctx, error)
     assert isinstance(final, GivenUp) and "192 times: no engine; it is end number 3 of an env role" in str(final)
     assert [event["times"] for event in ctx.events] == [1, 2, 3] and ctx.events[0]["kind"] == KIND
     for one in (first, ctx):
@@ -276,17 +282,17 @@ async def test_held_out_episodes_of_which_none_could_be_played_end_the_slot() ->
         raise EpisodeLost("the program's session", why="gateway/0#1 had it, and now it is gateway/0#2")
 
     recipe = SimpleNamespace(count=lambda when: 3, samples=2, temperature=1.0)
-    held_out = HeldOut.__new__(HeldOut)
+    held_out = EpisodeEvaluation.__new__(EpisodeEvaluation)
     vars(held_out).update(
         _ctx=SimpleNamespace(event=lambda kind, **_: events.append(kind)),
         _tasks=SimpleNamespace(held_out=lambda count: [TASK] * count),
         _player=SimpleNamespace(play=play),
         _seed=lambda task, sample, attempt: 1,
-        _places=asyncio.Semaphore(4),
-        _silent_s=60.0,
-        _ended=0,
+        _slots=asyncio.Semaphore(4),
+        _max_silence_s=60.0,
+        _finished=0,
         course=SimpleNamespace(recipe=recipe, before=None, asked=lambda step: []),
     )
-    with pytest.raises(Fruitless, match="6 held-out episodes, before: each was lost 5 times"):
+    with pytest.raises(EpisodesStalled, match="6 held-out episodes, before: each was lost 5 times"):
         await held_out.evaluate(VersionRecord(1, 0, 0), "before")
-    assert events.count("episode_lost") == 6 * ATTEMPTS
+    assert events.count("episode_lost") == 6 * MAX_ATTEMPTS

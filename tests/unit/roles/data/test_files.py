@@ -15,7 +15,7 @@ from relax_rt.roles.data.files import find_shards, parse_line, read_rows
 from relax_rt.roles.data.index import RowIndex
 from relax_rt.roles.data.items import RawItem
 from relax_rt.roles.data.settings import DataTable
-from relax_rt.roles.training.sft.data import read as read_cold
+from relax_rt.roles.training.sft.data import read_sft_rows as read_cold
 from relax_rt.transport.rpc.errors import RelaxError
 
 pyarrow = pytest.importorskip("pyarrow")

@@ -18,10 +18,9 @@ from relax_rt.config.loader import load_config
 from relax_rt.config.problems import ConfigErrors, Problem
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.source import PromptSource
-from relax_rt.roles.evaluation import branch as evaluation_branch
-from relax_rt.roles.evaluation.branch import Branch
-from relax_rt.roles.evaluation.judge import MOST_STUCK, Judge, Text
-from relax_rt.roles.evaluation.sets import MAIN, Course, courses, load_set, recipes
+from relax_rt.roles.evaluation import sets as evaluation_sets
+from relax_rt.roles.evaluation.judge import MOST_STUCK, JudgedCompletion, SetJudge
+from relax_rt.roles.evaluation.sets import MAIN, EvaluationSchedule, VersionLineage, load_set, schedules, set_specs
 from relax_rt.roles.evaluation.settings import EvaluationSet
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.transport.base.versions import VersionRecord
@@ -161,7 +160,7 @@ def test_without_an_evaluator_there_are_no_sets(folder: Path) -> None:
 
 
 def test_what_a_set_leaves_out_is_the_runs_own(folder: Path) -> None:
-    main, hard, judged = recipes(loaded(folder))
+    main, hard, judged = set_specs(loaded(folder))
     assert (main.name, main.ks, main.items, main.every_steps) == (MAIN, (1,), 4, 5)
     assert (hard.ks, hard.temperature, hard.every_steps, hard.max_new_tokens) == ((1, 4), 1.0, 5, 8)
     assert (judged.ks, judged.temperature, judged.every_steps, judged.at_steps) == ((1,), 0.0, 0, (3, 20))
@@ -191,7 +190,7 @@ def test_items_that_are_trained_on_are_left_out(folder: Path) -> None:
 # --- when
 
 
-def course(every: int = 0, at: tuple[int, ...] = (), last: int = 100) -> Course:
+def schedule(every: int = 0, at: tuple[int, ...] = (), last: int = 100) -> EvaluationSchedule:
     table: Any = RLConfig.model_validate(
         {
             "run": {"name": "a"},
@@ -202,68 +201,68 @@ def course(every: int = 0, at: tuple[int, ...] = (), last: int = 100) -> Course:
             "evaluation": {"every_steps": every, "at_steps": list(at)},
         }
     )
-    return Course(recipes(table)[0], last)
+    return EvaluationSchedule(set_specs(table)[0], last)
 
 
-def walk(one: Course, steps: list[int]) -> list[tuple[int, str]]:
+def walk(one: EvaluationSchedule, steps: list[int]) -> list[tuple[int, str]]:
     """The evaluations made as these steps' weights come, the initial ones first."""
     made = []
     for step in [0, *steps]:
         if when := one.when(step):
-            one.take({"when": when, "step": step})
+            one.record({"when": when, "step": step})
             made.append((step, when))
     return made
 
 
 def test_a_set_is_due_before_during_and_after() -> None:
-    assert walk(course(every=10), list(range(31))) == [(0, "before"), (10, "during"), (20, "during"), (30, "during")]
-    assert walk(course(at=(3, 7), last=9), list(range(1, 10)))[1:] == [(3, "during"), (7, "during"), (9, "after")]
-    assert walk(course(last=4), list(range(1, 5))) == [(0, "before"), (4, "after")]
+    assert walk(schedule(every=10), list(range(31))) == [(0, "before"), (10, "during"), (20, "during"), (30, "during")]
+    assert walk(schedule(at=(3, 7), last=9), list(range(1, 10)))[1:] == [(3, "during"), (7, "during"), (9, "after")]
+    assert walk(schedule(last=4), list(range(1, 5))) == [(0, "before"), (4, "after")]
 
 
 def test_steps_that_were_missed_are_made_up_for_once() -> None:
-    assert walk(course(every=10, at=(12,)), [9, 35, 36, 40])[1:] == [(35, "during"), (40, "during")]
-    assert walk(course(at=(3, 7)), [8, 9])[1:] == [(8, "during")]
+    assert walk(schedule(every=10, at=(12,)), [9, 35, 36, 40])[1:] == [(35, "during"), (40, "during")]
+    assert walk(schedule(at=(3, 7)), [8, 9])[1:] == [(8, "during")]
 
 
-def asked(one: Course, steps: list[int]) -> list[tuple[str, int, list[int]]]:
+def asked(one: EvaluationSchedule, steps: list[int]) -> list[tuple[str, int, list[int]]]:
     """The evaluations made as these steps' weights come: when, whose weights, and for which chosen steps."""
     made = []
     for step in [0, *steps]:
         if when := one.when(step):
-            made.append((when, step, one.asked(step)))
-            one.take({"when": when, "step": step})
+            made.append((when, step, one.due_steps(step)))
+            one.record({"when": when, "step": step})
     return made
 
 
 def test_an_evaluation_says_which_steps_it_is_for() -> None:
-    assert asked(course(at=(2, 5)), [1, 2, 5, 6]) == [("before", 0, []), ("during", 2, [2]), ("during", 5, [5])]
+    assert asked(schedule(at=(2, 5)), [1, 2, 5, 6]) == [("before", 0, []), ("during", 2, [2]), ("during", 5, [5])]
     # Those that it was too busy for, in one evaluation; a step that is chosen twice stands there once.
-    assert asked(course(every=4, at=(8, 7, 12)), [3, 13, 14])[1:] == [("during", 13, [4, 7, 8, 12])]
-    assert course(every=4).asked(3) == course().asked(50) == []
+    assert asked(schedule(every=4, at=(8, 7, 12)), [3, 13, 14])[1:] == [("during", 13, [4, 7, 8, 12])]
+    assert schedule(every=4).due_steps(3) == schedule().due_steps(50) == []
 
 
 def test_the_last_step_is_one_evaluation_however_it_was_chosen() -> None:
-    assert asked(course(at=(9,), last=9), [8, 9]) == [("before", 0, []), ("after", 9, [9])]
-    assert asked(course(every=3, at=(9,), last=9), [6, 9])[1:] == [("during", 6, [3, 6]), ("after", 9, [9])]
+    assert asked(schedule(at=(9,), last=9), [8, 9]) == [("before", 0, []), ("after", 9, [9])]
+    assert asked(schedule(every=3, at=(9,), last=9), [6, 9])[1:] == [("during", 6, [3, 6]), ("after", 9, [9])]
     # The run ended while it was busy with its first evaluation.
-    assert asked(course(at=(2, 4), last=9), [9, 9])[1:] == [("after", 9, [2, 4])]
-    assert asked(course(last=9), [5, 9])[1:] == [("after", 9, [])]
+    assert asked(schedule(at=(2, 4), last=9), [9, 9])[1:] == [("after", 9, [2, 4])]
+    assert asked(schedule(last=9), [5, 9])[1:] == [("after", 9, [])]
 
 
 def test_after_a_roll_back_it_is_due_again() -> None:
-    one = course(every=10, last=30)
+    one = schedule(every=10, last=30)
     for when, step, version in (("before", 0, 0), ("during", 10, 11), ("during", 20, 21), ("after", 30, 31)):
-        one.take({"when": when, "step": step, "version": version})
+        one.record({"when": when, "step": step, "version": version})
     # The trainer went back to step 15, of version 16, and version 32 has its weights.
     path = {*range(17), 32, 33}
-    one.along(path)
+    one.keep_path(path)
     assert [one.when(step) for step in (15, 16, 20, 30)] == ["", "", "during", "after"]
-    assert one.asked(22) == [20] and one.asked(30) == [20, 30]
+    assert one.due_steps(22) == [20] and one.due_steps(30) == [20, 30]
     # An evaluation that was in hand is of the branch that was left.
-    one.take({"when": "during", "step": 20, "version": 22})
+    one.record({"when": "during", "step": 20, "version": 22})
     assert one.when(20) == "during"
-    one.take({"when": "during", "step": 20, "version": 33})
+    one.record({"when": "during", "step": 20, "version": 33})
     assert one.when(20) == "" and one.done == 20
 
 
@@ -281,33 +280,33 @@ class Away:
 
 
 async def test_a_fall_back_that_was_overtaken_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation_branch, "RETRY_S", 0.0)
+    monkeypatch.setattr(evaluation_sets, "RETRY_S", 0.0)
     records = [VersionRecord(n, n - 1, n - 1) for n in (1, 2, 3, 4)]
     # Back to step 1, whose weights are published again as version 6; versions 5 and 8 were never committed.
     records += [VersionRecord(6, 2, 1, changed=False), VersionRecord(7, 6, 2), VersionRecord(9, 7, 3)]
     waits: list[str] = []
     registry = Away(records[:4], times=2)
     ctx = SimpleNamespace(registry=registry, stopping=asyncio.Event(), progress=SimpleNamespace(waiting=waits.append))
-    branch = Branch(ctx)  # type: ignore[arg-type]
-    assert await branch.to(records[0]) == {0, 1} and await branch.to(records[1]) == {0, 1, 2}
+    lineage = VersionLineage(ctx)  # type: ignore[arg-type]
+    assert await lineage.path_to(records[0]) == {0, 1} and await lineage.path_to(records[1]) == {0, 1, 2}
     assert registry.asked == 0, "whoever misses none needs not ask"
-    assert await branch.to(records[3]) == {0, 1, 2, 3, 4} and len(waits) == 2 and "registry/0" in waits[0]
+    assert await lineage.path_to(records[3]) == {0, 1, 2, 3, 4} and len(waits) == 2 and "registry/0" in waits[0]
     # While an evaluation went on, the trainer fell back and came as far as version 9.
     registry.records = records
-    assert await branch.to(records[-1]) == {0, 1, 2, 6, 7, 9}
+    assert await lineage.path_to(records[-1]) == {0, 1, 2, 6, 7, 9}
     assert registry.asked == 4
 
 
 @given(st.integers(0, 7), st.lists(st.integers(1, 30)), st.sets(st.integers(1, 30)))
 def test_whatever_versions_come_the_ends_are_evaluated_once(every: int, at: list[int], seen: set[int]) -> None:
-    made = walk(course(every, tuple(at), last=30), sorted(seen | {30}))
+    made = walk(schedule(every, tuple(at), last=30), sorted(seen | {30}))
     assert made[0] == (0, "before") and made[-1] == (30, "after")
     assert len({step for step, _ in made}) == len(made)
     wanted = {step for step in at if step < 30}
     for want in wanted:
         first = min(step for step in seen | {30} if step >= want)
         assert first in {step for step, _ in made}
-    chosen = [step for _, _, steps in asked(course(every, tuple(at), last=30), sorted(seen | {30})) for step in steps]
+    chosen = [step for _, _, steps in asked(schedule(every, tuple(at), last=30), sorted(seen | {30})) for step in steps]
     assert chosen == sorted({*at, *(range(every, 31, every) if every else ())}), "each is evaluated for, once"
 
 
@@ -318,7 +317,7 @@ def test_an_earlier_incarnations_evaluations_count(folder: Path) -> None:
         {"kind": "evaluation", "set": MAIN, "when": "during", "step": 5},
         {"kind": "evaluation_set", "set": "a set of another config", "when": "during", "step": 5},
     ]
-    found = courses(loaded(folder), records)
+    found = schedules(loaded(folder), records)
     assert {name: one.done for name, one in found.items()} == {MAIN: 5, "hard": 0, "judged": -1}
     assert found["hard"].before == records[1] and found["judged"].when(0) == "before"
 
@@ -326,9 +325,9 @@ def test_an_earlier_incarnations_evaluations_count(folder: Path) -> None:
 # --- who judges
 
 
-def judge(folder: Path, function: str, timeout_s: float = 5.0) -> Judge:
+def judge(folder: Path, function: str, timeout_s: float = 5.0) -> SetJudge:
     table = EvaluationSet(name="s", path="hard.jsonl", reward=function, success=0.9)
-    return Judge(table, folder, timeout_s, None)
+    return SetJudge(table, folder, timeout_s, None)
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +340,7 @@ def items(folder: Path) -> list[Any]:
 
 async def test_a_judge_says_what_is_right_and_what_it_could_not_judge(folder: Path, items: list[Any]) -> None:
     one, calls = judge(folder, "judge.py:even"), []
-    texts = [Text(text, 1, "stop") for text in ("2", "3", "fail", "4")]
+    texts = [JudgedCompletion(text, 1, "stop") for text in ("2", "3", "fail", "4")]
     verdict = await one.judge(items[:2], texts, lambda: calls.append(1))
     await one.close()
     assert (verdict.right, verdict.failed, len(calls)) == ([True, False, False, True], 1, 4)
@@ -350,7 +349,9 @@ async def test_a_judge_says_what_is_right_and_what_it_could_not_judge(folder: Pa
 
 async def test_a_judge_is_told_of_the_completion(folder: Path, items: list[Any]) -> None:
     one = judge(folder, "judge.py:split")
-    verdict = await one.judge(items[:1], [Text("a", 3, "length"), Text("b", 4, "stop")], lambda: None)
+    verdict = await one.judge(
+        items[:1], [JudgedCompletion("a", 3, "length"), JudgedCompletion("b", 4, "stop")], lambda: None
+    )
     await one.close()
     # split + tokens + stop
     assert verdict.reward == pytest.approx((1 + 3 + 0 + 1 + 4 + 1) / 2) and verdict.right == [True, True]
@@ -358,7 +359,7 @@ async def test_a_judge_is_told_of_the_completion(folder: Path, items: list[Any])
 
 async def test_a_judge_that_hangs_is_not_called_for_ever(folder: Path, items: list[Any]) -> None:
     one = judge(folder, "judge.py:even", timeout_s=0.05)
-    texts = [Text("sleep", 1, "stop")] * 200
+    texts = [JudgedCompletion("sleep", 1, "stop")] * 200
     async with asyncio.timeout(120):
         began = time.monotonic()
         verdict = await one.judge(items[:1], texts, lambda: None)

@@ -11,7 +11,7 @@ import pytest
 
 from relax_rt.roles.data.items import PromptItem
 from relax_rt.roles.evaluation import sampling as evaluation_sampling
-from relax_rt.roles.evaluation.sampling import SEED_DOMAIN, Asker, requests_of
+from relax_rt.roles.evaluation.sampling import SEED_DOMAIN, HeldOutSampler, requests_of
 from relax_rt.roles.rollout.engines.base import Chunk, GroupRequest
 from relax_rt.transport.rpc.errors import Refused
 
@@ -20,7 +20,7 @@ class Engine:
     """Takes no more than so many sequences at a time, and completes a few in each turn of the loop, newest first."""
 
     def __init__(self, limit: int) -> None:
-        self.asker: Asker
+        self.asker: HeldOutSampler
         self.limit, self.tokens, self.most = limit, 0, 0
         self.held: list[tuple[int, int]] = []
 
@@ -74,7 +74,7 @@ async def test_completions_are_submitted_as_there_is_room(
     monkeypatch.setattr(evaluation_sampling, "AT_A_TIME", 8)
     monkeypatch.setattr(evaluation_sampling, "PROGRESS_EVERY_S", 60.0)
     engine, told = Engine(8), []
-    asker = engine.asker = Asker(cast(Any, engine), told.append)
+    asker = engine.asker = HeldOutSampler(cast(Any, engine), told.append)
     asked = requests(count, samples, together=5)
     async with asyncio.timeout(120):
         for _ in range(2):

@@ -11,7 +11,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
+from relax_rt.roles.agentic.tokens.ledger import TokenLedger
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.gateway.access import Keys
 from relax_rt.roles.gateway.api import SessionLimits
 from relax_rt.roles.gateway.app import Gateway, HttpLimits

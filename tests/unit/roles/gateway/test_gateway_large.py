@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_gateway_hostile import CHAT, still_serves
 from test_gateway_openai import TOOL, ask, client, echo
 
-from relax_rt.roles.agentic.tokens import ChatTemplate
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.tokens.types import Message, Tool
 from relax_rt.roles.gateway.app import HttpLimits
 from relax_rt.roles.gateway.calls import MAX_TOOL_BYTES

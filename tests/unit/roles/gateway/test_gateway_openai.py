@@ -13,7 +13,7 @@ import pytest
 from gateway_world import TEMPLATE, TOKEN, Running, running, tokenizer, until
 from openai import AsyncOpenAI
 
-from relax_rt.roles.agentic.tokens import ChatTemplate
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.gateway.service import AnswerPolicy
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.router.core import GenerationRequest

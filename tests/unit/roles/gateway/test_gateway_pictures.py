@@ -13,7 +13,7 @@ from gateway_world import TOKEN, Running, running
 from test_gateway_openai import ask, client
 from tiny_sight import PLACES, part, picture
 
-from relax_rt.roles.agentic.tokens import ChatTemplate
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.data.media.pictures import MOST_PICTURES, Shown
 from relax_rt.roles.data.media.sight import load_sight
 from relax_rt.roles.gateway.app import HttpLimits

@@ -10,10 +10,10 @@ import pytest
 from gateway_world import Running, running, tokenizer
 
 from relax_rt.roles.agentic import Task
-from relax_rt.roles.agentic.episode import Limits, Played
+from relax_rt.roles.agentic.episode import EpisodeLimits, PlayedEpisode
 from relax_rt.roles.agentic.errors import EpisodeLost
 from relax_rt.roles.agentic.program import load_program
-from relax_rt.roles.agentic.program_episodes import Programs
+from relax_rt.roles.agentic.program_episodes import ProgramPlayer
 from relax_rt.roles.agentic.program_host import ProgramHost
 from relax_rt.roles.agentic.rewards import turns_of
 from relax_rt.roles.gateway.api import Access, Closed, SessionClient, SessionLimits
@@ -66,12 +66,14 @@ def script(prompt: str, wanted: GenerationRequest) -> str:
     return f"{last}" if last.isdigit() else "no idea"
 
 
-async def play(world: Running, here: Here, host: ProgramHost, name: str, question: str, turns: int = 4) -> Played:
-    limits = Limits(max_turns=turns, max_new_tokens=100, turn_timeout_s=60, episode_timeout_s=120)
+async def play(
+    world: Running, here: Here, host: ProgramHost, name: str, question: str, turns: int = 4
+) -> PlayedEpisode:
+    limits = EpisodeLimits(max_turns=turns, max_new_tokens=100, turn_timeout_s=60, episode_timeout_s=120)
     program = load_program(COMMAND, OPTIONS, EXAMPLE)
     task = Task(index=0, item=name, split="train", seed=1, question=question, answer="851")
     async with SessionClient(here, "gateway/0") as lessee:  # type: ignore[arg-type]
-        programs = Programs(program, host, lessee, limits, 2000, judged=True, told=lambda count: None)
+        programs = ProgramPlayer(program, host, lessee, limits, 2000, has_rewards=True, on_tokens=lambda count: None)
         return await programs.play(name, task, 5, temperature=1.0)
 
 

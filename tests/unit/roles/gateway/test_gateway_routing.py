@@ -11,7 +11,7 @@ from gateway_world import ROW, TOKEN, Running, rows_of, running, until
 from test_gateway_openai import RESPONSES_TOOL, ask, client, echo
 from test_gateway_streams import after, part_by_httpx, script
 
-from relax_rt.roles.agentic.tokens import Branch
+from relax_rt.roles.agentic.tokens.types import Branch
 from relax_rt.roles.gateway.api import Closed, SessionLimits
 from relax_rt.roles.gateway.role import GatewayRole
 from relax_rt.roles.rollout.engines.routing import PART_TOKENS

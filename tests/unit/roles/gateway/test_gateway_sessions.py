@@ -14,7 +14,7 @@ from gateway_world import ledger, running, tokenizer, until
 from test_gateway_openai import RESPONSES_TOOL, TOOL, ask, client, echo
 
 from relax_rt.roles.agentic import Task
-from relax_rt.roles.agentic.episode import Played
+from relax_rt.roles.agentic.episode import PlayedEpisode
 from relax_rt.roles.agentic.program import Result
 from relax_rt.roles.agentic.program_episodes import rewards_of
 from relax_rt.roles.agentic.samples import make_sample
@@ -213,7 +213,7 @@ async def test_answers_that_a_change_of_history_drops_are_among_those_that_were_
     assert [one.message["content"] for one in closed.said] == ["1", "2", "3"] and closed.episode.counts.drift
     assert len(closed.episode.trained) == (3 if drift == "fork" else 2)
     rewards = rewards_of(Result(rewards=(0.25, 0.5, 1.0), reward=2.0), closed.said)
-    played = Played(
+    played = PlayedEpisode(
         episode=closed.episode, rewards=rewards, states={}, truncated="", turns=3, cut=0, info={}
     )  # fmt: skip
     ticket = Ticket(group=4, prompt=9, attempt=1, size=2, version=1, lease_s=60.0)

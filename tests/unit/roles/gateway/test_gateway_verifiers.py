@@ -13,9 +13,9 @@ from gateway_world import Running, running
 from test_gateway_program import Here
 
 from relax_rt.roles.agentic import Task
-from relax_rt.roles.agentic.episode import Limits, Played
+from relax_rt.roles.agentic.episode import EpisodeLimits, PlayedEpisode
 from relax_rt.roles.agentic.program import load_program
-from relax_rt.roles.agentic.program_episodes import Programs
+from relax_rt.roles.agentic.program_episodes import ProgramPlayer
 from relax_rt.roles.agentic.program_host import ProgramHost
 from relax_rt.roles.gateway.api import SessionClient
 from relax_rt.roles.rollout.router.core import GenerationRequest
@@ -32,12 +32,12 @@ def adds(prompt: str, wanted: GenerationRequest) -> str:
     return str(a + b + (prompt.count("<|user|>") == 2))
 
 
-async def play(world: Running, number: int) -> Played:
-    limits = Limits(max_turns=3, max_new_tokens=20, turn_timeout_s=60, episode_timeout_s=120)
+async def play(world: Running, number: int) -> PlayedEpisode:
+    limits = EpisodeLimits(max_turns=3, max_new_tokens=20, turn_timeout_s=60, episode_timeout_s=120)
     program = load_program(f"{PYTHON} play.py sums", {}, EXAMPLE)
     task = Task(index=number, item=f"train-{number}", split="train", seed=1)
     async with ProgramHost(EXAMPLE) as host, SessionClient(Here(world), "gateway/0") as lessee:  # type: ignore[arg-type]
-        programs = Programs(program, host, lessee, limits, 2000, judged=False, told=lambda count: None)
+        programs = ProgramPlayer(program, host, lessee, limits, 2000, has_rewards=False, on_tokens=lambda count: None)
         return await programs.play(str(number), task, 5, temperature=1.0)
 
 

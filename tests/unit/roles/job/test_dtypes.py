@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from relax_rt.cli.brief import choices
+from relax_rt.cli.run import choices
 from relax_rt.cluster import launch
 from relax_rt.config.loader import config_digest, load_config, read_resolved, write_resolved
 from relax_rt.config.problems import ConfigErrors
+from relax_rt.roles.config.dtypes import choose_dtypes, model_width
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.evaluation.settings import EvaluatorSettings
 from relax_rt.roles.job.job import RLJob
-from relax_rt.roles.models.dtypes import choose_dtypes, model_width
 from relax_rt.roles.models.precision import Choice
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
@@ -73,7 +73,7 @@ def test_what_is_told_wins_and_published_weights_have_one_dtype() -> None:
 
 
 def test_rollouts_on_gpus_decide_what_an_evaluator_on_the_cpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relax_rt.roles.models.dtypes.count_gpus", lambda: 2)
+    monkeypatch.setattr("relax_rt.roles.config.dtypes.count_gpus", lambda: 2)
     made = config({"rollout": RolloutSettings(gpus=1), "trainer": TrainerSettings()})
     fast = dtypes(made, "float32", gpus=lambda: [9.0])
     assert fast == {"rollout": "bfloat16", "trainer": "float32", "evaluator": "bfloat16"}
@@ -83,7 +83,7 @@ def test_rollouts_on_gpus_decide_what_an_evaluator_on_the_cpu_takes(monkeypatch:
 
 
 def test_gpus_that_are_not_here_are_those_of_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relax_rt.roles.models.dtypes.count_gpus", lambda: 0)
+    monkeypatch.setattr("relax_rt.roles.config.dtypes.count_gpus", lambda: 0)
     roles = {"rollout": RolloutSettings(gpus=1)}
     assert dtypes(config(roles), "float32", gpus=list)["rollout"] == "float32", "it computes on the CPU then"
     several = config(roles, supervision={"nodes": {"listen": "10.0.0.1:0"}})
@@ -103,7 +103,7 @@ def test_a_narrow_model_is_computed_in_float32_on_a_cpu(tmp_path: Path, monkeypa
     # Each role by its own model.
     taught = config({"reference": ReferenceSettings(model="package:tiny")})
     assert dtypes(taught)["reference"] == "float32" and dtypes(taught)["trainer"] == "bfloat16"
-    monkeypatch.setattr("relax_rt.roles.models.dtypes.count_gpus", lambda: 1)
+    monkeypatch.setattr("relax_rt.roles.config.dtypes.count_gpus", lambda: 1)
     on_gpu = config({"rollout": RolloutSettings(gpus=1)}, model={"path": "package:tiny"})
     assert dtypes(on_gpu, gpus=lambda: [9.0])["rollout"] == "bfloat16"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from relax_rt.roles.agentic.tokens import ChatTemplate
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.models.chat_template import (
     CALLS,
     DEVELOPER,

@@ -85,14 +85,9 @@ def test_everything_is_told_at_once(tmp_path: Path) -> None:
     assert len(refused(tmp_path, text)) == 3
 
 
-def test_a_line_that_is_no_toml_hides_no_other_mistake(tmp_path: Path) -> None:
-    text = SOUND.replace("cores = 8", "cores = True", 1).replace("gpus = 4", 'gpus = "4"')
-    assert [underlined(problem) for problem in refused(tmp_path, text)] == ["T", '"4"']
-
-
-def test_a_line_that_is_no_toml_hides_nothing_of_another_node(tmp_path: Path) -> None:
+def test_mistakes_of_several_nodes_are_reported_together(tmp_path: Path) -> None:
     first, second = SOUND.split('[[nodes]]\nname = "b"')
-    text = first.replace("cores = 8", "cores = True") + '[[nodes]]\nname = "b"' + second.replace("cores = 8\n", "")
+    text = first.replace("cores = 8", "cores = true") + '[[nodes]]\nname = "b"' + second.replace("cores = 8\n", "")
     assert [problem.path for problem in refused(tmp_path, text)] == [("nodes", 0, "cores"), ("nodes", 1, "cores")]
 
 

@@ -11,7 +11,7 @@ from relax_rt.config.inventory import load_inventory
 from relax_rt.config.loader import load_config
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.models.shape import read_shape
-from relax_rt.roles.planning.flow import longest_sample, longest_trained
+from relax_rt.roles.planning.figures import longest_sample, longest_trained
 from relax_rt.roles.planning.plan import HardwarePlan, plan_on
 
 FOLDER = Path(__file__).resolve().parents[4] / "examples/h100x8_qwen3_8b"

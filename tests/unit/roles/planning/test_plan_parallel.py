@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_rt.roles.models.parallel import Sizes, coordinates, groups, rank_groups, stage_layers
-from relax_rt.roles.planning.links import senders, spans
+from relax_rt.roles.planning.communicators import ranges, senders
 
 WORLD_16 = Sizes(world=16, tensor=2, context=2, pipeline=2, expert=4)
 # What RankGenerator of megatron-core 0.16.1 gives for order "tp-cp-ep-dp-pp": dense layers with tp 2, cp 2, dp 2, pp 2,
@@ -100,4 +100,4 @@ def test_stages_share_out_all_layers(stages: int, each: int) -> None:
     [([3], "3"), ([0, 1], "0-1"), ([0, 4], "0, 4"), ([0, 2, 4, 6], "0-6 by 2"), ([0, 1, 2, 5], "0-2, 5"), ([], "")],
 )
 def test_numbers_in_short(numbers: list[int], text: str) -> None:
-    assert spans(numbers) == text
+    assert ranges(numbers) == text

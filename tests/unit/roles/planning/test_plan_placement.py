@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from relax_rt.config.inventory import Inventory
 from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.planning.placement import AGENT_CORES, Placed, check_gpus, place
+from relax_rt.roles.planning.placement import AGENT_CORES, PlacedSlot, check_gpus, place
 from relax_rt.roles.rewards.settings import RewardSettings
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.training.backend.settings import TrainerSettings
@@ -53,7 +53,7 @@ def config(**roles: RoleSettings) -> RLConfig:
     return plain.model_copy(update={"roles": tables})
 
 
-def where(placed: list[Placed], kind: str) -> list[tuple[str, tuple[int, ...]]]:
+def where(placed: list[PlacedSlot], kind: str) -> list[tuple[str, tuple[int, ...]]]:
     return [(slot.node, slot.gpus) for slot in placed if slot.kind == kind]
 
 
@@ -195,7 +195,7 @@ def test_nothing_is_over_committed_and_nothing_is_lost(run: tuple[RLConfig, Inve
     _sets_stay_together(config, inventory, placed)
 
 
-def _sets_stay_together(config: RLConfig, inventory: Inventory, placed: list[Placed]) -> None:
+def _sets_stay_together(config: RLConfig, inventory: Inventory, placed: list[PlacedSlot]) -> None:
     by_name = {node.name: node for node in inventory.nodes}
     trainer = [slot for slot in placed if slot.kind == "trainer"]
     tensor = config.roles["trainer"].tensor_parallel

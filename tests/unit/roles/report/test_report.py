@@ -12,7 +12,8 @@ import pytest
 from synthetic_run import START, Writer, evaluation, make, step_record
 
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.report import finish, render_summary, report
+from relax_rt.roles.report.finish import finish, report
+from relax_rt.roles.report.summary import render_summary
 
 PLOTS = ["learning_by_step.png", "learning_by_time.png", "staleness.png", "timeline.png"]
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from synthetic_run import START, Writer, evaluation, make
 
-from relax_rt.roles.report import render_summary, report
+from relax_rt.roles.report.finish import report
+from relax_rt.roles.report.summary import render_summary
 
 
 def scored(when: str, step: int, one: float, eight: float, **more: Any) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import BlockRef
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.admission import load_partials
-from relax_rt.transport.queue.ledger.events import Entry
+from relax_rt.transport.queue.ledger.events import JournalEntry
 from relax_rt.transport.queue.ledger.machine import Ledger
-from relax_rt.transport.queue.ledger.messages import Put, RowPut, SampleKey, Ticket, VersionSpan
+from relax_rt.transport.queue.ledger.messages import BlockPut, RowPut, SampleKey, Ticket, VersionSpan
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.queue.partials import PartialCompletion, decode_partial
 from relax_rt.transport.rpc.identity import Incarnation
@@ -37,19 +37,19 @@ def rows(start: int, end: int) -> bytes:
 class Queue:
     """The ledger with prompts, and its first weights announced."""
 
-    def __init__(self, marks_bytes: int = 1 << 20) -> None:
+    def __init__(self, partials_bytes: int = 1 << 20) -> None:
         self.ledger, self.now, self.version = Ledger(), 0.0, 1
         policy = LedgerPolicy(tasks={"train": ("tokens",)}, group_size=SIZE, prompts_per_step=4, max_staleness=1)
-        self.apply(ev.Configure(policy, QueueLimits(lease_s=1e6, marks_bytes=marks_bytes)))
+        self.apply(ev.ConfigureQueue(policy, QueueLimits(lease_s=1e6, partials_bytes=partials_bytes)))
         self.apply(ev.OpenRun("run"))
         self.join(TRAINER)
         self.apply(ev.Rollback(0, VersionRecord(1, 0, 0)), TRAINER)
 
     def apply(self, event: ev.Event, who: Incarnation | None = None) -> object:
-        return self.ledger.apply(Entry(self.ledger.n + 1, self.now, event, who)).answer
+        return self.ledger.apply(JournalEntry(self.ledger.n + 1, self.now, event, who)).answer
 
     def join(self, who: Incarnation) -> None:
-        self.apply(ev.Join(), who)
+        self.apply(ev.JoinQueue(), who)
 
 
 class Rollout:
@@ -64,7 +64,7 @@ class Rollout:
         self.acknowledged: dict[SampleKey, list[int]] = {}
 
     def ask(self, groups: int, origin: bytes = b"o") -> list[Ticket]:
-        tickets: list[Ticket] = self.queue.apply(ev.Admit(self.queue.version, groups), self.who).tickets  # type: ignore[attr-defined]
+        tickets: list[Ticket] = self.queue.apply(ev.RequestTickets(self.queue.version, groups), self.who).tickets  # type: ignore[attr-defined]
         for ticket in tickets:
             keys = [SampleKey(ticket.group, member) for member in ticket.partials]
             found = {mark.key: decode_partial(mark) for mark in load_partials(self.queue.ledger.core, self.who, keys)}
@@ -109,7 +109,7 @@ class Rollout:
         for job, completion in done:
             key = SampleKey(job.ticket.group, job.member(completion.member))
             row = RowPut(key, 0, len(completion.tokens), completion.versions)
-            self.queue.apply(ev.PutSamples([Put(BlockRef(None, 1, ("tokens",), b"x"), [row])]), self.who)
+            self.queue.apply(ev.PutSamples([BlockPut(BlockRef(None, 1, ("tokens",), b"x"), [row])]), self.who)
         self.work.put(done)
         return done
 
@@ -168,12 +168,12 @@ def test_ended_members_make_room_before_their_group_is_complete_but_not_before_t
 
 
 def test_what_found_no_room_is_marked_with_what_comes_next(rng: random.Random) -> None:
-    q = Queue(marks_bytes=0)
+    q = Queue(partials_bytes=0)
     r = Rollout(q, 1, rng)
     r.ask(1)
     r.sample((1, 0), EVERY)
     assert r.mark() == 1 and r.work.partials_dropped == 1 and r.work.journaled_tokens == 0
-    q.apply(ev.Configure(q.ledger.core.policy, QueueLimits(lease_s=1e6)))
+    q.apply(ev.ConfigureQueue(q.ledger.core.policy, QueueLimits(lease_s=1e6)))
     r.sample((1, 0), EVERY - 1)
     assert r.mark() == 0
     r.sample((1, 0), 1)
@@ -184,7 +184,7 @@ def test_what_finds_no_room_is_tried_ever_less_often_and_by_its_first_piece_alon
     rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("relax_rt.roles.rollout.work.MARK_BYTES", (8 + ROW) * EVERY)
-    q = Queue(marks_bytes=0)
+    q = Queue(partials_bytes=0)
     r = Rollout(q, 1, rng)
     r.ask(1)
     sent = []
@@ -192,7 +192,7 @@ def test_what_finds_no_room_is_tried_ever_less_often_and_by_its_first_piece_alon
         r.sample((1, 0), EVERY)
         sent.append(r.mark())
     assert max(sent[1:]) == 1 and sum(map(bool, sent)) == 7, "after 1, 2, 4 … 64 times the interval"
-    q.apply(ev.Configure(q.ledger.core.policy, QueueLimits(lease_s=1e6)))
+    q.apply(ev.ConfigureQueue(q.ledger.core.policy, QueueLimits(lease_s=1e6)))
     while not r.work.journaled_tokens:
         r.sample((1, 0), EVERY)
         r.mark()
@@ -272,7 +272,7 @@ def test_much_is_marked_in_pieces_of_which_those_are_kept_that_there_is_room_for
     rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(works, "MARK_BYTES", 10 * (8 + ROW))
-    q = Queue(marks_bytes=64 + 32 + 25 * (8 + ROW))
+    q = Queue(partials_bytes=64 + 32 + 25 * (8 + ROW))
     r = Rollout(q, 1, rng)
     (ticket,) = r.ask(1)
     r.sample((1, 0), 38)
@@ -340,6 +340,6 @@ def test_whoever_goes_on_has_every_acknowledged_token(seed: int) -> None:
         assert completion.routing == rows(0, len(completion.tokens))
         assert sum(span.end - span.start for span in completion.versions) == len(completion.tokens)
         before = known.get(key, [])
-        if q.ledger.account().get("marks_given_up", 0) == 0:
+        if q.ledger.account().get("partials_dropped", 0) == 0:
             assert completion.tokens[: len(before)] == before
     assert q.ledger.audit() == []

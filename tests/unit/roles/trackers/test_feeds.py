@@ -17,10 +17,9 @@ from relax_rt.config.loader import load_config
 from relax_rt.config.problems import ConfigErrors
 from relax_rt.observe.metrics import METRICS, MetricsLog
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.trackers import checks
-from relax_rt.roles.trackers.feed import MARK, Feed, Mark, read_mark
+from relax_rt.roles.trackers import settings as writer_settings
+from relax_rt.roles.trackers.feed import POSITION_FILE, Feed, FeedPosition, Point, read_position
 from relax_rt.roles.trackers.role import WriterRole
-from relax_rt.roles.trackers.scalars import Point
 from relax_rt.roles.trackers.settings import WriterSettings
 from relax_rt.roles.trackers.sinks import TensorBoardSink
 
@@ -51,7 +50,7 @@ def told(run_dir: Path, steps: range) -> None:
 
 
 def drain(feed: Feed) -> None:
-    while feed.turn():
+    while feed.poll():
         pass
 
 
@@ -63,7 +62,7 @@ def feed(run_dir: Path, sink: Any) -> Feed:
 def test_a_resumed_feed_goes_on_where_the_last_one_was(tmp_path: Path) -> None:
     first, second = Kept(), Kept()
     one = feed(tmp_path, first)
-    assert one.turn() == 0
+    assert one.poll() == 0
     told(tmp_path, range(1, 4))
     with (tmp_path / METRICS).open("ab") as out:
         out.write(b'{"kind": "step", "st')
@@ -80,30 +79,30 @@ def test_a_resumed_feed_goes_on_where_the_last_one_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mark", [b"", b"{", b'{"bytes": 10000000, "step": 9}'])
 def test_a_mark_that_says_nothing_begins_at_the_start(tmp_path: Path, mark: bytes) -> None:
     (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / MARK).write_bytes(mark)
+    (tmp_path / "kept" / POSITION_FILE).write_bytes(mark)
     told(tmp_path, range(1, 4))
     kept = Kept()
     drain(feed(tmp_path, kept))
     assert [p.step for p in kept.points] == [1, 2, 3]
-    assert read_mark(tmp_path / "kept" / MARK) == Mark((tmp_path / METRICS).stat().st_size, 3)
+    assert read_position(tmp_path / "kept" / POSITION_FILE) == FeedPosition((tmp_path / METRICS).stat().st_size, 3)
 
 
 # --- the role
 
 
 def role(run_dir: Path, settings: WriterSettings, events: list[tuple[str, dict[str, Any]]]) -> WriterRole:
-    made = WriterRole.__new__(WriterRole)
     config = RLConfig.model_validate(
         {"run": {"name": "a"}, "model": {"path": "m"}, "data": {"task": "t"}, "reward": {"function": "f:g"}}
     )
-    made.config, made.settings, made._feeds = config, settings, []
 
     async def ready() -> None:
         return None
 
-    made.ctx = cast(
+    ctx = cast(
         Any,
         SimpleNamespace(
+            config=config,
+            settings=settings,
             run_dir=run_dir,
             run_id="abcd1234",
             stopping=asyncio.Event(),
@@ -113,7 +112,7 @@ def role(run_dir: Path, settings: WriterSettings, events: list[tuple[str, dict[s
             progress=SimpleNamespace(advance=lambda *a: None, waiting=lambda *a: None, extend=lambda *a: None),
         ),
     )
-    return made
+    return WriterRole(ctx)
 
 
 async def test_a_sink_that_fails_ends_alone(tmp_path: Path) -> None:
@@ -184,7 +183,7 @@ function = "f:g"
 def test_what_is_missing_is_said_before_anything_starts(
     table: str, found: bool, key: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda name: object() if found else None)
+    monkeypatch.setattr(writer_settings, "find_spec", lambda name: object() if found else None)
     path = tmp_path / "roles.toml"
     path.write_text(TOML + table)
     said: dict[str, str] = {}

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from relax_rt.roles.trackers.scalars import MOST, Scalars
+from relax_rt.roles.trackers.feed import MOST, Scalars
 
 STEP = {
     "kind": "step",

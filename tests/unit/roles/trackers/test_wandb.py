@@ -13,7 +13,7 @@ pytest.importorskip("wandb")
 
 TOLD = """
 from pathlib import Path
-from relax_rt.roles.trackers.scalars import Point
+from relax_rt.roles.trackers.feed import Point
 from relax_rt.roles.trackers.sinks import WandbSink
 
 folder = Path({folder!r})

@@ -15,13 +15,13 @@ import transformers
 from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.tensors import TokenTensors
-from relax_rt.roles.training.batch.rows import Costs, Row
+from relax_rt.roles.training.batch.rows import Costs, SampleRow
 
 
 class Packed(Costs):
     """Padding costs more, whatever the rows are."""
 
-    def padded(self, rows: Sequence[Row]) -> float:
+    def padded(self, rows: Sequence[SampleRow]) -> float:
         return math.inf
 
 

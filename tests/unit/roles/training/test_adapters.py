@@ -24,7 +24,7 @@ from relax_rt.roles.planning.memory import adapter_elements  # noqa: E402
 from relax_rt.roles.rollout.engines.weights import FlatWeights  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.backend.settings import LoraTable, TrainerSettings  # noqa: E402
-from relax_rt.roles.training.publication.adapters import AdaptedVersions  # noqa: E402
+from relax_rt.roles.training.publication.adapters import AdapterVersions  # noqa: E402
 from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.roles.training.torch.checks import check_adapters  # noqa: E402
 from relax_rt.transport.base.versions import VersionRecord  # noqa: E402
@@ -206,7 +206,7 @@ def version(trainer: TorchBackend, folder: Path, number: int, dtype: str, epoch:
     """The trainer's weights staged as adapters; with the digest of what they are added to."""
     stage = WeightStage(folder, epoch)
     try:
-        adapted, layout = AdaptedVersions(trainer, stage, dtype), trainer.layout(dtype)
+        adapted, layout = AdapterVersions(trainer, stage, dtype), trainer.layout(dtype)
         base = adapted.base(layout)
         taken = adapted.take(base)
         with stage.writing(layout, number - 1) as (file, view):

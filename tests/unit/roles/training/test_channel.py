@@ -14,14 +14,14 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
-from relax_rt.roles.training.backend.channel import Channel  # noqa: E402
+from relax_rt.roles.training.backend.channel import WeightChannel  # noqa: E402
 from relax_rt.transport.rpc.errors import RelaxError, Unreachable  # noqa: E402
 
 END_S = 120
 GATHER_S = 2.0
 
 
-def meet(work: Callable[[Channel], Any], world: int = 3, gather_s: float = GATHER_S) -> list[Any]:
+def meet(work: Callable[[WeightChannel], Any], world: int = 3, gather_s: float = GATHER_S) -> list[Any]:
     """What each rank's work answers, or the exception that it raises. A rank that fails is
     gone; the others leave when all are done: one that merely stands still is there."""
     store = torch.distributed.HashStore()
@@ -31,7 +31,7 @@ def meet(work: Callable[[Channel], Any], world: int = 3, gather_s: float = GATHE
     def rank(number: int) -> None:
         group: Any = dist.ProcessGroupGloo(store, number, world, timedelta(seconds=END_S))
         try:
-            found[number] = work(Channel(group, gather_s=gather_s))
+            found[number] = work(WeightChannel(group, gather_s=gather_s))
         except Exception as error:  # noqa: BLE001 - looked at by the test
             found[number] = error
             group.abort()
@@ -46,7 +46,7 @@ def meet(work: Callable[[Channel], Any], world: int = 3, gather_s: float = GATHE
     return found
 
 
-def gather(channel: Channel, parts: int = 3, late_s: float = 0.6) -> list[int]:
+def gather(channel: WeightChannel, parts: int = 3, late_s: float = 0.6) -> list[int]:
     """All of rank 1, then all of rank 2; each receive is late."""
     got = []
     for rank in (1, 2):
@@ -71,7 +71,7 @@ def test_a_rank_waits_for_its_turn_longer_than_for_one_message() -> None:
 def test_a_rank_that_stands_still_is_named_by_rank_0_in_time() -> None:
     stood = threading.Event()
 
-    def work(channel: Channel) -> Any:
+    def work(channel: WeightChannel) -> Any:
         if channel.rank == 2:
             stood.wait(END_S)
             return None
@@ -91,7 +91,7 @@ def test_a_rank_that_stands_still_is_named_by_rank_0_in_time() -> None:
 def test_a_rank_that_does_not_copy_its_part_is_named(dies: bool) -> None:
     heard = threading.Event()
 
-    def work(channel: Channel) -> None:
+    def work(channel: WeightChannel) -> None:
         try:
             with channel.copying(lambda: None):
                 if channel.rank == 2:
@@ -107,7 +107,7 @@ def test_a_rank_that_does_not_copy_its_part_is_named(dies: bool) -> None:
 
 
 def test_the_deadline_of_a_copy_begins_when_a_rank_takes_the_order() -> None:
-    def work(channel: Channel) -> str:
+    def work(channel: WeightChannel) -> str:
         if channel.rank == 2:
             time.sleep(2 * GATHER_S)
         with channel.copying(lambda: None):
@@ -118,7 +118,7 @@ def test_the_deadline_of_a_copy_begins_when_a_rank_takes_the_order() -> None:
 
 
 def test_what_fails_on_one_rank_is_told_on_all() -> None:
-    def work(channel: Channel) -> None:
+    def work(channel: WeightChannel) -> None:
         with channel.copying(lambda: None):
             if channel.rank == 1:
                 raise MemoryError("no room " + "x" * 2000)
@@ -134,7 +134,7 @@ def test_memory_that_does_not_suffice_is_no_lost_rank(monkeypatch: pytest.Monkey
     def full(*_: Any, **__: Any) -> Any:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    def work(channel: Channel) -> None:
+    def work(channel: WeightChannel) -> None:
         with channel.copying(lambda: None):
             time.sleep(0.2)
             for name in ("zeros", "empty", "tensor", "frombuffer"):
@@ -145,7 +145,7 @@ def test_memory_that_does_not_suffice_is_no_lost_rank(monkeypatch: pytest.Monkey
 
 
 def test_rows_of_all_ranks_come_to_each() -> None:
-    def work(channel: Channel) -> list[int]:
+    def work(channel: WeightChannel) -> list[int]:
         rows = torch.arange(2 if channel.rank < 2 else 1)[:, None] + 10 * channel.rank
         return [int(row) for row in channel.whole(rows, 2)[:5, 0]]
 

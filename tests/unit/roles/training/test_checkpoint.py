@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from relax_rt.config.problems import BadInput
 from relax_rt.roles.training.checkpoints import store as checkpoint
 from relax_rt.roles.training.checkpoints.digests import ModelIdentity, identity_of
-from relax_rt.roles.training.checkpoints.resume import take_newest, through
+from relax_rt.roles.training.checkpoints.resume import resume_newest, wait_for_save
 from relax_rt.roles.training.checkpoints.store import (
     FORMAT,
     KEEP_DAMAGED,
@@ -141,12 +141,13 @@ def test_a_folder_whose_state_is_torn_is_found_with_the_reason(tmp_path: Path) -
     assert newest_step(tmp_path) == 5
 
 
-def test_the_newest_step_of_a_folder_in_a_newer_format_is_refused_as_by_the_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "writer"), [(FORMAT + 1, "a newer version"), (1, "relax-rt 0.1")])
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path, number: int, writer: str) -> None:
     store = CheckpointStore(tmp_path, 1, keep=3)
     store.save(state(5), fill)
-    (store.save(state(12), fill) / "relax_rt.json").write_text(json.dumps({"format": FORMAT + 1}))
+    (store.save(state(12), fill) / "relax_rt.json").write_text(json.dumps({"format": number}))
     for find in (store.newest, lambda: newest_step(tmp_path)):
-        with pytest.raises(BadInput, match="step-000012: it is of format"):
+        with pytest.raises(BadInput, match=f"step-000012: it is of format {number}, which {writer} wrote"):
             find()
     assert newest_step(tmp_path / "nowhere") == 0
 
@@ -251,7 +252,7 @@ def taken(store: CheckpointStore) -> tuple[list[str], list[tuple[str, dict[str, 
         names.append(folder.name)
 
     ctx: Any = Context()
-    asyncio.run(take_newest(ctx, store, take))
+    asyncio.run(resume_newest(ctx, store, take))
     return names, ctx.events
 
 
@@ -271,14 +272,14 @@ def test_a_checkpoint_of_another_model_is_refused_and_stays(tmp_path: Path) -> N
     assert taken(CheckpointStore(tmp_path / "c", 3, 3, other))[0] == ["step-000005"]
 
 
-def test_an_older_checkpoint_is_taken_with_a_word(tmp_path: Path) -> None:
+def test_a_checkpoint_without_digests_is_reported_and_resumed(tmp_path: Path) -> None:
     here = identity_of(model_in(tmp_path / "here"))
     store = CheckpointStore(tmp_path / "c", 1, 3, here)
     path = store.save(state(5), fill) / "relax_rt.json"
     written = json.loads(path.read_text())
     for lacking, words in (
-        (("files", "own"), "has no digests of its files: it was written by an earlier version"),
-        (("files", "own", "format", "model"), "names no model and has no digests of its files: it was"),
+        (("files", "own"), "has no digests of its files: it is taken unverified"),
+        (("files", "own", "model"), "names no model and has no digests of its files: it is"),
     ):
         path.write_text(json.dumps({name: value for name, value in written.items() if name not in lacking}))
         names, ((kind, fields),) = taken(store)
@@ -325,7 +326,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused_and_stays(tmp_path: Path) ->
     folder = store.save(state(5), fill)
     # What else it holds is of that version's making.
     (folder / "relax_rt.json").write_text(json.dumps({"format": FORMAT + 1, "step": "five"}))
-    with pytest.raises(BadInput, match=f"of format {FORMAT + 1}, and this version .* reads formats up to {FORMAT}"):
+    with pytest.raises(BadInput, match=f"of format {FORMAT + 1}, which a newer version wrote"):
         taken(store)
     assert sorted(path.name for path in tmp_path.glob("*step-*")) == ["step-000004", "step-000005"]
 
@@ -346,7 +347,7 @@ async def told_of(
         assert n >= 1
         told.append(line)
 
-    await through(asyncio.create_task(work()), store, tell, beside, look_s=0.02)
+    await wait_for_save(asyncio.create_task(work()), store, tell, beside, look_s=0.02)
     return told
 
 

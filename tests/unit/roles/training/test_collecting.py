@@ -10,8 +10,8 @@ import pytest
 from queue_parts import V2, World, world
 
 from relax_rt.roles.training import collector as collecting
-from relax_rt.roles.training.collector import Collector, give_back
-from relax_rt.roles.training.step import Batch
+from relax_rt.roles.training.collector import Collector, release_leases
+from relax_rt.roles.training.step import StepBatch
 from relax_rt.transport.queue.batch import LeasedBatch
 from relax_rt.transport.rpc.errors import Unreachable
 
@@ -30,7 +30,7 @@ class Shown:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collecting, "TAKE_WAIT_S", 0.0)
+    monkeypatch.setattr(collecting, "LEASE_WAIT_S", 0.0)
 
 
 class LateQueue:
@@ -64,14 +64,14 @@ async def test_a_wait_of_many_calls_counts_from_the_first_of_them(tmp_path: Path
         ]
 
 
-def worked(batch: Batch, clock: dict[str, float]) -> tuple[float, ...]:
+def worked(batch: StepBatch, clock: dict[str, float]) -> tuple[float, ...]:
     """What the step's times are after training for 5 s and publishing for 0.25 s."""
     assert batch.full and batch.groups == 3
     clock["now"] += 5.0
-    batch.spent.on("train")
+    batch.timer.lap("train")
     clock["now"] += 0.25
-    batch.spent.on("publish")
-    return tuple(batch.spent[what] for what in ("wait", "train", "publish"))
+    batch.timer.lap("publish")
+    return tuple(batch.timer[what] for what in ("wait", "train", "publish"))
 
 
 async def test_groups_come_in_parts_and_are_trained_together(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ async def test_what_was_taken_for_a_step_that_ends_is_given_back(tmp_path: Path)
         for _ in range(2):
             groups += await made.make(1, 1, 0)
             assert await collector.collect(1) is not None
-        await collector.give_up("the run ends")
+        await collector.release("the run ends")
         assert made.trainer.leases == set()
         batch = await made.trainer.lease("train", groups=2, wait_s=0)
         assert {key.group for key in batch.keys} == set(groups)
@@ -126,6 +126,6 @@ async def test_a_lease_that_cannot_be_given_back_keeps_no_other(
 
         monkeypatch.setattr(made.trainer, "release", unwilling)
         with pytest.raises(Unreachable, match=f"of group {groups[0]}"):
-            await give_back(made.trainer, leases, "the trainer cannot go on")
+            await release_leases(made.trainer, leases, "the trainer cannot go on")
         batch = await made.trainer.lease("train", groups=3, at_least=1, wait_s=0)
         assert {key.group for key in batch.keys} == {groups[1]}

@@ -25,7 +25,13 @@ from relax_rt.roles.base.sample import Sample  # noqa: E402
 from relax_rt.roles.training.algorithms.objective import Objective  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.critic import client as link_module  # noqa: E402
-from relax_rt.roles.training.critic.client import SKIPPED_IN_A_ROW, CriticLink, CriticReport, Piece, Place  # noqa: E402  # noqa: E402
+from relax_rt.roles.training.critic.client import (  # noqa: E402  # noqa: E402
+    SKIPPED_IN_A_ROW,
+    CriticClient,
+    CriticReport,
+    CriticSample,
+    TrainingPosition,
+)
 from relax_rt.roles.training.critic.model import MODEL_FILE, CriticModel  # noqa: E402
 from relax_rt.roles.training.critic.role import CriticService  # noqa: E402
 from relax_rt.roles.training.critic.settings import CriticSettings  # noqa: E402
@@ -99,7 +105,7 @@ def test_a_step_is_the_same_however_it_is_cut(model_dir: Path) -> None:
         torch.testing.assert_close(other[name], gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_a_step_that_is_not_finite_is_thrown_away(model_dir: Path) -> None:
+def test_a_step_that_is_not_finite_is_updates_skipped(model_dir: Path) -> None:
     model = critic(model_dir)
     before = weights(model)
     spoiled = [np.where(s.loss_mask, np.nan, 0).astype(np.float32) for s in SAMPLES]
@@ -116,7 +122,7 @@ def test_the_updates_of_a_step_are_those_of_its_groups(model_dir: Path) -> None:
     for group in range(3):
         at = [i for i, sample in enumerate(SAMPLES) if sample.meta.group == group]
         found.append(by_hand.learn([SAMPLES[i] for i in at], [old[i] for i in at], [RETURNS[i] for i in at]))
-    assert same(weights(several), weights(by_hand)) and report.applied and report.thrown_away == 0
+    assert same(weights(several), weights(by_hand)) and report.applied and report.updates_skipped == 0
     tokens = [one.tokens for one in found]
     assert report.tokens == sum(tokens)
     assert report.loss == pytest.approx(np.average([one.loss for one in found], weights=tokens))
@@ -135,7 +141,7 @@ def test_values_are_held_to_those_before_the_step_in_its_later_updates(model_dir
     assert reports[0].clipped == 0 < reports[1].clipped
 
 
-def test_an_update_that_is_not_finite_is_thrown_away_and_the_others_are_taken(model_dir: Path) -> None:
+def test_an_update_that_is_not_finite_is_updates_skipped_and_the_others_are_taken(model_dir: Path) -> None:
     model, other = critic(model_dir, 3), critic(model_dir, 2)
     old = model.values(SAMPLES)
     spoilt = [
@@ -143,7 +149,7 @@ def test_an_update_that_is_not_finite_is_thrown_away_and_the_others_are_taken(mo
         for s, r in zip(SAMPLES, RETURNS, strict=True)
     ]
     report = model.learn(SAMPLES, old, spoilt)
-    assert report.applied and report.thrown_away == 1 and np.isfinite([report.loss, report.grad_norm]).all()
+    assert report.applied and report.updates_skipped == 1 and np.isfinite([report.loss, report.grad_norm]).all()
     rest = [i for i, s in enumerate(SAMPLES) if s.meta.group != 1]
     other.learn([SAMPLES[i] for i in rest], [old[i] for i in rest], [RETURNS[i] for i in rest])
     assert same(weights(model), weights(other))
@@ -180,30 +186,30 @@ class World:
             self.model, lambda _: None, lambda step, report: self.reports.append((step, report))
         )
 
-    def link(self, epoch: int) -> CriticLink:
+    def link(self, epoch: int) -> CriticClient:
         async def peer(slot: str, api: type, *, timeout_s: float) -> CriticService:
             assert slot == "critic/0"
             return self.service
 
         silent = SimpleNamespace(waiting=lambda _: None)
         ctx = SimpleNamespace(who=SimpleNamespace(epoch=epoch), run_dir=self.run_dir, peer=peer, progress=silent)
-        return CriticLink(ctx)  # type: ignore[arg-type]
+        return CriticClient(ctx)  # type: ignore[arg-type]
 
-    async def step(self, link: CriticLink, step: int) -> None:
+    async def step(self, link: CriticClient, step: int) -> None:
         samples = copy.deepcopy(SAMPLES)
-        await link.judge(samples, step)
+        await link.compute_values(samples, step)
         await link.learn(samples, RETURNS, step)
 
 
 async def test_trainer_and_critic_go_through_steps_and_checkpoints_together(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "PIECE_BYTES", 60)
+    monkeypatch.setattr(link_module, "CALL_BYTES", 60)
     world = World(model_dir, tmp_path)
     link = world.link(1)
     await link.begin(0, None)
     samples = copy.deepcopy(SAMPLES)
-    await link.judge(samples, 0)
+    await link.compute_values(samples, 0)
     for sample, values in zip(samples, world.model.values(SAMPLES), strict=True):
         np.testing.assert_array_equal(sample.values, values)
     await link.learn(samples, [*RETURNS[:-1], None], 0)
@@ -213,7 +219,7 @@ async def test_trainer_and_critic_go_through_steps_and_checkpoints_together(
     await link.snapshot(2)
     at_two = weights(world.model)
     await world.step(link, 2)
-    files = await link.written(2)
+    files = await link.write(2)
     (tmp_path / "checkpoint").mkdir()
     files.move(tmp_path / "checkpoint")
     assert {path.name for path in (tmp_path / "checkpoint").iterdir()} >= {MODEL_FILE}
@@ -235,7 +241,7 @@ async def test_too_many_steps_that_are_not_finite_end_the_run(model_dir: Path, t
     last = (max(whole) + 1 if whole else 0) + SKIPPED_IN_A_ROW - 1
     for step in range(last + 1):
         samples = copy.deepcopy(SAMPLES)
-        await link.judge(samples, step)
+        await link.compute_values(samples, step)
         if step == last:
             with pytest.raises(GivenUp, match=f"{SKIPPED_IN_A_ROW} steps of the critic.*not finite") as caught:
                 await link.learn(samples, spoilt, step)
@@ -251,7 +257,7 @@ async def test_steps_without_a_token_are_not_held_against_it(model_dir: Path, tm
     await link.begin(0, None)
     for step in range(SKIPPED_IN_A_ROW + 1):
         samples = copy.deepcopy(SAMPLES)
-        await link.judge(samples, step)
+        await link.compute_values(samples, step)
         await link.learn(samples, [None] * len(samples), step)
     assert not any(report.applied for _, report in world.reports)
 
@@ -276,24 +282,24 @@ async def test_a_critic_at_another_place_refuses(model_dir: Path, tmp_path: Path
     link, older = world.link(5), world.link(4)
     for _ in range(2):
         with pytest.raises(Refused, match="it is new, and the trainer at step 3"):
-            await link.judge(copy.deepcopy(SAMPLES), 3)
+            await link.compute_values(copy.deepcopy(SAMPLES), 3)
         await link.begin(3, None)
         await world.step(link, 3)
         for wrong in (3, 5):
             with pytest.raises(Refused, match=f"it is at step 4 .* and the trainer at step {wrong}"):
-                await link.judge(copy.deepcopy(SAMPLES), wrong)
+                await link.compute_values(copy.deepcopy(SAMPLES), wrong)
         with pytest.raises(StaleEpoch):
             await older.begin(0, None)
         with pytest.raises(StaleEpoch):
-            await older.judge(copy.deepcopy(SAMPLES), 4)
+            await older.compute_values(copy.deepcopy(SAMPLES), 4)
         # It is started again, and knows nothing.
         world.start()
 
 
 async def test_calls_may_come_twice(model_dir: Path, tmp_path: Path) -> None:
     world = World(model_dir, tmp_path)
-    at = Place(1, 0)
-    pieces = [Piece(s.meta.group, s.tokens.tobytes(), s.loss_mask.tobytes()) for s in SAMPLES]
+    at = TrainingPosition(1, 0)
+    pieces = [CriticSample(s.meta.group, s.tokens.tobytes(), s.loss_mask.tobytes()) for s in SAMPLES]
     raw = [r.tobytes() for r in RETURNS]
     calls: list[Callable[[], Any]] = [
         lambda: world.service.begin(at, ""),
@@ -305,10 +311,10 @@ async def test_calls_may_come_twice(model_dir: Path, tmp_path: Path) -> None:
         assert await call() == await call()
     assert [step for step, _ in world.reports] == [1]
     with pytest.raises(Refused, match="were asked for"):
-        await world.service.returns(Place(1, 1), 0, raw)
-    await world.service.values(Place(1, 1), 0, pieces)
+        await world.service.returns(TrainingPosition(1, 1), 0, raw)
+    await world.service.values(TrainingPosition(1, 1), 0, pieces)
     with pytest.raises(Refused, match="not all have returns"):
-        await world.service.learn(Place(1, 1))
+        await world.service.learn(TrainingPosition(1, 1))
 
 
 class Slow:
@@ -356,13 +362,15 @@ class Slow:
 
 async def test_a_step_whose_caller_is_gone_is_alone_to_its_end_and_done_once(tmp_path: Path) -> None:
     model: Any = Slow()
-    service, at = CriticService(model, lambda _: None, lambda *_: None), Place(1, 0)
+    service, at = CriticService(model, lambda _: None, lambda *_: None), TrainingPosition(1, 0)
     await service.begin(at, "")
-    await service.values(at, 0, [Piece(s.meta.group, s.tokens.tobytes(), s.loss_mask.tobytes()) for s in SAMPLES])
+    await service.values(
+        at, 0, [CriticSample(s.meta.group, s.tokens.tobytes(), s.loss_mask.tobytes()) for s in SAMPLES]
+    )
     await service.returns(at, 0, [r.tobytes() for r in RETURNS])
     model.again.clear()
     found = await model.left_at_work(
-        lambda: service.learn(at), lambda: service.learn(at), lambda: service.begin(Place(2, 0), "")
+        lambda: service.learn(at), lambda: service.learn(at), lambda: service.begin(TrainingPosition(2, 0), "")
     )
     assert isinstance(found[0], CriticReport) and found[1] is None
     assert model.said == ["reset", "learn begins", "learn ends", "reset"]
@@ -370,7 +378,7 @@ async def test_a_step_whose_caller_is_gone_is_alone_to_its_end_and_done_once(tmp
 
 async def test_a_write_whose_caller_is_gone_is_alone_in_its_folder(tmp_path: Path) -> None:
     model: Any = Slow()
-    service, at = CriticService(model, lambda _: None, lambda *_: None), Place(1, 0)
+    service, at = CriticService(model, lambda _: None, lambda *_: None), TrainingPosition(1, 0)
     await service.begin(at, "")
     await service.snapshot(at)
     model.again.clear()
@@ -386,7 +394,7 @@ async def test_a_critic_that_could_not_begin_is_nowhere(model_dir: Path, tmp_pat
     with pytest.raises(Refused, match="critic of checkpoint"):
         await link.begin(0, tmp_path)
     with pytest.raises(Refused, match="go back to the last checkpoint"):
-        await link.judge(copy.deepcopy(SAMPLES), 0)
+        await link.compute_values(copy.deepcopy(SAMPLES), 0)
     await asyncio.wait_for(link.begin(0, None), 120)
     await world.step(link, 0)
 

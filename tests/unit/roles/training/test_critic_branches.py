@@ -19,9 +19,9 @@ from packing_samples import SAMPLES, make_sample  # noqa: E402
 
 from relax_rt.roles.base.sample import Sample  # noqa: E402
 from relax_rt.roles.training.critic.client import (  # noqa: E402
-    CriticLink,
-    Piece,
-    Place,
+    CriticClient,
+    CriticSample,
+    TrainingPosition,
 )
 from relax_rt.roles.training.critic.model import CriticModel  # noqa: E402
 from relax_rt.roles.training.critic.role import CriticService  # noqa: E402
@@ -59,10 +59,10 @@ async def test_values_and_a_step_are_those_of_branches_apart(model_dir: Path) ->
         return service
 
     who, silent = SimpleNamespace(epoch=1), SimpleNamespace(waiting=lambda _: None)
-    link = CriticLink(SimpleNamespace(who=who, run_dir=model_dir, peer=peer, progress=silent))  # type: ignore[arg-type]
-    service._at = Place(1, 0)
+    link = CriticClient(SimpleNamespace(who=who, run_dir=model_dir, peer=peer, progress=silent))  # type: ignore[arg-type]
+    service._at = TrainingPosition(1, 0)
     whole = [copy.deepcopy(SAMPLES[0]), joined()]
-    await link.judge(whole, 0)
+    await link.compute_values(whole, 0)
     apart = critics[1].values([SAMPLES[0], *PARTS])
     assert whole[1].values is not None and whole[1].values.any()
     np.testing.assert_allclose(whole[1].values, np.concatenate(apart[1:]), atol=1e-6)
@@ -76,9 +76,9 @@ async def test_values_and_a_step_are_those_of_branches_apart(model_dir: Path) ->
 
 async def test_branches_that_are_not_the_tokens_are_refused(model_dir: Path) -> None:
     service = CriticService(model(model_dir), lambda _: None, lambda *_: None)
-    service._at = Place(1, 0)
+    service._at = TrainingPosition(1, 0)
     whole = joined()
     for branches in ([(0, 7)], [(0, 6), (7, 12)], [(1, 7), (7, 12)]):
-        piece = Piece(5, whole.tokens.tobytes(), whole.loss_mask.tobytes(), branches)
+        piece = CriticSample(5, whole.tokens.tobytes(), whole.loss_mask.tobytes(), branches)
         with pytest.raises(Refused, match="are not its tokens"):
-            await service.values(Place(1, 0), 0, [piece])
+            await service.values(TrainingPosition(1, 0), 0, [piece])

@@ -20,16 +20,16 @@ from relax_rt.config.problems import BadInput
 from relax_rt.roles.training.checkpoints import digests
 from relax_rt.roles.training.checkpoints import resume as keeping
 from relax_rt.roles.training.checkpoints.digests import (
-    BESIDE,
     CHUNK_BYTES,
+    DIGEST_SUFFIX,
     FileDigest,
     ModelIdentity,
-    compare,
+    collect_digests,
     digest_of,
-    digests_of,
+    verify_digests,
 )
-from relax_rt.roles.training.checkpoints.digests import leave_digest as leave
-from relax_rt.roles.training.checkpoints.resume import COMPARE_ALLOWANCE_S, take_newest
+from relax_rt.roles.training.checkpoints.digests import write_digest as leave
+from relax_rt.roles.training.checkpoints.resume import COMPARE_ALLOWANCE_S, resume_newest
 from relax_rt.roles.training.checkpoints.store import CheckpointState, CheckpointStore, read_state
 from relax_rt.transport.rpc.errors import Corrupt, RelaxError
 
@@ -41,7 +41,7 @@ def test_a_digest_is_of_all_bytes_and_the_file_is_never_in_memory(
 ) -> None:
     path, content = tmp_path / "file", bytes(range(251)) * (24 * MIB // 251)
     path.write_bytes(content)
-    monkeypatch.setattr(digests, "TOLD_BYTES", 10 * MIB)
+    monkeypatch.setattr(digests, "PROGRESS_BYTES", 10 * MIB)
     done: list[int] = []
     tracemalloc.start()
     found = digest_of(path, done.append)
@@ -64,8 +64,8 @@ def test_digests_that_writers_left_are_taken_up_and_gone(tmp_path: Path, monkeyp
         return digest_of(path)
 
     monkeypatch.setattr(digests, "digest_of", made)
-    found = digests_of(tmp_path)
-    assert here == ["two.safetensors", "one.json"] and not list(tmp_path.rglob(f"*{BESIDE}"))
+    found = collect_digests(tmp_path)
+    assert here == ["two.safetensors", "one.json"] and not list(tmp_path.rglob(f"*{DIGEST_SUFFIX}"))
     assert list(found) == ["adapter/two.safetensors", "one.json", "one.safetensors"]
     assert found["one.safetensors"] == left
 
@@ -115,7 +115,7 @@ def resumed(store: CheckpointStore) -> tuple[list[str], Context]:
     async def take(folder: Path, of: CheckpointState) -> None:
         names.append(folder.name)
 
-    asyncio.run(take_newest(ctx, store, take))
+    asyncio.run(resume_newest(ctx, store, take))
     return names, ctx
 
 
@@ -231,7 +231,7 @@ def test_a_folder_in_the_place_of_a_file_is_damage_whatever_its_size(tmp_path: P
     (tmp_path / "file").mkdir()
     wanted = {"file": FileDigest((tmp_path / "file").stat().st_size, "")}
     with pytest.raises(Corrupt, match="file is no file"):
-        compare(tmp_path, wanted)
+        verify_digests(tmp_path, wanted)
 
 
 def test_a_start_has_more_time_by_what_comparing_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +245,7 @@ def test_a_start_has_more_time_by_what_comparing_takes(tmp_path: Path, monkeypat
             done(1)
         return digest_of(path)
 
-    monkeypatch.setattr(digests, "AT_ONCE", 1)
+    monkeypatch.setattr(digests, "DIGEST_THREADS", 1)
     monkeypatch.setattr(digests, "digest_of", slow)
     monkeypatch.setattr(keeping, "time", SimpleNamespace(monotonic=lambda: now))
     names, ctx = resumed(store)
@@ -271,4 +271,4 @@ def test_what_lies_beside_the_files_is_not_looked_at(tmp_path: Path) -> None:
     saved(tmp_path, 5)
     folder = tmp_path / "step-000005"
     (folder / "notes.txt").write_text("mine")
-    compare(folder, read_state(folder).files)
+    verify_digests(folder, read_state(folder).files)

@@ -21,12 +21,12 @@ from relax_rt.roles.training.checkpoints.optimizer_state import (  # noqa: E402
     MASTER,
     MOMENTS,
     OptimizerFiles,
-    file_of,
-    key_of,
-    whole,
-    write,
+    block_key,
+    rank_file,
+    whole_block,
+    write_blocks,
 )
-from relax_rt.roles.training.megatron.state import Files, blocks_of, fill  # noqa: E402
+from relax_rt.roles.training.megatron.state import HfModelFiles, fill_parameter, parameter_blocks  # noqa: E402
 from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.transport.rpc.errors import Refused  # noqa: E402
 
@@ -149,13 +149,15 @@ def test_a_checkpoint_with_stacked_experts_is_read_as_well(sparse: Path, tmp_pat
     first = trained(sparse, into)
     pieces, kept = first.weights.published, state_of(first)
     save_file({piece.name: kept[piece.name] for piece in pieces}, into / "model.safetensors")
-    moments = {key_of(kind, p.block): kept[f"{p.name}|{kind}"].reshape(p.rows, -1) for p in pieces for kind in MOMENTS}
-    write(file_of(into, 0, 1), moments, steps=2)
+    moments = {
+        block_key(kind, p.block): kept[f"{p.name}|{kind}"].reshape(p.rows, -1) for p in pieces for kind in MOMENTS
+    }
+    write_blocks(rank_file(into, 0, 1), moments, steps=2)
     second = backend(sparse)
     second.restore(into)
     assert_same(state_of(second), kept)
     with pytest.raises(Refused, match=r"experts.0.gate_proj.weight is missing: .* in one tensor.*save_pretrained"):
-        Files(into).check(shape_of({**COMMON, **QWEN, "model_type": "qwen3_moe"}))
+        HfModelFiles(into).check(shape_of({**COMMON, **QWEN, "model_type": "qwen3_moe"}))
 
 
 @pytest.mark.parametrize("gang", GANGS[:4])
@@ -163,7 +165,7 @@ def test_megatron_s_ranks_read_it(gang: Gang, sparse: Path, tmp_path: Path) -> N
     into = tmp_path / "checkpoint"
     kept = state_of(trained(sparse, into))
     config = {**COMMON, **QWEN, "model_type": "qwen3_moe"}
-    files, state = Files(into), OptimizerFiles(into)
+    files, state = HfModelFiles(into), OptimizerFiles(into)
     plan = planned(gang, shard(one_by_one(kept), config, gang), config)
     files.check(plan.shape)
     assert state.steps == 2
@@ -174,7 +176,7 @@ def test_megatron_s_ranks_read_it(gang: Gang, sparse: Path, tmp_path: Path) -> N
                 expected[expected == -7.0] = 0.0  # padding
                 for start, stop in divided(len(expected), 3):
                     found = torch.full((stop - start,), torch.nan)
-                    fill(found, local, read, start)
+                    fill_parameter(found, local, read, start)
                     assert torch.equal(found, expected[start:stop]), (kind, name)
 
 
@@ -197,10 +199,10 @@ def test_what_megatron_s_ranks_wrote_is_gone_on_from(gang: Gang, masters: bool, 
             for kind, shards in kinds.items():
                 flat = shards[rank][0][name].reshape(-1)
                 for start, stop in divided(len(flat), 3):
-                    for at, block in blocks_of(local, start, stop):
+                    for at, block in parameter_blocks(local, start, stop):
                         values = flat[start + at : start + at + block.rows * block.columns]
-                        blocks[key_of(kind, block)] = values.view(block.rows, block.columns).clone()
-        write(file_of(into, rank, gang.world), blocks, steps=2)
+                        blocks[block_key(kind, block)] = values.view(block.rows, block.columns).clone()
+        write_blocks(rank_file(into, rank, gang.world), blocks, steps=2)
     second = backend(sparse)
     second.restore(into)
     assert_same(state_of(second), kept)
@@ -210,7 +212,7 @@ def test_an_expert_that_is_missing_is_named_and_nothing_is_changed(sparse: Path,
     into = tmp_path / "checkpoint"
     first = trained(sparse, into)
     name = "model.layers.1.mlp.experts.2.up_proj.weight"
-    model, moments = into / "model.safetensors", file_of(into, 0, 1)
+    model, moments = into / "model.safetensors", rank_file(into, 0, 1)
     saved, kept = load_file(model), load_file(moments)
     second = backend(sparse)
     before = state_of(second)
@@ -221,12 +223,12 @@ def test_an_expert_that_is_missing_is_named_and_nothing_is_changed(sparse: Path,
     with pytest.raises(Refused, match=rf"{name} has the shape \[5, 32\], not \[24, 32\]"):
         second.restore(into)
     save_file(saved, model)
-    block = whole(name, (24, 32))
-    lost = {key: value for key, value in kept.items() if key != key_of("exp_avg", block)}
-    write(moments, lost, steps=2)
+    block = whole_block(name, (24, 32))
+    lost = {key: value for key, value in kept.items() if key != block_key("exp_avg", block)}
+    write_blocks(moments, lost, steps=2)
     with pytest.raises(Refused, match=rf"lacks exp_avg of 768 elements of {name}"):
         second.restore(into)
     assert_same(state_of(second), before)
-    write(moments, kept, steps=2)
+    write_blocks(moments, kept, steps=2)
     second.restore(into)
     assert_same(state_of(second), state_of(first))

@@ -27,8 +27,8 @@ def test_an_episode_with_branches_is_refused_before_any_rank_is_ordered_to_compu
     def give(order: Any, _: Any) -> None:
         given.append(order.name)
 
-    monkeypatch.setattr(gang, "give", give)
-    monkeypatch.setattr(gang, "sent", list)
+    monkeypatch.setattr(gang, "send_command", give)
+    monkeypatch.setattr(gang, "encode_samples", list)
     monkeypatch.setattr(Leader, "_accumulate", lambda *_: done.append("gradients"))
     monkeypatch.setattr(Leader, "_log_probabilities", lambda *_: done.append("log-probabilities") or [])
     objective = SimpleNamespace(state=dict, count=lambda _: 1.0)

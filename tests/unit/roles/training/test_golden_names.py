@@ -15,8 +15,8 @@ from golden_tables import Layers, Parameter, read
 
 from relax_rt.roles.models.parallel import Sizes
 from relax_rt.roles.models.shape import read_shape, shape_of
-from relax_rt.roles.training.resharding.layout import Division, Local, Naming, naming_of, targets
-from relax_rt.roles.training.resharding.plan import Plan, plan_buckets
+from relax_rt.roles.training.resharding.layout import LocalParameter, ModelDivision, Naming, hf_tensors, naming_of
+from relax_rt.roles.training.resharding.plan import ReshardPlan, plan_buckets
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 FOLDERS = {"qwen3_8b_tp2_pp2": "h100x8_qwen3_8b", "qwen3_30b_a3b_tp2_pp2_ep8": "h100x16_qwen3_30b_a3b"}
@@ -26,7 +26,7 @@ both_namings = pytest.mark.parametrize("layers", NAMES)
 
 
 @cache
-def plan_of(table: str, layers: Layers) -> Plan:
+def plan_of(table: str, layers: Layers) -> ReshardPlan:
     """What the mapping makes of the model, under the naming that it sees in the parameters' names."""
     golden = read(table)
     sizes = Sizes(
@@ -35,11 +35,11 @@ def plan_of(table: str, layers: Layers) -> Plan:
         pipeline=golden.division["pipeline_parallel"],
         expert=golden.division.get("expert_parallel", 1),
     )
-    division = Division(sizes=sizes, naming=naming_of(golden.held(layers, 0)))
+    division = ModelDivision(sizes=sizes, naming=naming_of(golden.held(layers, 0)))
     return plan_buckets(shape_of(golden.config), division, dtype="bfloat16")
 
 
-def as_golden(local: Local) -> Parameter:
+def as_golden(local: LocalParameter) -> Parameter:
     runs = sorted(local.runs, key=lambda run: run.local)
     return Parameter(local.shape, tuple(dict.fromkeys(run.name for run in runs)))
 
@@ -47,7 +47,7 @@ def as_golden(local: Local) -> Parameter:
 @each_table
 def test_the_checkpoint_has_the_released_models_tensors(table: str) -> None:
     golden = read(table)
-    found = list(targets(shape_of(golden.config)))
+    found = list(hf_tensors(shape_of(golden.config)))
     assert {one.name: one.shape for one in found} == dict(golden.checkpoint())
     assert len({one.name for one in found}) == len(found)
 

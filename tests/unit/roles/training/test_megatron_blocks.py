@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 
 from relax_rt.roles.models.parallel import Sizes
 from relax_rt.roles.models.shape import shape_of
-from relax_rt.roles.training.checkpoints.optimizer_state import OptimizerFiles, file_of, key_of, write
-from relax_rt.roles.training.megatron.state import Files, blocks_of, fill
-from relax_rt.roles.training.resharding.layout import Division, naming_of
-from relax_rt.roles.training.resharding.plan import Plan, plan_buckets
+from relax_rt.roles.training.checkpoints.optimizer_state import OptimizerFiles, block_key, rank_file, write_blocks
+from relax_rt.roles.training.megatron.state import HfModelFiles, fill_parameter, parameter_blocks
+from relax_rt.roles.training.resharding.layout import ModelDivision, naming_of
+from relax_rt.roles.training.resharding.plan import ReshardPlan, plan_buckets
 from relax_rt.transport.rpc.errors import Refused
 
 CONFIG: dict[str, Any] = {
@@ -44,13 +44,13 @@ GANGS = [
 ]
 
 
-def planned(gang: Gang, shards: list[Any], config: dict[str, Any]) -> Plan:
+def planned(gang: Gang, shards: list[Any], config: dict[str, Any]) -> ReshardPlan:
     padded = -(-config["vocab_size"] // (gang.pad_to * gang.tp)) * gang.pad_to * gang.tp
     sizes = Sizes(
         world=gang.world, tensor=gang.tp, pipeline=gang.pp, context=gang.cp, expert=gang.ep, expert_tensor=gang.etp
     )
     names = [name for rank in shards for chunk in rank for name in chunk]
-    division = Division(sizes=sizes, naming=naming_of(names), padded_vocabulary=padded)
+    division = ModelDivision(sizes=sizes, naming=naming_of(names), padded_vocabulary=padded)
     return plan_buckets(shape_of(config), division, dtype="float32")
 
 
@@ -68,13 +68,13 @@ def test_shards_are_filled_from_hugging_face_files(gang: Gang, config: dict[str,
     state = make_state(config)
     save_file(state, tmp_path / "model.safetensors")
     shards = shard(state, config, gang)
-    files, plan = Files(tmp_path), planned(gang, shards, config)
+    files, plan = HfModelFiles(tmp_path), planned(gang, shards, config)
     files.check(plan.shape)
     for rank, (wanted,) in enumerate(shards):
         held, _ = plan.held(rank)
         for (_, name), local in held.items():
             found = torch.full(local.shape, torch.nan)
-            fill(found.view(-1), local, files)
+            fill_parameter(found.view(-1), local, files)
             expected = wanted[name].clone()
             expected[expected == -7.0] = 0.0  # padding
             assert torch.equal(found, expected), name
@@ -92,10 +92,10 @@ def test_optimizer_state_is_read_by_any_other_division(old: Gang, new: Gang, tmp
         for (_, name), local in held.items():
             flat = parameters[name].reshape(-1)
             for start, stop in divided(len(flat), 3):
-                for at, block in blocks_of(local, start, stop):
+                for at, block in parameter_blocks(local, start, stop):
                     values = flat[start + at : start + at + block.rows * block.columns]
-                    blocks[key_of("exp_avg", block)] = values.view(block.rows, block.columns).clone()
-        write(file_of(tmp_path, rank, old.world), blocks, steps=5)
+                    blocks[block_key("exp_avg", block)] = values.view(block.rows, block.columns).clone()
+        write_blocks(rank_file(tmp_path, rank, old.world), blocks, steps=5)
 
     files = OptimizerFiles(tmp_path)
     assert files.steps == 5 and files.has("exp_avg") and not files.has("exp_avg_sq")
@@ -108,7 +108,7 @@ def test_optimizer_state_is_read_by_any_other_division(old: Gang, new: Gang, tmp
             expected[expected == -7.0] = 0.0
             for start, stop in divided(len(expected), 2):
                 found = torch.full((stop - start,), torch.nan)
-                fill(found, local, files.reader("exp_avg"), start)
+                fill_parameter(found, local, files.reader("exp_avg"), start)
                 assert torch.equal(found, expected[start:stop]), name
 
 
@@ -122,7 +122,7 @@ def test_whole_tensors_of_the_torch_backend_are_read(tmp_path: Path) -> None:
     assert files.steps == 3
     for (_, name), local in plan.held(1)[0].items():
         found = torch.empty(local.shape)
-        fill(found.view(-1), local, files.reader("exp_avg"))
+        fill_parameter(found.view(-1), local, files.reader("exp_avg"))
         assert torch.equal(found, shards[1][0][name]), name
 
 
@@ -131,15 +131,15 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     gone = state.pop("model.layers.1.mlp.up_proj.weight")
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(Refused, match=r"model.layers.1.mlp.up_proj.weight is missing"):
-        Files(tmp_path).check(shape_of(DENSE))
+        HfModelFiles(tmp_path).check(shape_of(DENSE))
     save_file({**state, "model.layers.1.mlp.up_proj.weight": gone.T.contiguous()}, tmp_path / "model.safetensors")
     with pytest.raises(Refused, match=r"has the shape \[8, 12\], not \[12, 8\]"):
-        Files(tmp_path).check(shape_of(DENSE))
+        HfModelFiles(tmp_path).check(shape_of(DENSE))
     save_file({f"{name}|exp_avg": value for name, value in state.items()}, tmp_path / "optimizer.safetensors")
     files = OptimizerFiles(tmp_path)
     plan = planned(Gang(), shard(make_state(DENSE), DENSE, Gang()), DENSE)
     local = plan.held(0)[0][0, "decoder.layers.1.mlp.linear_fc1.weight"]
     with pytest.raises(Refused, match=r"lacks exp_avg of 96 elements of model.layers.1.mlp.up_proj.weight"):
-        fill(torch.empty(local.shape).view(-1), local, files.reader("exp_avg"))
+        fill_parameter(torch.empty(local.shape).view(-1), local, files.reader("exp_avg"))
     with pytest.raises(Refused, match="no state of an optimizer"):
         OptimizerFiles(tmp_path / "elsewhere")

@@ -84,7 +84,7 @@ def opened(told: Told, wanted: Wanted, monkeypatch: pytest.MonkeyPatch, home: An
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     for name, stand_in in {
         "Gang": SimpleNamespace(here=lambda: gang),
-        "Ranks": lambda *_, **__: None,
+        "MegatronRanks": lambda *_, **__: None,
         "model_folder": lambda _: home,
         "MegatronBackend": told.backend,
         "Leader": lambda _: None,

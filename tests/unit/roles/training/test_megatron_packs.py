@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_rt.roles.base.sample import Sample, bare_meta
-from relax_rt.roles.training.backend.gang import received, sent
-from relax_rt.roles.training.batch.rows import share
-from relax_rt.roles.training.megatron.packs import column, fill, pack
+from relax_rt.roles.training.backend.gang import decode_samples, encode_samples
+from relax_rt.roles.training.batch.rows import replica_share
+from relax_rt.roles.training.megatron.packs import at_wanted_tokens, fill_packs, pack
 
 LENGTHS = st.lists(st.integers(2, 30), min_size=1, max_size=12)
 
@@ -34,7 +34,7 @@ def batch(lengths: Sequence[int]) -> list[Sample]:
 @given(LENGTHS, st.integers(1, 60), st.booleans())
 def test_every_sample_is_in_one_pack_within_the_budget(lengths: list[int], budget: int, whole: bool) -> None:
     samples = batch(lengths)
-    packs = fill(enumerate(samples), budget, whole_groups=whole)
+    packs = fill_packs(enumerate(samples), budget, whole_groups=whole)
     assert sorted(index for members in packs for index, _ in members) == list(range(len(samples)))
     for members in packs:
         tokens = sum(len(one.tokens) for _, one in members)
@@ -59,14 +59,14 @@ def test_wanted_tokens_are_predicted_one_position_before_them(lengths: list[int]
         expected = np.flatnonzero(each.loss_mask) if trained else np.arange(1, len(each.tokens))
         np.testing.assert_array_equal(at, expected[expected > 0])
         np.testing.assert_array_equal(one.ids[0, bounds[number] : bounds[number + 1]], each.tokens)
-    values = column(one, [each.behaviour_logprobs for each in samples])
+    values = at_wanted_tokens(one, [each.behaviour_logprobs for each in samples])
     torch.testing.assert_close(values, -one.targets.float())
 
 
 @given(LENGTHS, st.integers(1, 5), st.booleans())
 def test_replicas_share_a_batch_evenly_and_completely(lengths: list[int], replicas: int, whole: bool) -> None:
     samples = batch(lengths)
-    shares = [share(samples, place, replicas, whole_groups=whole) for place in range(replicas)]
+    shares = [replica_share(samples, place, replicas, whole_groups=whole) for place in range(replicas)]
     assert sorted(index for part in shares for index, _ in part) == list(range(len(samples)))
     loads = [sum(len(one.tokens) for _, one in part) for part in shares]
     units: dict[int, int] = {}
@@ -79,12 +79,12 @@ def test_replicas_share_a_batch_evenly_and_completely(lengths: list[int], replic
 def test_samples_cross_to_other_ranks_as_they_are() -> None:
     first = batch([5, 9])
     first[0].advantages = np.arange(5, dtype=np.float32)
-    for one, other in zip(first, received(sent(first)), strict=True):
+    for one, other in zip(first, decode_samples(encode_samples(first)), strict=True):
         assert one.meta == other.meta
         for name in ("tokens", "loss_mask", "behaviour_logprobs"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
-    assert np.array_equal(received(sent(first))[0].advantages, first[0].advantages)
-    assert received(sent(first))[1].advantages is None
+    assert np.array_equal(decode_samples(encode_samples(first))[0].advantages, first[0].advantages)
+    assert decode_samples(encode_samples(first))[1].advantages is None
 
 
 @given(LENGTHS, st.integers(2, 4))

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from relax_rt.roles.models.heap import GROWTH_BYTES, Growth, resident_bytes
+from relax_rt.roles.models.heap import GROWTH_BYTES, HeapTrimmer, resident_bytes
 from relax_rt.supervision.role_process import KEEP_PAGES
 
 HOLES = """
 import numpy as np
-from relax_rt.roles.models.heap import give_back
+from relax_rt.roles.models.heap import trim_heap
 
 def rss():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
@@ -25,7 +25,7 @@ for _ in range(10):
     pins.append(np.ones(1000))
 large.clear()
 held = rss()
-give_back()
+trim_heap()
 print(held, rss())
 """
 
@@ -47,7 +47,7 @@ def test_holes_between_blocks_that_stay_are_given_back() -> None:
 
 def test_what_steps_add_is_given_back_once_it_is_much() -> None:
     held, given = [0], []
-    growth = Growth(lambda: held[0], lambda: given.append(held[0]))
+    growth = HeapTrimmer(lambda: held[0], lambda: given.append(held[0]))
     # The second step has the moments, which stay: that is given back once, in vain, and is the measure then.
     steps = [1.0, 2.5, 2.5, 2.9, 3.4, 3.6, 2.6, 3.5, 3.7]
     at = []

@@ -19,12 +19,12 @@ from starved import failing_backward, spoil_last  # noqa: E402
 
 from relax_rt.roles.models.device import out_of_memory  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
-from relax_rt.roles.training.batch.budget import Budget  # noqa: E402
+from relax_rt.roles.training.batch.budget import TokenBudget  # noqa: E402
 from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.transport.rpc.errors import RelaxError  # noqa: E402
 
 
-def backend(model_dir: Path, budget: Budget | int = 4096, **table: Any) -> TorchBackend:
+def backend(model_dir: Path, budget: TokenBudget | int = 4096, **table: Any) -> TorchBackend:
     return TorchBackend(
         model_dir,
         AlgorithmTable(learning_rate=1e-3, max_grad_norm=1e9, **table),
@@ -65,7 +65,7 @@ def test_a_step_with_smaller_micro_batches_is_the_same_step(
 ) -> None:
     wanted, told = backend(model_dir), list[tuple[int, int, str]]()
     whole = wanted.step(SAMPLES, 1)
-    trainer = backend(model_dir, Budget(4096, on_smaller=lambda *what: told.append(what)))
+    trainer = backend(model_dir, TokenBudget(4096, on_smaller=lambda *what: told.append(what)))
     starve(trainer, 12, error=error, backward=backward)
     parts = [trainer.accumulate(part) for part in (SAMPLES[:3], SAMPLES[3:])]
     result = trainer.apply(sum(part.count for part in parts), 1)
@@ -111,11 +111,11 @@ def test_the_smaller_number_outlives_the_process_but_not_another_setting(tmp_pat
     from relax_rt.roles.training.batch.rows import shared_rows
 
     file = tmp_path / "micro_batch.json"
-    budget = Budget(4096, file)
+    budget = TokenBudget(4096, file)
     rows = shared_rows([make_sample(0, n, [1, 2], [3, 4, 5]) for n in range(4)], 4096)
-    budget.trying(rows, 14)
+    budget.attempting(rows, 14)
     budget.halve("no memory")
-    assert (budget.tokens, Budget(4096, file).tokens, Budget(2048, file).tokens) == (7, 7, 2048)
+    assert (budget.tokens, TokenBudget(4096, file).tokens, TokenBudget(2048, file).tokens) == (7, 7, 2048)
 
 
 @pytest.mark.parametrize(
@@ -125,12 +125,12 @@ def test_the_smaller_number_outlives_the_process_but_not_another_setting(tmp_pat
 def test_a_file_that_is_not_whole_is_none(tmp_path: Path, text: str) -> None:
     file = tmp_path / "micro_batch.json"
     file.write_text(text)
-    budget = Budget(4096, file)
+    budget = TokenBudget(4096, file)
     assert budget.tokens == 4096
     # It is learnt again, and kept.
-    budget.trying_units(4000, 4)
+    budget.attempting_units(4000, 4)
     budget.halve("no memory")
-    assert Budget(4096, file).tokens == 2000
+    assert TokenBudget(4096, file).tokens == 2000
 
 
 LIMITED = """
@@ -140,11 +140,11 @@ sys.path.insert(0, sys.argv[2])
 import torch
 from packing_samples import make_sample
 from test_micro_batch_memory import backend
-from relax_rt.roles.training.batch.budget import Budget
+from relax_rt.roles.training.batch.budget import TokenBudget
 
 torch.set_num_threads(1)
 told = []
-trainer = backend(Path(sys.argv[1]), Budget(1 << 20, on_smaller=lambda *what: told.append(what)))
+trainer = backend(Path(sys.argv[1]), TokenBudget(1 << 20, on_smaller=lambda *what: told.append(what)))
 samples = [make_sample(n, 0, [1, 2], [3 + (n + k) % 60 for k in range(100)]) for n in range(1200)]
 trainer.step(samples[:2], 1)
 used = int(open("/proc/self/statm").read().split()[0]) * 4096

@@ -20,9 +20,9 @@ from relax_rt.roles.base.sample import Sample  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.algorithms.tensors import Metrics  # noqa: E402
 from relax_rt.roles.training.backend.interface import StepResult  # noqa: E402
-from relax_rt.roles.training.mismatch import beside_gradients, completed  # noqa: E402
+from relax_rt.roles.training.mismatch import idle_token_metrics, with_idle_tokens  # noqa: E402
 from relax_rt.roles.training.step import (  # noqa: E402
-    Batch,
+    StepBatch,
     accumulate,
     step_record,
 )
@@ -54,9 +54,9 @@ def backend(model_dir: Path, **table: Any) -> Counted:
     )
 
 
-def batch_of(rewards: dict[int, float]) -> Batch:
+def batch_of(rewards: dict[int, float]) -> StepBatch:
     """A batch with these rewards in place of those that differ within a group."""
-    batch = Batch()
+    batch = StepBatch()
     for one in copy.deepcopy(SAMPLES):
         one.reward = rewards.get(one.meta.group, one.reward)
         one.proximal_logprobs = None
@@ -84,9 +84,9 @@ def wanted(samples: Sequence[Sample], trainer: TorchBackend) -> dict[str, float]
     }
 
 
-def step(trainer: Counted, batch: Batch, over: Any) -> tuple[StepResult, dict[str, Any]]:
+def step(trainer: Counted, batch: StepBatch, over: Any) -> tuple[StepResult, dict[str, Any]]:
     accumulate(batch, trainer, trainer.objective, 2)
-    batch.beside = beside_gradients(batch.samples, trainer, trainer.objective, over)
+    batch.idle_metrics = idle_token_metrics(batch.samples, trainer, trainer.objective, over)
     result = trainer.apply(batch.count, 1)
     return result, step_record(batch, result, step=1, weights=WEIGHTS, epoch=1, elapsed_s=1.0)
 
@@ -174,7 +174,7 @@ def test_a_mean_is_over_both_parts_and_the_largest_of_both() -> None:
         measured_tokens=4,
     )
     rest = {"tokens": 6.0, "ratio": 12.0, "ratio_deviation_max": 0.4, "kl": 0.6, "difference": 3.0, "difference_max": 2}
-    both = completed(one, rest)
+    both = with_idle_tokens(one, rest)
     assert (both.measured_tokens, both.ratio_mean, both.ratio_max_deviation) == (10, pytest.approx(1.6), 0.5)
     assert (both.clip_fraction, both.difference_mean) == (pytest.approx(0.2), pytest.approx(0.38))
-    assert (both.kl_behaviour, both.difference_max) == (pytest.approx(0.1), 2) and completed(one, {}) is one
+    assert (both.kl_behaviour, both.difference_max) == (pytest.approx(0.1), 2) and with_idle_tokens(one, {}) is one

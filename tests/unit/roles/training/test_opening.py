@@ -20,8 +20,8 @@ from relax_rt.roles.training import open_backend as megatron_start  # noqa: E402
 from relax_rt.roles.training.algorithms.objective import Objective  # noqa: E402
 from relax_rt.roles.training.backend.settings import TrainerSettings  # noqa: E402
 from relax_rt.roles.training.batch.attention import (  # noqa: E402
-    kind_packs,
-    takes_segments,
+    architecture_packs,
+    supports_segments,
 )
 from relax_rt.roles.training.critic.role import CriticRole  # noqa: E402
 from relax_rt.roles.training.critic.settings import CriticSettings  # noqa: E402
@@ -100,7 +100,7 @@ def test_what_a_rank_of_megatron_refuses_ends_the_run(
 
     gang = SimpleNamespace(rank=0, local_rank=0, world_size=1, local_world_size=1, store=lambda: None)
     monkeypatch.setattr(megatron_start.Gang, "here", lambda: gang)
-    monkeypatch.setattr(megatron_start, "Ranks", lambda *_, **__: None)
+    monkeypatch.setattr(megatron_start, "MegatronRanks", lambda *_, **__: None)
     monkeypatch.setattr(megatron_start, "MegatronBackend", refusing)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     ctx = context(model_dir, TrainerSettings(backend="megatron", dtype="bfloat16", threads=1), tmp_path)
@@ -142,8 +142,8 @@ def test_a_small_model_of_its_kind_packs_where_the_model_does(kind: str, tmp_pat
     config.save_pretrained(tmp_path)
     whole = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().eval()
     state = torch.get_rng_state()
-    found = kind_packs(tmp_path)
-    assert found == takes_segments(whole.get_decoder()) == (kind != "falcon")
+    found = architecture_packs(tmp_path)
+    assert found == supports_segments(whole.get_decoder()) == (kind != "falcon")
     assert torch.equal(torch.get_rng_state(), state)
     assert config.to_dict()["hidden_size"] == 96
 
@@ -159,6 +159,6 @@ def test_a_small_model_of_its_kind_packs_where_the_model_does(kind: str, tmp_pat
 @pytest.mark.parametrize("text", ['{"model_type": "nobody_s"}', "{", '{"model_type": "llama", "hidden_size": "wide"}'])
 def test_of_a_kind_that_is_not_known_nothing_is_said(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
-    assert kind_packs(tmp_path) is None
+    assert architecture_packs(tmp_path) is None
     ctx = context(tmp_path, TrainerSettings(packing="required"), tmp_path)
     assert not list(check_packing(ctx.config, tmp_path))

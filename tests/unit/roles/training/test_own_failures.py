@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 from trainer_parts import GROUPS, SOON_S, Lives, lives_of, model_with_tokenizer  # noqa: E402
 
 from relax_rt.config.problems import BadInput  # noqa: E402
-from relax_rt.roles.training.algorithms.registry import OwnPartFailed  # noqa: E402
+from relax_rt.roles.training.algorithms.registry import UserPartFailed  # noqa: E402
 from relax_rt.supervision.diagnosis import classify_exception  # noqa: E402
 from relax_rt.transport.queue.client import QueueClient  # noqa: E402
 from relax_rt.transport.queue.ledger.policy import QueueLimits  # noqa: E402
@@ -61,7 +61,7 @@ async def test_its_failure_costs_no_prompt(
     async with asyncio.timeout(SOON_S):
         for _ in range(QueueLimits().quarantine_after + 1):
             with pytest.raises(
-                OwnPartFailed, match=rf"has no attribute 'factor' at {tmp_path / 'mine.py'}:3"
+                UserPartFailed, match=rf"has no attribute 'factor' at {tmp_path / 'mine.py'}:3"
             ) as caught:
                 await lives.life(model, steps=1, **algorithm)
             assert classify_exception(caught.value) == "config"

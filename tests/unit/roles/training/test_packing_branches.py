@@ -17,9 +17,9 @@ from packing_samples import SAMPLES, make_sample  # noqa: E402
 
 from relax_rt.roles.base.sample import Sample  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
-from relax_rt.roles.training.batch.budget import Budget  # noqa: E402
+from relax_rt.roles.training.batch.budget import TokenBudget  # noqa: E402
 from relax_rt.roles.training.batch.collate import MicroBatch, collate  # noqa: E402
-from relax_rt.roles.training.batch.logprobs import at_trained_tokens  # noqa: E402
+from relax_rt.roles.training.batch.logprobs import compute_at_trained_tokens  # noqa: E402
 from relax_rt.roles.training.batch.rows import shared_rows  # noqa: E402
 from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 
@@ -66,7 +66,7 @@ def test_what_is_found_at_a_token_is_put_at_its_place_in_the_whole_sample() -> N
         return batch.targets.float()
 
     whole = joined(PARTS)
-    (found,) = at_trained_tokens(ids, [whole], Budget(4096), lambda _: None)
+    (found,) = compute_at_trained_tokens(ids, [whole], TokenBudget(4096), lambda _: None)
     assert found.tolist() == (whole.tokens * whole.loss_mask).tolist()
 
 

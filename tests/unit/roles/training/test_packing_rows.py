@@ -27,7 +27,7 @@ from relax_rt.roles.training.batch.attention import (  # noqa: E402
     packing_costs,
 )
 from relax_rt.roles.training.batch.collate import collate  # noqa: E402
-from relax_rt.roles.training.batch.rows import Costs, Row, lay_out, shared_rows  # noqa: E402  # noqa: E402
+from relax_rt.roles.training.batch.rows import Costs, SampleRow, plan_micro_batches, shared_rows  # noqa: E402  # noqa: E402
 from relax_rt.roles.training.critic.model import CriticModel  # noqa: E402
 from relax_rt.roles.training.critic.settings import CriticSettings  # noqa: E402
 from relax_rt.roles.training.open_backend import _cannot_pack  # noqa: E402
@@ -205,7 +205,7 @@ def test_a_row_has_no_padding_and_positions_of_each_sequence() -> None:
     assert [one.length for one in collate(rows, costs=MASKED).segments or []] == [12, 6, 10]
 
 
-def lengths(*several: int) -> list[Row]:
+def lengths(*several: int) -> list[SampleRow]:
     """A row of each length."""
     return shared_rows([make_sample(n, 0, [1], [2] * (length - 1)) for n, length in enumerate(several)], 4096)
 
@@ -217,14 +217,14 @@ def lengths(*several: int) -> list[Row]:
 )
 def test_the_cheaper_way_is_taken(rows: list[int], packs: bool) -> None:
     costs = Costs(pair=1e-3, call=4.0)
-    found = lay_out(lengths(*rows), 4096, costs)
+    found = plan_micro_batches(lengths(*rows), 4096, costs)
     assert {one.costs is not None for one in found} == {packs}
-    assert all(one.costs is None for one in lay_out(lengths(*rows), 4096, None))
+    assert all(one.costs is None for one in plan_micro_batches(lengths(*rows), 4096, None))
 
 
 def test_a_call_that_costs_much_is_not_made_for_a_few_tokens() -> None:
     rows = lengths(400, 380, 30, 20, 10, 10)
-    assert all(one.costs is None for one in lay_out(rows, 4096, Costs(pair=1e-3, call=1000.0)))
+    assert all(one.costs is None for one in plan_micro_batches(rows, 4096, Costs(pair=1e-3, call=1000.0)))
 
 
 @pytest.mark.parametrize("whole_groups", [False, True])
@@ -234,7 +234,7 @@ def test_a_micro_batch_is_within_the_budget_and_leaves_nothing_out(costs: Costs 
     tails = random.integers(1, 40, 60)
     samples = [make_sample(n // 2, n % 2, [1 + n % 2], [5] * int(tail)) for n, tail in enumerate(tails)]
     rows = shared_rows(samples, 64)
-    found = lay_out(rows, 100, costs, whole_groups=whole_groups)
+    found = plan_micro_batches(rows, 100, costs, whole_groups=whole_groups)
     assert sorted(map(id, rows)) == sorted(id(row) for one in found for row in one.rows)
     assert all(one.tokens <= 100 for one in found)
     if costs is not None:

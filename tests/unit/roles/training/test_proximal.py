@@ -16,7 +16,7 @@ from packing_samples import SAMPLES  # noqa: E402
 from small_backend import small_backend  # noqa: E402
 
 from relax_rt.roles.base.sample import Sample  # noqa: E402
-from relax_rt.roles.training.step import Batch, accumulate, set_proximal  # noqa: E402
+from relax_rt.roles.training.step import StepBatch, accumulate, set_proximal_logprobs  # noqa: E402
 from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 
 PROXIMAL: list[dict[str, Any]] = [
@@ -64,12 +64,12 @@ def gradients(backend: TorchBackend) -> dict[str, Any]:
 @pytest.mark.parametrize("table", PROXIMAL, ids=str)
 def test_the_only_update_needs_no_pass_of_its_own(model_dir: Path, table: dict[str, Any]) -> None:
     backend = opened(model_dir, table)
-    batch = Batch(samples=samples())
+    batch = StepBatch(samples=samples())
     accumulate(batch, backend, backend.objective, version=4)
     found = gradients(backend)
     assert backend.passes == 0 and all(sample.proximal_logprobs is None for sample in batch.samples)
-    again, other = Batch(samples=samples()), opened(model_dir, table)
-    set_proximal(again.samples, other, 4)
+    again, other = StepBatch(samples=samples()), opened(model_dir, table)
+    set_proximal_logprobs(again.samples, other, 4)
     accumulate(again, other, other.objective, version=4)
     assert other.passes == 1 and max(float(g.abs().max()) for g in found.values()) > 1e-4
     for name, gradient in gradients(other).items():
@@ -80,14 +80,14 @@ def test_the_only_update_needs_no_pass_of_its_own(model_dir: Path, table: dict[s
 @pytest.mark.parametrize("table", FIRST, ids=str)
 def test_what_is_decided_before_the_gradients_gets_it_first(model_dir: Path, table: dict[str, Any]) -> None:
     backend = opened(model_dir, table)
-    batch = Batch(samples=samples())
+    batch = StepBatch(samples=samples())
     accumulate(batch, backend, backend.objective, version=4)
     assert backend.passes == 1 and all(sample.proximal_version == 4 for sample in batch.samples)
 
 
 def test_a_teacher_judges_the_policy_that_is_trained_not_the_one_that_sampled(model_dir: Path) -> None:
     backend = opened(model_dir, {"name": "distillation"})
-    batch = Batch(samples=samples())
+    batch = StepBatch(samples=samples())
     accumulate(batch, backend, backend.objective, version=4)
     for sample, own in zip(batch.samples, backend.log_probabilities(batch.samples), strict=True):
         assert sample.reference_logprobs is not None and sample.advantages is not None
@@ -99,17 +99,17 @@ def test_a_teacher_judges_the_policy_that_is_trained_not_the_one_that_sampled(mo
 def test_later_updates_are_compared_with_the_weights_before_the_first(model_dir: Path) -> None:
     backend = opened(model_dir, {"name": "decoupled_ppo"}, learning_rate=0.02)
     everything = samples()
-    set_proximal(everything, backend, 4)
+    set_proximal_logprobs(everything, backend, 4)
     before = [sample.proximal_logprobs for sample in everything]
     clipped = []
     for number in (1, 2, 3):
-        batch = Batch(samples=everything)
+        batch = StepBatch(samples=everything)
         accumulate(batch, backend, backend.objective, version=4)
         clipped.append(backend.apply(batch.count, number).clip_fraction)
     assert backend.passes == 1, "it is computed once, before the first update"
     assert all(sample.proximal_logprobs is kept for sample, kept in zip(everything, before, strict=True))
     assert clipped[0] == 0 and clipped[-1] > 0, "the ratio moves away from 1 as the weights do"
     # The next publication is another matter.
-    set_proximal(everything, backend, 5)
+    set_proximal_logprobs(everything, backend, 5)
     assert backend.passes == 2 and all(sample.proximal_version == 5 for sample in everything)
     assert not all((sample.proximal_logprobs == kept).all() for sample, kept in zip(everything, before, strict=True))

@@ -16,13 +16,13 @@ from megatron_sharder import Gang, State, make_state, shard  # noqa: E402
 
 from relax_rt.roles.models.parallel import Sizes  # noqa: E402
 from relax_rt.roles.models.shape import shape_of  # noqa: E402
-from relax_rt.roles.training.resharding.layout import Division, Naming, naming_of, targets  # noqa: E402
-from relax_rt.roles.training.resharding.plan import Plan, plan_buckets  # noqa: E402
+from relax_rt.roles.training.resharding.layout import ModelDivision, Naming, hf_tensors, naming_of  # noqa: E402
+from relax_rt.roles.training.resharding.plan import ReshardPlan, plan_buckets  # noqa: E402
 from relax_rt.roles.training.resharding.transfer import (  # noqa: E402
-    assemble,
     check_shards,
-    contribute,
-    publish,
+    extract_part,
+    place_part,
+    publish_weights,
 )
 from relax_rt.transport.rpc.errors import Refused  # noqa: E402
 
@@ -45,27 +45,27 @@ def config_of(kind: str, **more: Any) -> dict[str, Any]:
     return config | more
 
 
-def division_of(gang: Gang, config: dict[str, Any]) -> Division:
+def division_of(gang: Gang, config: dict[str, Any]) -> ModelDivision:
     sizes = Sizes(
         world=gang.world, tensor=gang.tp, pipeline=gang.pp, context=gang.cp, expert=gang.ep, expert_tensor=gang.etp
     )
     multiple = gang.pad_to * gang.tp
     padded = -(-config["vocab_size"] // multiple) * multiple
     naming = Naming(fused_norms=gang.fused_norms, grouped_experts=gang.grouped)
-    return Division(sizes=sizes, naming=naming, virtual=gang.vpp, padded_vocabulary=padded)
+    return ModelDivision(sizes=sizes, naming=naming, virtual=gang.vpp, padded_vocabulary=padded)
 
 
-def gather(plan: Plan, ranks: list[list[State]]) -> bytearray:
+def gather(plan: ReshardPlan, ranks: list[list[State]]) -> bytearray:
     for rank, shards in enumerate(ranks):
         check_shards(plan, rank, shards)
     into = bytearray(plan.layout.nbytes)
     for bucket in plan.buckets:
         for rank in bucket.ranks:
-            assemble(plan, bucket, rank, contribute(plan, bucket, rank, ranks[rank]), memoryview(into))
+            place_part(plan, bucket, rank, extract_part(plan, bucket, rank, ranks[rank]), memoryview(into))
     return into
 
 
-def tensors_of(plan: Plan, flat: bytearray) -> State:
+def tensors_of(plan: ReshardPlan, flat: bytearray) -> State:
     raw = torch.frombuffer(flat, dtype=torch.uint8)
     dtype = getattr(torch, plan.dtype)
     return {e.name: raw[e.offset : e.offset + e.nbytes].view(dtype).view(e.shape) for e in plan.layout.entries}
@@ -126,7 +126,7 @@ def test_names_and_order_are_those_of_transformers(kind: str, tied: bool) -> Non
     config = config_of(kind, tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     wanted = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
-    assert [tuple(t) for t in targets(shape_of(config), stacked_experts=True)] == wanted
+    assert [tuple(t) for t in hf_tensors(shape_of(config), stacked_experts=True)] == wanted
 
 
 def test_experts_stacked_as_in_memory_have_the_same_rows() -> None:
@@ -146,10 +146,10 @@ def test_experts_stacked_as_in_memory_have_the_same_rows() -> None:
 
 
 def test_layers_of_uneven_stages() -> None:
-    division = Division(sizes=Sizes(world=3, pipeline=3), first_layers=1, last_layers=2)
+    division = ModelDivision(sizes=Sizes(world=3, pipeline=3), first_layers=1, last_layers=2)
     assert [list(division.layers(7, stage, 0)) for stage in range(3)] == [[0], [1, 2, 3, 4], [5, 6]]
     with pytest.raises(Refused, match="7 layers over 2 stages"):
-        Division(sizes=Sizes(world=2, pipeline=2)).check(shape_of(config_of("qwen3", num_hidden_layers=7)))
+        ModelDivision(sizes=Sizes(world=2, pipeline=2)).check(shape_of(config_of("qwen3", num_hidden_layers=7)))
 
 
 def test_weights_are_published_in_another_dtype() -> None:
@@ -202,14 +202,14 @@ def test_what_is_published_was_copied_before_the_weights_changed(gang: Gang, dty
     for post.rank in reversed(range(gang.world)):
         shards = [{name: value.clone() for name, value in chunk.items()} for chunk in ranks[post.rank]]
         ranks[post.rank] = shards
-        publish(plan, post, shards, memoryview(into) if post.rank == 0 else None, next_step)  # type: ignore[arg-type]
+        publish_weights(plan, post, shards, memoryview(into) if post.rank == 0 else None, next_step)  # type: ignore[arg-type]
         own = sum(value.numel() for chunk in shards for value in chunk.values()) * getattr(torch, dtype).itemsize
         assert post.kept <= own
         held += post.kept if post.rank else 0
     assert into == wanted and held < plan.layout.nbytes
 
 
-def one_layer() -> tuple[Plan, list[list[State]]]:
+def one_layer() -> tuple[ReshardPlan, list[list[State]]]:
     config = config_of("qwen3")
     gang = Gang(tp=2)
     plan = plan_buckets(shape_of(config), division_of(gang, config), dtype="float32", bucket_bytes=1 << 20)
@@ -228,7 +228,7 @@ def test_a_missing_shard_is_named_with_what_it_is_for() -> None:
     with pytest.raises(Refused, match=expected):
         check_shards(plan, 1, ranks[1])
     with pytest.raises(Refused, match=expected):
-        contribute(plan, plan.buckets[0], 1, ranks[1])
+        extract_part(plan, plan.buckets[0], 1, ranks[1])
 
 
 def test_a_misshapen_shard_is_named() -> None:
@@ -237,7 +237,7 @@ def test_a_misshapen_shard_is_named() -> None:
     with pytest.raises(Refused, match=rf"{QKV} of rank 0, for .*its shape is \[23, 8\], the plan wants \[24, 8\]"):
         check_shards(plan, 0, ranks[0])
     with pytest.raises(Refused, match=rf"{QKV} of rank 0"):
-        contribute(plan, plan.buckets[0], 0, ranks[0])
+        extract_part(plan, plan.buckets[0], 0, ranks[0])
 
 
 def test_a_parameter_without_a_place_is_named() -> None:
@@ -252,11 +252,11 @@ def test_a_parameter_without_a_place_is_named() -> None:
 def test_a_part_that_is_not_whole_is_named() -> None:
     plan, ranks = one_layer()
     (bucket,) = plan.buckets
-    part = contribute(plan, bucket, 1, ranks[1])
+    part = extract_part(plan, bucket, 1, ranks[1])
     with pytest.raises(Refused, match=r"rows of model.embed_tokens.weight, .*rank 1 gave \d+ of \d+ bytes"):
-        assemble(plan, bucket, 1, part[:-4], memoryview(bytearray(plan.layout.nbytes)))
+        place_part(plan, bucket, 1, part[:-4], memoryview(bytearray(plan.layout.nbytes)))
     with pytest.raises(Refused, match="a buffer of 3 bytes"):
-        assemble(plan, bucket, 1, part, memoryview(bytearray(3)))
+        place_part(plan, bucket, 1, part, memoryview(bytearray(3)))
 
 
 @pytest.mark.parametrize(
@@ -271,12 +271,14 @@ def test_a_part_that_is_not_whole_is_named() -> None:
 def test_what_does_not_divide_is_refused(sizes: Sizes, config: dict[str, Any], why: str) -> None:
     shape = shape_of(config_of(config.pop("kind", "qwen3"), **config))
     with pytest.raises(Refused, match=why):
-        plan_buckets(shape, Division(sizes=sizes), dtype="float32")
+        plan_buckets(shape, ModelDivision(sizes=sizes), dtype="float32")
 
 
 def test_a_row_larger_than_a_bucket_is_refused() -> None:
     with pytest.raises(Refused, match=r"a row of model.embed_tokens.weight has 32"):
-        plan_buckets(shape_of(config_of("qwen3")), Division(sizes=Sizes(world=1)), dtype="float32", bucket_bytes=16)
+        plan_buckets(
+            shape_of(config_of("qwen3")), ModelDivision(sizes=Sizes(world=1)), dtype="float32", bucket_bytes=16
+        )
 
 
 def test_stacked_experts_of_old_megatron_are_refused() -> None:

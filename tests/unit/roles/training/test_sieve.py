@@ -14,7 +14,7 @@ from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.registry import bound
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable, RefillOptions
 from relax_rt.roles.training.collector import Collector
-from relax_rt.roles.training.dynamic_sampling import Sieve
+from relax_rt.roles.training.dynamic_sampling import GroupFilter
 from relax_rt.transport.rpc.errors import Refused
 
 
@@ -25,11 +25,11 @@ class Silent:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collecting, "TAKE_WAIT_S", 0.0)
+    monkeypatch.setattr(collecting, "LEASE_WAIT_S", 0.0)
 
 
 def collector(made: World, events: list[dict[str, Any]], *, ahead: float = 0, **options: float) -> Collector:
-    sieve = Sieve(
+    group_filter = GroupFilter(
         made.trainer,
         Objective.of(AlgorithmTable()),
         [bound("filter", "zero_variance")],
@@ -38,7 +38,7 @@ def collector(made: World, events: list[dict[str, Any]], *, ahead: float = 0, **
         ahead=ahead,
         event=lambda kind, **facts: events.append({"kind": kind, **facts}),
     )
-    return Collector(made.trainer, Silent(), groups=3, sieve=sieve)  # type: ignore[arg-type]
+    return Collector(made.trainer, Silent(), groups=3, group_filter=group_filter)  # type: ignore[arg-type]
 
 
 async def test_groups_of_equal_rewards_are_dropped_and_others_made(tmp_path: Path) -> None:
@@ -124,11 +124,11 @@ async def test_the_state_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
         assert await collect.collect(7)
         await made.make(2, 1, 0)
         batch = await collect.collect(7)
-        assert collect.sieve is not None and batch is not None and batch.full
-        resumed = collector(made, []).sieve
+        assert collect.group_filter is not None and batch is not None and batch.full
+        resumed = collector(made, []).group_filter
         assert resumed is not None
         anew = resumed.state()
-        state = collect.sieve.state()
+        state = collect.group_filter.state()
         resumed.restore(json.loads(json.dumps(state)))
         assert resumed.state() == state
         assert resumed.history.outcomes("i").groups == 5
@@ -150,16 +150,19 @@ async def test_what_a_step_kept_that_is_not_taken_is_counted_when_it_comes_again
         fine = await made.make(2, 1, 0)
         await made.make(1, 1, 1)
         batch = await collect.collect(2)
-        assert collect.sieve is not None and batch is not None and (batch.scored, batch.full) == (3, False)
+        assert collect.group_filter is not None and batch is not None and (batch.scored, batch.full) == (3, False)
         # The run is to end.
-        await collect.give_up("the run ends")
-        state = json.loads(json.dumps(collect.sieve.state()))
+        await collect.release("the run ends")
+        state = json.loads(json.dumps(collect.group_filter.state()))
         assert state["refill"] == {"share": 0.5, "dropped": {"zero_variance": 1}}
         again = collector(made, [], memory=0.5)
-        assert again.sieve is not None
-        again.sieve.restore(state)
-        assert again.sieve.history.outcomes("i").groups == 4
+        assert again.group_filter is not None
+        again.group_filter.restore(state)
+        assert again.group_filter.history.outcomes("i").groups == 4
         fine += await made.make(1, 1, 0)
         batch = await again.collect(2)
         assert batch is not None and batch.full and {one.key.group for one in batch.leased} == set(fine)
-        assert again.sieve.history.outcomes("i").groups == 7 and again.sieve.state()["history"]["items"]["i"][0] == 7
+        assert (
+            again.group_filter.history.outcomes("i").groups == 7
+            and again.group_filter.state()["history"]["items"]["i"][0] == 7
+        )

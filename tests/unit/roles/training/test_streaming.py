@@ -18,7 +18,7 @@ from relax_rt.roles.base.sample import Sample  # noqa: E402
 from relax_rt.roles.training.algorithms.objective import Objective  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.backend.interface import StepResult  # noqa: E402
-from relax_rt.roles.training.step import Batch, accumulate  # noqa: E402
+from relax_rt.roles.training.step import StepBatch, accumulate  # noqa: E402
 from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 
 GROUPS = (SAMPLES[:3], SAMPLES[3:5], SAMPLES[5:])
@@ -47,7 +47,7 @@ def opened(model_dir: Path, table: dict[str, Any]) -> TorchBackend:
 
 def step(backend: TorchBackend, parts: list[list[int]]) -> tuple[StepResult, dict[str, torch.Tensor]]:
     """A step over the groups as they come in parts; its gradients are not clipped."""
-    batch = Batch()
+    batch = StepBatch()
     for part in parts:
         batch.samples += copies([sample for group in part for sample in GROUPS[group]])
         accumulate(batch, backend, backend.objective, version=4)
@@ -79,9 +79,9 @@ def test_a_streamed_step_has_the_gradients_of_a_whole_one(model_dir: Path, table
 
 
 def test_tokens_of_a_common_prompt_wait_once() -> None:
-    batch = Batch()
+    batch = StepBatch()
     batch.samples += GROUPS[0]
-    assert batch.waiting_tokens() == 4 + 2 + 1 + 5
+    assert batch.pending_tokens() == 4 + 2 + 1 + 5
     batch.accumulated = 3
     batch.samples += GROUPS[1]
-    assert batch.waiting_tokens() == 1 + 3 + 2
+    assert batch.pending_tokens() == 1 + 3 + 2

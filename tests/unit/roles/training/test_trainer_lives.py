@@ -170,16 +170,16 @@ async def test_nothing_of_a_checkpoint_that_the_critic_refuses_stays(lives: Live
                 raise Refused(f"critic of {folder.name}", why="its file is torn")
 
     def with_critic(role: TrainerRole) -> None:
-        role.critic, restore = Critic(), role._restore  # type: ignore[assignment]
+        role.checkpoints.critic, restore = Critic(), role.checkpoints.restore  # type: ignore[assignment]
 
         async def restored() -> Any:
             found = await restore()
-            assert role._sieve is not None
-            seen.append(role._sieve.history.outcomes("i").groups)
-            role.critic = None
+            assert role._group_filter is not None
+            seen.append(role._group_filter.history.outcomes("i").groups)
+            role.checkpoints.critic = None
             return found
 
-        role._restore = restored  # type: ignore[method-assign]
+        role.checkpoints.restore = restored  # type: ignore[method-assign]
 
     ctx = await lives.life(model, steps=9, stop_after=3, harm=with_critic, **filters)
     assert ctx.told("resumed")[0]["step"] == 2 and seen == [0]

@@ -20,10 +20,10 @@ from small_backend import small_backend  # noqa: E402
 from trainer_parts import GROUPS, Lives, lives_of, model_with_tokenizer  # noqa: E402
 
 from relax_rt.roles.base.sample import Sample  # noqa: E402
-from relax_rt.roles.training.backend.interface import StepResult, step_result, thrown_away  # noqa: E402
+from relax_rt.roles.training.backend.interface import StepResult, skipped_result, step_result  # noqa: E402
 from relax_rt.roles.training.batch.rows import mini_batches  # noqa: E402
-from relax_rt.roles.training.mismatch import completed  # noqa: E402
-from relax_rt.roles.training.step import Batch, accumulate, take_updates, together  # noqa: E402  # noqa: E402
+from relax_rt.roles.training.mismatch import with_idle_tokens  # noqa: E402
+from relax_rt.roles.training.step import StepBatch, accumulate, combine_results, take_updates  # noqa: E402  # noqa: E402
 from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.roles.training.trainer import SKIPPED_IN_A_ROW, TrainerRole  # noqa: E402
 from relax_rt.transport.rpc.errors import RelaxError  # noqa: E402
@@ -59,8 +59,8 @@ def weights(backend: TorchBackend) -> dict[str, Any]:
     return {name: p.detach().clone() for name, p in backend._model.named_parameters()}
 
 
-def taken(backend: TorchBackend, updates: int, batch: Batch | None = None, **more: Any) -> StepResult:
-    batch = Batch(samples=samples()) if batch is None else batch
+def taken(backend: TorchBackend, updates: int, batch: StepBatch | None = None, **more: Any) -> StepResult:
+    batch = StepBatch(samples=samples()) if batch is None else batch
     return take_updates(batch, backend, backend.objective, updates=updates, version=4, number=1, **more)
 
 
@@ -148,7 +148,7 @@ def test_the_report_is_of_the_weights_before_the_first_update(model_dir: Path) -
 
 def test_one_update_of_several_is_a_step_of_one(model_dir: Path) -> None:
     backend, plain = opened(model_dir), opened(model_dir)
-    result, batch = taken(backend, 1), Batch(samples=samples())
+    result, batch = taken(backend, 1), StepBatch(samples=samples())
     accumulate(batch, plain, plain.objective, 4)
     wanted = plain.apply(batch.count, 1)
     assert result.loss == pytest.approx(wanted.loss, abs=1e-6) and result.grad_norm == pytest.approx(wanted.grad_norm)
@@ -158,31 +158,31 @@ def test_one_update_of_several_is_a_step_of_one(model_dir: Path) -> None:
 
 def test_fewer_groups_than_updates_take_as_many_updates(model_dir: Path) -> None:
     backend, calls = opened(model_dir), []
-    batch = Batch(samples=samples())
+    batch = StepBatch(samples=samples())
     result = taken(backend, 8, batch, before_update=lambda: calls.append(1))
     assert result.updates == len(calls) == batch.parts == 3 and batch.accumulated == len(batch.samples)
     assert backend.__dict__["parts"] == [[0] * 3, [1] * 2, [2] * 2]
 
 
 def test_a_mini_batch_without_advantages_is_no_update(model_dir: Path) -> None:
-    batch = Batch(samples=samples())
+    batch = StepBatch(samples=samples())
     for sample in batch.samples:
         sample.reward = 1.0 if sample.meta.group == 1 else sample.reward
     result = taken(opened(model_dir), 3, batch)
     assert (result.updates, result.updates_skipped, result.changed) == (2, 0, True) and result.why == ""
     # They were compared beforehand, by the proximal log-probabilities.
-    assert completed(result, batch.beside).measured_tokens == result.measured_tokens == result.tokens
+    assert with_idle_tokens(result, batch.idle_metrics).measured_tokens == result.measured_tokens == result.tokens
     assert result.others["tokens"] == sum(int(s.loss_mask.sum()) for s in batch.samples if s.meta.group != 1)
     for sample in batch.samples:
         sample.reward = 1.0
     before = weights(backend := opened(model_dir))
-    idle = taken(backend, 3, Batch(samples=batch.samples))
+    idle = taken(backend, 3, StepBatch(samples=batch.samples))
     assert not idle.changed and idle.applied and idle.why == "no group has an advantage: all its rewards are equal"
     assert all(torch.equal(weights(backend)[name], value) for name, value in before.items())
 
 
 def test_an_update_that_is_not_finite_is_thrown_away_and_the_others_are_taken(model_dir: Path) -> None:
-    batch = Batch(samples=samples())
+    batch = StepBatch(samples=samples())
     for sample in batch.samples:
         if sample.meta.group == 1:
             sample.behaviour_logprobs = np.where(sample.loss_mask, np.nan, 0).astype(np.float32)
@@ -192,7 +192,7 @@ def test_an_update_that_is_not_finite_is_thrown_away_and_the_others_are_taken(mo
     assert result.why == "update 2 of 3: loss is nan in step 1"
     assert np.isfinite([result.loss, result.grad_norm, result.ratio_mean, result.kl_behaviour]).all()
     rest = [sample for sample in samples() if sample.meta.group != 1]
-    taken(other, 2, Batch(samples=rest))
+    taken(other, 2, StepBatch(samples=rest))
     for name, value in weights(other).items():
         torch.testing.assert_close(weights(backend)[name], value, msg=name)
 
@@ -206,8 +206,8 @@ def test_a_step_tells_of_all_its_updates() -> None:
     none = update(0, 0.0, 0.0)
     one = update(6, 1.0, 2.0, ratio=6.6, clipped=3, difference_max=0.5, entropy=6, rejected=1, capped=1, micro_max=3)
     two = update(2, 3.0, 4.0, ratio=1.0, clipped=0, difference_max=0.9, entropy=4, rejected=2, capped=2, micro_max=1)
-    bad = thrown_away("loss is nan", {"tokens": 5.0, "ratio": float("nan"), "computed": 4.0}, 0.1)
-    found = together([none, one, two, bad])
+    bad = skipped_result("loss is nan", {"tokens": 5.0, "ratio": float("nan"), "computed": 4.0}, 0.1)
+    found = combine_results([none, one, two, bad])
     assert (found.applied, found.changed, found.updates, found.updates_skipped) == (True, True, 2, 1)
     assert found.why == "update 4 of 4: loss is nan"
     assert (found.tokens, found.measured_tokens, found.computed_tokens, found.rejected_tokens) == (8, 8, 20, 3)
@@ -215,7 +215,7 @@ def test_a_step_tells_of_all_its_updates() -> None:
     assert found.ratio_mean == pytest.approx(7.6 / 8) and found.clip_fraction == pytest.approx(3 / 8)
     assert found.difference_max == 0.9 and found.entropy == pytest.approx(10 / 8) and found.kl_reference is None
     assert found.others["grad_norm_max"] == 4.0 and found.others["capped"] == 3 and found.others["micro_max"] == 3
-    lost = together([bad, bad])
+    lost = combine_results([bad, bad])
     assert not lost.applied and not lost.changed and np.isnan(lost.loss) and np.isnan(lost.grad_norm)
     assert lost.why == "update 1 of 2: loss is nan; update 2 of 2: loss is nan" and lost.updates_skipped == 2
 

@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 from queue_parts import World, calls_of, world
 
-from relax_rt.cluster.registry.service import RegistryService
+from relax_rt.cluster.registry.role import RegistryService
 from relax_rt.cluster.registry.store import Store
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rollout.engines.settings import RolloutSettings

@@ -16,7 +16,7 @@ from adapted import LAYOUT, fill_base, lora, made, publish  # noqa: E402
 from test_publisher import SOON_S, Backend, world_of  # noqa: E402
 
 from relax_rt.roles.training.backend.interface import TrainerBackend  # noqa: E402
-from relax_rt.roles.training.publication.adapters import AdaptedVersions  # noqa: E402
+from relax_rt.roles.training.publication.adapters import AdapterVersions  # noqa: E402
 from relax_rt.roles.training.publication.settings import PublicationTable  # noqa: E402
 from relax_rt.transport.base.versions import ROOT  # noqa: E402
 from relax_rt.transport.rpc.errors import Corrupt, Refused  # noqa: E402
@@ -80,13 +80,13 @@ async def test_the_optimizer_waits_for_a_copy_of_the_adapters_and_not_for_the_me
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may = threading.Event()
-    make = AdaptedVersions.make
+    make = AdapterVersions.make
 
     def slow(*arguments: object) -> None:
         assert may.wait(SOON_S)
         make(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(AdaptedVersions, "make", slow)
+    monkeypatch.setattr(AdapterVersions, "make", slow)
     async with world_of(tmp_path, Adapted(), adapters=True) as world:
         await world.publish(1)
         await asyncio.wait_for(asyncio.to_thread(world.publisher.weights_may_change), SOON_S)
@@ -189,6 +189,6 @@ def test_the_committed_version_is_left_alone_while_the_base_is_compared(tmp_path
 
 def test_a_backend_without_adapters_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"publication\.adapters: Backend has no adapters"):
-        AdaptedVersions.of(
+        AdapterVersions.of(
             PublicationTable(adapters=True), cast(TrainerBackend, Backend()), WeightStage(tmp_path, 1), "float32"
         )

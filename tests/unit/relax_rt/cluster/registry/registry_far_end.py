@@ -6,7 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from relax_rt.cluster.registry.service import RegistryService
+from relax_rt.cluster.registry.role import RegistryService
 from relax_rt.cluster.registry.store import Store
 from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.transport.rpc.identity import Incarnation

@@ -151,7 +151,7 @@ class Registry(RuleBasedStateMachine):
     @rule(who=incarnations)
     def gone(self, who: Incarnation) -> None:
         before = self.core.member(who.slot)
-        self.core.gone(who, "killed")
+        self.core.process_exited(who, "killed")
         after = self.core.member(who.slot)
         assert before is not None and after is not None
         self.disk.write(self.core)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_rt.interfaces.members import Discovery
+from relax_rt.interfaces.members import watch_members
 from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import ActorDied, DeadlineExceeded, Refused, StaleEpoch, Unreachable
@@ -166,7 +166,7 @@ async def test_a_stopped_registry_lets_nothing_lapse_that_renewed_meanwhile(proc
 
 
 async def test_discovery_follows_members_through_the_registrys_death(process: Process) -> None:
-    async with connected(process, "agent/0", 0, timeout_s=2.0) as agent, Discovery(agent).watch("rollout") as rollouts:
+    async with connected(process, "agent/0", 0, timeout_s=2.0) as agent, watch_members(agent, "rollout") as rollouts:
         epoch = await agent.issue_epoch("rollout/0")
         await agent.issue_epoch("reward/0")
         async with connected(process, "rollout/0", epoch) as member:

@@ -55,7 +55,7 @@ class World:
         await self.spawner.aclose()
         self.spawner.close()
 
-    def told(self, kind: str, zygote: str) -> list[dict[str, Any]]:
+    def zygote_events(self, kind: str, zygote: str) -> list[dict[str, Any]]:
         return [e for e in self.events if e["kind"] == kind and e["zygote"].startswith(zygote)]
 
     async def until(self, probe: Callable[[], Any]) -> Any:

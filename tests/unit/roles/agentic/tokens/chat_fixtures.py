@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from relax_rt.roles.agentic.tokens import ChatTemplate, PromptPlan, Sampled
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
+from relax_rt.roles.agentic.tokens.types import PromptPlan, Sampled
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.smollm2 import package_file
 from relax_rt.roles.models.tiny import character_tokenizer

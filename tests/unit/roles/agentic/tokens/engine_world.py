@@ -26,8 +26,9 @@ pytest.register_assert_rewrite("harness")
 
 from harness import MemorySource, model_of  # noqa: E402
 
-from relax_rt.roles.agentic.tokens import ChatTemplate, Tool  # noqa: E402
 from relax_rt.roles.agentic.tokens.parsers import Call, Parsed  # noqa: E402
+from relax_rt.roles.agentic.tokens.template import ChatTemplate  # noqa: E402
+from relax_rt.roles.agentic.tokens.types import Tool  # noqa: E402
 from relax_rt.roles.models.chat_template import written_arguments  # noqa: E402
 from relax_rt.roles.rollout.engines.base import Assembly, Chunk, Completion, GroupRequest, KvPolicy  # noqa: E402
 from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine  # noqa: E402

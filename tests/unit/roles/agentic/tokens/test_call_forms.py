@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from chat_fixtures import tiny
 
-from relax_rt.roles.agentic.tokens import ChatTemplate
 from relax_rt.roles.agentic.tokens.parsers import parse, tool_family
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.tokens.types import Tool
 
 

@@ -8,8 +8,8 @@ from copy import deepcopy
 import pytest
 from chat_fixtures import LLAMA3, MOVES_TOOLS, QWEN3, TOOLS, smollm2, tiny
 
-from relax_rt.roles.agentic.tokens import ChatTemplate
 from relax_rt.roles.agentic.tokens.parsers import TOOL_PARSERS, parse, split_reasoning, tool_family
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.transport.rpc.errors import Refused
 

@@ -13,7 +13,7 @@ from chat_fixtures import tiny, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_rt.roles.agentic.tokens import ChatTemplate
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
 
 PARSERS = {
     "glm47": "glm45",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from chat_fixtures import LLAMA3, MOVES_TOOLS, QWEN3, TOOLS, llama, qwen3, smollm2, tiny, user
 
-from relax_rt.roles.agentic.tokens import ChatTemplate
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.transport.rpc.errors import Refused
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}

@@ -28,19 +28,19 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from relax_rt.roles.agentic import Reply, Task  # noqa: E402
-from relax_rt.roles.agentic.episode import Limits, Played, Sampling, Talk, play  # noqa: E402
+from relax_rt.roles.agentic.episode import EpisodeChat, EpisodeLimits, PlayedEpisode, ReplySampling, play  # noqa: E402
 from relax_rt.roles.agentic.loading import Factory  # noqa: E402
 from relax_rt.roles.agentic.samples import make_sample  # noqa: E402
-from relax_rt.roles.agentic.tokens import TokenLedger  # noqa: E402
+from relax_rt.roles.agentic.tokens.ledger import TokenLedger  # noqa: E402
 from relax_rt.roles.base.sample import Sample, SampleMeta  # noqa: E402
 from relax_rt.roles.training.batch.collate import MicroBatch, collate  # noqa: E402
-from relax_rt.roles.training.batch.logprobs import predicted  # noqa: E402
+from relax_rt.roles.training.batch.logprobs import token_logprobs  # noqa: E402
 from relax_rt.roles.training.batch.rows import shared_rows  # noqa: E402
 from relax_rt.transport.queue.ledger.messages import Ticket  # noqa: E402
 
 TASK = Task(index=0, item="train-0", split="train", seed=7)
 TICKET = Ticket(group=4, prompt=9, attempt=1, size=2, version=1, lease_s=60.0)
-LIMITS = Limits(max_turns=64, max_new_tokens=10, turn_timeout_s=60.0, episode_timeout_s=120.0)
+LIMITS = EpisodeLimits(max_turns=64, max_new_tokens=10, turn_timeout_s=60.0, episode_timeout_s=120.0)
 TOLERANCE = 2e-4
 WORDS = st.sampled_from(["yes", "No, it is not.", "a\nb", "1 + 1 = 2", "<|eot|>", '{"a": 1}', "x" * 20])
 
@@ -65,21 +65,21 @@ class Client:
     views: list[View] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
 
-    async def talk(self, seed: int) -> Played:
+    async def talk(self, seed: int) -> PlayedEpisode:
         stops = chat().tokenizer.stop_ids | frozenset(chat().encode("abcdefghij"))
         ledger = TokenLedger(chat(), max_tokens=1 << 16, drift=self.drift, session="s")
-        sampling = Sampling(
+        sampling = ReplySampling(
             seed=seed, temperature=self.temperature, stop_ids=stops, session="s", routing=self.world.moe
         )
-        talk = Talk(ledger, self.world.generate, LIMITS, sampling)
+        talk = EpisodeChat(ledger, self.world.generate, LIMITS, sampling)
         return await play(Factory("test", lambda: self, blocking=False, plays=True), self.plays, TASK, talk, LIMITS)
 
-    async def plays(self, task: Task, talk: Talk) -> float:
+    async def plays(self, task: Task, talk: EpisodeChat) -> float:
         for _ in range(self.draw(st.integers(1, 4))):
             await self.step(talk)
         return 0.5
 
-    async def step(self, talk: Talk) -> None:
+    async def step(self, talk: EpisodeChat) -> None:
         asked = [self.following() for _ in range(self.draw(st.sampled_from([1, 1, 2])))]
         swap, kv = (
             self.draw(st.sampled_from(["", "before", "within"])),
@@ -136,7 +136,7 @@ class Client:
         return message
 
 
-def through_the_queue(played: Played, world: World) -> Sample:
+def through_the_queue(played: PlayedEpisode, world: World) -> Sample:
     """The sample as the trainer has it: its meta went over the wire."""
     sample = make_sample(
         TICKET,
@@ -200,7 +200,9 @@ def check_recomputed(client: Client, batch: MicroBatch, of: dict[int, tuple[int,
     """At a token's version the model gives its log-probability again, where its cache was of that version, too."""
     for version in {version for version, _ in of.values()}:
         with torch.no_grad():
-            again, _ = predicted(client.world.model(version), batch, temperature=client.temperature, autocast=False)
+            again, _ = token_logprobs(
+                client.world.model(version), batch, temperature=client.temperature, autocast=False
+            )
         caches = [of[place] for place in batch.token.tolist()]
         same, older = (torch.tensor([v == version and (kv == v) is own for v, kv in caches]) for own in (True, False))
         wrong = (again - batch.behaviour).abs() > TOLERANCE

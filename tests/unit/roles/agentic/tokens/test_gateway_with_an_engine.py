@@ -24,7 +24,7 @@ from harness import replayed, routed  # noqa: E402
 from openai import AsyncOpenAI  # noqa: E402
 
 from relax_rt.roles.agentic import Task  # noqa: E402
-from relax_rt.roles.agentic.episode import Played  # noqa: E402
+from relax_rt.roles.agentic.episode import PlayedEpisode  # noqa: E402
 from relax_rt.roles.agentic.samples import make_sample  # noqa: E402
 from relax_rt.roles.base.sample import Sample  # noqa: E402
 from relax_rt.roles.gateway.api import Closed  # noqa: E402
@@ -71,7 +71,7 @@ async def episode(world: World) -> Closed:
 
 def sample_of(closed: Closed, world: World) -> Sample:
     names = [said.id for said in closed.said]
-    played = Played(
+    played = PlayedEpisode(
         episode=closed.episode, rewards=dict.fromkeys(names, 0.5), states={}, truncated="", turns=4, cut=0, info={}
     )
     ticket = Ticket(group=4, prompt=9, attempt=1, size=2, version=1, lease_s=60.0)

@@ -14,9 +14,11 @@ from chat_fixtures import LLAMA3, QWEN3, TOOLS, llama, prompt_text, smollm2, tin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_rt.roles.agentic.tokens import ChatTemplate, Drift, PromptPlan, Reply, Sampled, TokenLedger
+from relax_rt.roles.agentic.tokens.ledger import TokenLedger
 from relax_rt.roles.agentic.tokens.messages import message_key
-from relax_rt.roles.agentic.tokens.tree import Load
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
+from relax_rt.roles.agentic.tokens.tree import TokenBudget
+from relax_rt.roles.agentic.tokens.types import Drift, PromptPlan, Reply, Sampled
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 WORDS = st.sampled_from(["yes", "No, it is not.", "a\nb", "1 + 1 = 2", "<b>", '{"a": 1}', "<tool", "x" * 30])
@@ -196,7 +198,7 @@ def check_rows(session: Session) -> None:
     assert held <= 4 * session.book._tree.load.tokens
 
 
-def counted(book: TokenLedger) -> Load:
+def counted(book: TokenLedger) -> TokenBudget:
     """What a session comes to, added up anew."""
     tree, ends = book._tree, []
     for call in tree.calls.values():
@@ -207,7 +209,7 @@ def counted(book: TokenLedger) -> Load:
         prompt = before + len(call.tokens)
         ends += [prompt + call.held] * call.waiting
         ends += [prompt + len(s.what.tokens) for s in call.said if not any(one.extends for one in s.calls)]
-    return Load(len(ends), sum(ends))
+    return TokenBudget(len(ends), sum(ends))
 
 
 def check(session: Session) -> None:

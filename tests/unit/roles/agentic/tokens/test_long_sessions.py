@@ -7,27 +7,41 @@ from itertools import pairwise
 
 from chat_fixtures import says, tiny, user
 
-from relax_rt.roles.agentic.tokens import ChatTemplate, Sampled, TokenLedger
-from relax_rt.roles.agentic.tokens.tree import Call, Load, Said, Tree, calls_under, chain, token_chain
+from relax_rt.roles.agentic.tokens.ledger import TokenLedger
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
+from relax_rt.roles.agentic.tokens.tree import (
+    CallNode,
+    CompletionNode,
+    TokenBudget,
+    Tree,
+    calls_below,
+    completion_path,
+    token_path,
+)
+from relax_rt.roles.agentic.tokens.types import Sampled
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 TURNS = 3000
 WHAT = Sampled((7, 8), (-1.0, -2.0), (VersionSpan(0, 2, 1, 1),), "stop")
 
 
-def grown(tree: Tree, turns: int) -> Said:
+def grown(tree: Tree, turns: int) -> CompletionNode:
     """A conversation of so many turns, three tokens rendered and two sampled in each."""
-    said: Said | None = None
+    completion: CompletionNode | None = None
     for number in range(turns):
         message = {"role": "user", "content": str(number)}
         key = ("user", str(number))
-        extends = said is not None
-        call = Call(number, number, said, (key,), (message,), "continuation", (), 1, tokens=(1, 2, 3), extends=extends)
+        extends = completion is not None
+        call = CallNode(
+            number, number, completion, (key,), (message,), "continuation", (), 1, tokens=(1, 2, 3), extends=extends
+        )
         tree.add(call)
-        said = Said(f"s-{number}", number, call, WHAT, {("assistant", str(number))}, {"role": "assistant"}, "x")
-        tree.answer(said)
-    assert said is not None
-    return said
+        completion = CompletionNode(
+            f"s-{number}", number, call, WHAT, {("assistant", str(number))}, {"role": "assistant"}, "x"
+        )
+        tree.answer(completion)
+    assert completion is not None
+    return completion
 
 
 def test_a_conversation_may_be_longer_than_the_stack() -> None:
@@ -35,16 +49,16 @@ def test_a_conversation_may_be_longer_than_the_stack() -> None:
     last = grown(tree, TURNS)
     assert 2 * sys.getrecursionlimit() < TURNS
     assert (last.end, last.depth) == (5 * TURNS, 2 * TURNS)
-    assert tree.load == Load(1, 5 * TURNS)
-    assert len(chain(last)) == len(token_chain(last)) == TURNS
+    assert tree.load == TokenBudget(1, 5 * TURNS)
+    assert len(completion_path(last)) == len(token_path(last)) == TURNS
     first = tree.first[0]
     # Given up as a whole: nothing is left of it.
-    for call in list(calls_under(first)):
-        tree.give_up(call)
-        for said in call.said:
-            said.trained = False
-    tree.prune(list(calls_under(first)))
-    assert (tree.calls, tree.said, tree.first, tree.load) == ({}, {}, [], Load(0, 0))
+    for call in list(calls_below(first)):
+        tree.abandon(call)
+        for completion in call.completions:
+            completion.trained = False
+    tree.prune(list(calls_below(first)))
+    assert (tree.calls, tree.completions, tree.first, tree.load) == ({}, {}, [], TokenBudget(0, 0))
 
 
 def test_a_session_of_many_turns() -> None:

@@ -10,7 +10,9 @@ import pytest
 from call_templates import KIMI_K2
 from chat_fixtures import MOVES_TOOLS, QWEN3, TOOLS, made, prompt_text, qwen3, says, smollm2, tiny, tokens_of, user
 
-from relax_rt.roles.agentic.tokens import Branch, ChatTemplate, Counts, PromptPlan, Reply, Sampled, TokenLedger
+from relax_rt.roles.agentic.tokens.ledger import TokenLedger
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
+from relax_rt.roles.agentic.tokens.types import Branch, Counts, PromptPlan, Reply, Sampled
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Gone, Refused
 

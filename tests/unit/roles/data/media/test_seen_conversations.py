@@ -15,8 +15,10 @@ from tiny_sight import PLACES, part, picture
 pytest.importorskip("torch")
 pytest.importorskip("PIL")
 
-from relax_rt.roles.agentic.tokens import ChatTemplate, Message, PromptPlan, Sampled, TokenLedger
+from relax_rt.roles.agentic.tokens.ledger import TokenLedger
 from relax_rt.roles.agentic.tokens.pictures import ingest_pictures
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
+from relax_rt.roles.agentic.tokens.types import Message, PromptPlan, Sampled
 from relax_rt.roles.data.media.pictures import MOST_PICTURES, Shown, opened
 from relax_rt.roles.data.media.sight import Sight, load_sight
 from relax_rt.roles.models.tokenizer import load_tokenizer
@@ -81,7 +83,7 @@ async def test_tokens_are_those_of_the_processor_and_later_turns_extend_them(
     for turn in turns:
         content = [part(picture(one)) if isinstance(one, int) else {"type": "text", "text": one} for one in turn]
         shown += [picture(one) for one in turn if isinstance(one, int)]
-        messages = await ingest_pictures([*messages, {"role": "user", "content": content}], book)
+        messages = await ingest_pictures([*messages, {"role": "user", "content": content}], book.sight, book.show)
         plan = book.prompt(messages, previous=previous if named else None)
         whole(plan, chat.sight)
         assert [one.data for one in plan.media] == shown
@@ -109,7 +111,7 @@ async def test_another_picture_is_another_conversation(chat: ChatTemplate) -> No
 
     async def asked(number: int, *more: Message) -> PromptPlan:
         first = {"role": "user", "content": [{"type": "text", "text": "what?"}, part(picture(number))]}
-        return book.prompt(await ingest_pictures([first, *more], book))
+        return book.prompt(await ingest_pictures([first, *more], book.sight, book.show))
 
     plan = await asked(1)
     reply = book.sampled(plan, said(chat, draw))
@@ -124,11 +126,11 @@ async def test_another_picture_is_another_conversation(chat: ChatTemplate) -> No
 async def test_a_text_cannot_take_a_pictures_place(chat: ChatTemplate) -> None:
     book = ledger(chat)
     for content in ("look: <image>", [{"type": "text", "text": "<image>"}, part(picture(1))]):
-        messages = await ingest_pictures([{"role": "user", "content": content}], book)
+        messages = await ingest_pictures([{"role": "user", "content": content}], book.sight, book.show)
         with pytest.raises(Refused, match="'<image>' stands there"):
             book.prompt(messages)
     assert book.episode().counts.first == 0
-    messages = await ingest_pictures([{"role": "user", "content": [part(picture(1))]}], book)
+    messages = await ingest_pictures([{"role": "user", "content": [part(picture(1))]}], book.sight, book.show)
     assert len(book.prompt(messages).media) == 1
 
 
@@ -136,19 +138,19 @@ async def test_pictures_of_an_episode_are_bounded(chat: ChatTemplate) -> None:
     size = len(picture(0))
     book = ledger(chat, max_media_bytes=2 * size + 100)
     one, two, three = ([{"role": "user", "content": [part(picture(n))]}] for n in range(3))
-    await ingest_pictures(one, book)
-    await ingest_pictures(two, book)
-    await ingest_pictures(one, book)
+    await ingest_pictures(one, book.sight, book.show)
+    await ingest_pictures(two, book.sight, book.show)
+    await ingest_pictures(one, book.sight, book.show)
     with pytest.raises(Refused, match=r"raise roles\.env\.media_kib"):
-        await ingest_pictures(three, book)
+        await ingest_pictures(three, book.sight, book.show)
     many = [{"role": "user", "content": [part(picture(0))] * (MOST_PICTURES + 1)}]
     with pytest.raises(Refused, match=f"at most {MOST_PICTURES} are taken"):
-        await ingest_pictures(many, ledger(chat))
+        await ingest_pictures(many, ledger(chat).sight, ledger(chat).show)
 
 
 async def test_a_budget_counts_the_tokens_of_pictures(chat: ChatTemplate) -> None:
     book = ledger(chat, max_tokens=PLACES)
-    messages = await ingest_pictures([{"role": "user", "content": [part(picture(1))]}], book)
+    messages = await ingest_pictures([{"role": "user", "content": [part(picture(1))]}], book.sight, book.show)
     with pytest.raises(Refused, match="max_tokens"):
         book.prompt(messages)
 
@@ -156,7 +158,7 @@ async def test_a_budget_counts_the_tokens_of_pictures(chat: ChatTemplate) -> Non
 async def test_a_model_of_texts_takes_none(seeing: Path) -> None:
     book = ledger(ChatTemplate(load_tokenizer(seeing)))
     messages = [{"role": "user", "content": [part(picture(1))]}]
-    assert await ingest_pictures(messages, book) is messages
+    assert await ingest_pictures(messages, book.sight, book.show) is messages
 
 
 def test_a_template_without_places_is_refused(seeing: Path) -> None:

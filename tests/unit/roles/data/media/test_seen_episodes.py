@@ -17,12 +17,13 @@ from tiny_sight import CONTEXT, part, picture
 
 from relax_rt.roles.agentic import Observation, Reply, Step, Task
 from relax_rt.roles.agentic.adapters.gymnasium import picture as drawn
-from relax_rt.roles.agentic.episode import Limits, Sampling, Talk, play
+from relax_rt.roles.agentic.episode import EpisodeChat, EpisodeLimits, ReplySampling, play
 from relax_rt.roles.agentic.errors import EnvironmentFailed
 from relax_rt.roles.agentic.loading import Factory
-from relax_rt.roles.agentic.replay_cache import Replies
+from relax_rt.roles.agentic.replay_cache import ReplayCache
 from relax_rt.roles.agentic.samples import make_sample
-from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
+from relax_rt.roles.agentic.tokens.ledger import TokenLedger
+from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.base.sample import Sample, generated_columns, read_sample
 from relax_rt.roles.data.media.pictures import Shown, digest_of
 from relax_rt.roles.data.media.sight import load_sight
@@ -38,7 +39,7 @@ from relax_rt.transport.queue.ledger.messages import Ticket
 pytest.importorskip("torch")
 pytest.importorskip("PIL")
 TASK = Task(index=0, item="train-0", split="train", seed=7)
-LIMITS = Limits(max_turns=8, max_new_tokens=8, turn_timeout_s=20.0, episode_timeout_s=60.0)
+LIMITS = EpisodeLimits(max_turns=8, max_new_tokens=8, turn_timeout_s=20.0, episode_timeout_s=60.0)
 
 
 class World:
@@ -69,11 +70,11 @@ class World:
         assert life.outcome is not None
         return life.outcome
 
-    def talk(self, kept: Replies | None = None) -> Talk:
+    def talk(self, kept: ReplayCache | None = None) -> EpisodeChat:
         ledger = TokenLedger(self.chat, max_tokens=CONTEXT, session="s")
-        sampling = Sampling(seed=3, temperature=1.0, stop_ids=self.chat.tokenizer.stop_ids, session="s")
-        found = Talk(ledger, self.generate, LIMITS, sampling)
-        found.kept = kept
+        sampling = ReplySampling(seed=3, temperature=1.0, stop_ids=self.chat.tokenizer.stop_ids, session="s")
+        found = EpisodeChat(ledger, self.generate, LIMITS, sampling)
+        found.replay = kept
         return found
 
 
@@ -185,14 +186,14 @@ async def test_branches_have_the_pictures_of_their_own(world: World) -> None:
 
 
 async def test_a_reply_is_given_again_only_behind_the_same_pictures(world: World, tmp_path: Path) -> None:
-    await play(factory(Gallery), Gallery(), TASK, world.talk(Replies(tmp_path / "kept")), LIMITS)
+    await play(factory(Gallery), Gallery(), TASK, world.talk(ReplayCache(tmp_path / "kept")), LIMITS)
     made = len(world.asked)
-    again = Replies(tmp_path / "kept")
+    again = ReplayCache(tmp_path / "kept")
     await play(factory(Gallery), Gallery(), TASK, world.talk(again), LIMITS)
-    assert again.used == 4 and len(world.asked) == made
-    other = Replies(tmp_path / "kept")
+    assert again.replayed == 4 and len(world.asked) == made
+    other = ReplayCache(tmp_path / "kept")
     await play(factory(Gallery), Gallery(seed=5), TASK, world.talk(other), LIMITS)
-    assert other.used == 0 and len(world.asked) == made + 4
+    assert other.replayed == 0 and len(world.asked) == made + 4
 
 
 @pytest.mark.parametrize(

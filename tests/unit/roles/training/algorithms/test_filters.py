@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_rt.roles.training.algorithms.filters import Drop, Refill, ScoredGroup
+from relax_rt.roles.training.algorithms.filters import FilteredGroup, RefillPolicy, ScoredGroup
 from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
-from relax_rt.roles.training.algorithms.registry import Bound, bind, bound, part
+from relax_rt.roles.training.algorithms.registry import BoundPart, bind, bound, part
 from relax_rt.roles.training.algorithms.samplers import PromptSampler, uniform
 from relax_rt.roles.training.algorithms.settings import RefillOptions
 from relax_rt.transport.rpc.errors import Refused
@@ -66,16 +66,16 @@ def test_filters(rule: Any, rewards: list[float], cut: list[bool], why: str) -> 
     assert bound("filter", rule)(ScoredGroup(0, "q", rewards, cut), PromptHistory()) == why
 
 
-def refill(wanted: int = 2, **options: float) -> Refill:
-    return Refill(wanted, [bound("filter", "zero_variance")], PromptHistory(), RefillOptions(**options))
+def refill(wanted: int = 2, **options: float) -> RefillPolicy:
+    return RefillPolicy(wanted, [bound("filter", "zero_variance")], PromptHistory(), RefillOptions(**options))
 
 
 def test_a_filter_of_ones_own_may_answer_with_numpys_truth(tmp_path: Path) -> None:
     text = "import numpy as np\ndef dull(group, history, options):\n    return np.std(group.rewards) < 0.1\n"
     (tmp_path / "mine.py").write_text(text)
     rule = bind("filter", "mine.py:dull", ("algorithm", "filters"), base=tmp_path, defaults={})
-    assert isinstance(rule, Bound)
-    own = Refill(2, [rule], PromptHistory(), RefillOptions())
+    assert isinstance(rule, BoundPart)
+    own = RefillPolicy(2, [rule], PromptHistory(), RefillOptions())
     assert [own.scored(group, 1) is None for group in (good(0), dull(1))] == [True, False]
 
 
@@ -92,7 +92,7 @@ def test_a_dull_group_is_dropped_and_more_are_made_for_it() -> None:
     machine.begin()
     assert (machine.state, machine.spare) == ("lacking", 0)
     assert machine.scored(good(0), 1) is None
-    assert machine.scored(dull(1), 1) == Drop(1, "zero_variance", "zero_variance: all rewards are 1")
+    assert machine.scored(dull(1), 1) == FilteredGroup(1, "zero_variance", "zero_variance: all rewards are 1")
     # One lacks, and half of what was scored of late was kept.
     assert (machine.state, machine.spare) == ("lacking", 1)
     assert machine.scored(good(2), 1) is None
@@ -120,7 +120,7 @@ def test_a_step_is_not_waited_for_for_ever() -> None:
         assert (machine.state, barren.state) == ("lacking", "lacking")
         machine.scored(dull(key), 1)
         barren.scored(dull(key), 1)
-    assert (machine.state, barren.state) == ("short", "barren")
+    assert (machine.state, barren.state) == ("short", "none_passed")
     # Nor are all prompts asked for at once.
     assert barren.spare <= 4
 
@@ -138,7 +138,8 @@ def test_every_group_is_judged_once_and_what_is_under_way_suffices(
         there, lacking = sum(step), max(0, wanted - sum(step))
         assert 0 <= machine.spare <= lacking * over * most + 1
         assert (lacking > 0) or machine.spare == 0
-        wants = "full" if not lacking else "lacking" if len(step) < most * wanted else "short" if there else "barren"
+        ended = "short" if there else "none_passed"
+        wants = "full" if not lacking else "lacking" if len(step) < most * wanted else ended
         assert machine.state == wants
         if machine.state != "lacking":
             machine.begin()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.training.algorithms.advantages import apply_truncation, group_advantages
 from relax_rt.roles.training.algorithms.objective import Objective
-from relax_rt.roles.training.algorithms.registry import OwnPartFailed, bound, parts
+from relax_rt.roles.training.algorithms.registry import UserPartFailed, bound, parts
 from relax_rt.roles.training.algorithms.settings import PRESETS, AlgorithmTable
 from relax_rt.roles.training.algorithms.tensors import TokenTensors, merge
 from relax_rt.transport.rpc.errors import Refused
@@ -442,7 +442,7 @@ def test_a_users_own_parts_by_import_path(tmp_path: Any) -> None:
     loss, metrics = objective.loss(given_)
     torch.testing.assert_close(loss, -3 * (given_.advantages * given_.logprobs).sum())
     assert metrics["mine"] == 1.0
-    with pytest.raises(OwnPartFailed, match=r"advantage 'mine.py:short' .*it returned shape \(1,\) for a sample of 2"):
+    with pytest.raises(UserPartFailed, match=r"advantage 'mine.py:short' .*it returned shape \(1,\) for a sample of 2"):
         Objective.of(AlgorithmTable(advantage="mine.py:short"), base=tmp_path).advantages([one])
     for table, why in (
         ({"aggregation": "mine.py:halves"}, "aggregation 'mine.py:halves' has no function 'count'"),

@@ -12,7 +12,7 @@ from relax_rt.config.loader import load_config, read_resolved, write_resolved
 from relax_rt.config.problems import ConfigErrors
 from relax_rt.roles.config.algorithm_checks import check_algorithm
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.training.algorithms.objective import COMMON_OPTIONS, Objective, Parts
+from relax_rt.roles.training.algorithms.objective import COMMON_OPTIONS, Objective, ObjectiveParts
 from relax_rt.roles.training.algorithms.registry import Kind, parts
 from relax_rt.roles.training.algorithms.settings import PRESETS, AlgorithmTable
 
@@ -21,7 +21,7 @@ BARE = [(kind, name) for kind in OF_OBJECTIVE for name in parts(cast(Kind, kind)
 LENGTH = 64
 
 
-def bound_parts(table: AlgorithmTable) -> Parts:
+def bound_parts(table: AlgorithmTable) -> ObjectiveParts:
     return Objective.of(table, longest=LENGTH).parts
 
 

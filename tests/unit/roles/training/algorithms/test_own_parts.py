@@ -11,11 +11,11 @@ from algorithm_samples import sample, tokens
 
 from relax_rt.roles.config.algorithm_checks import check_own_parts
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.training.algorithms.dry_run import Asked, Found, first_failure
-from relax_rt.roles.training.algorithms.filters import Refill, ScoredGroup
+from relax_rt.roles.training.algorithms.dry_run import DryRunFailure, DryRunRequest, first_failure
+from relax_rt.roles.training.algorithms.filters import RefillPolicy, ScoredGroup
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
-from relax_rt.roles.training.algorithms.registry import Bound, OwnPartFailed, bind
+from relax_rt.roles.training.algorithms.registry import BoundPart, UserPartFailed, bind
 from relax_rt.roles.training.algorithms.samplers import PromptSampler
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend.settings import TrainerSettings
@@ -177,14 +177,14 @@ def loss(base: Path, **table: Any) -> None:
     Objective.of(AlgorithmTable(**table), base=base).loss(tokens([2, 3]))
 
 
-def own(kind: Any, name: str, base: Path) -> Bound:
+def own(kind: Any, name: str, base: Path) -> BoundPart:
     found = bind(kind, f"mine.py:{name}", ("algorithm", kind), base=base, defaults={})
-    assert isinstance(found, Bound)
+    assert isinstance(found, BoundPart)
     return found
 
 
 def filtering(base: Path, name: str) -> None:
-    refill = Refill(1, [own("filter", name, base)], PromptHistory())
+    refill = RefillPolicy(1, [own("filter", name, base)], PromptHistory())
     refill.scored(ScoredGroup(7, "item 7", [0.0, 1.0]), 1)
 
 
@@ -201,10 +201,10 @@ def test_what_it_raises_is_told_with_line_and_arguments_and_ends_the_run(base: P
         (lambda: loss(base, loss=mine), "loss", "TokenTensors(logprobs float64 [5], behaviour float64 [5]"),
         (lambda: loss(base, corrections=[mine]), "correction", "mask bool [5]"),
         (lambda: filtering(base, "raises"), "filter", "ScoredGroup(key 7, item 'item 7', rewards 2 x 0.0"),
-        (lambda: sampling(base, "raises"), "sampler", "Choice(index 3, step 1, usual 1, items 2 x 'a'"),
+        (lambda: sampling(base, "raises"), "sampler", "SamplerContext(index 3, step 1, usual 1, items 2 x 'a'"),
     ]
     for call, kind, on in calls:
-        with pytest.raises(OwnPartFailed) as caught:
+        with pytest.raises(UserPartFailed) as caught:
             call()
         text = str(caught.value)
         assert text.startswith(f"{kind} 'mine.py:raises' (algorithm.{kind}"), text
@@ -216,7 +216,7 @@ def test_what_it_raises_is_told_with_line_and_arguments_and_ends_the_run(base: P
 
 
 def test_leaving_the_process_is_a_failure_of_the_part(base: Path) -> None:
-    with pytest.raises(OwnPartFailed, match="SystemExit: enough at"):
+    with pytest.raises(UserPartFailed, match="SystemExit: enough at"):
         loss(base, loss="mine.py:leaves")
 
 
@@ -238,7 +238,7 @@ def test_leaving_the_process_is_a_failure_of_the_part(base: Path) -> None:
 )
 def test_what_it_returns_wrongly_is_told(base: Path, key: str, name: str, why: str) -> None:
     target = f"mine.py:{name}"
-    with pytest.raises(OwnPartFailed) as caught:
+    with pytest.raises(UserPartFailed) as caught:
         match key:
             case "filter":
                 filtering(base, name)
@@ -272,8 +272,8 @@ def config_of(base: Path, keys: dict[str, Any], trainer: dict[str, Any] | None =
     return config.model_copy(update={"config_dir": str(base), "roles": roles})
 
 
-def called(base: Path, keys: dict[str, Any], seconds: float = 30.0) -> Found | None:
-    return first_failure(Asked(AlgorithmTable(**keys), base, longest=16, turns=False, calls_s=seconds))
+def called(base: Path, keys: dict[str, Any], seconds: float = 30.0) -> DryRunFailure | None:
+    return first_failure(DryRunRequest(AlgorithmTable(**keys), base, longest=16, turns=False, calls_s=seconds))
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,16 @@ import pytest
 
 from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
 from relax_rt.roles.training.algorithms.registry import bound
-from relax_rt.roles.training.algorithms.samplers import Ahead, PromptSampler
+from relax_rt.roles.training.algorithms.samplers import PromptLookahead, PromptSampler
 from relax_rt.transport.rpc.errors import Refused
 
 ITEMS = [f"q{i}" for i in range(50)]
 CURRICULUM = {"name": "curriculum", "candidates": 200, "width": 0.1}
 
 
-def ahead_of(rule: Any, history: PromptHistory, **options: Any) -> Ahead:
+def ahead_of(rule: Any, history: PromptHistory, **options: Any) -> PromptLookahead:
     made = PromptSampler(bound("sampler", rule), ITEMS, lambda i: i % len(ITEMS), seed=0, history=history)
-    return Ahead(made, history, places=30, **options)
+    return PromptLookahead(made, history, places=30, **options)
 
 
 def test_what_comes_next_is_chosen_again_until_it_is_given_out() -> None:

@@ -17,8 +17,8 @@ from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.training.algorithms.settings import ColdStartTable
-from relax_rt.roles.training.sft.data import ColdData, Faults, load, samples_of
-from relax_rt.roles.training.sft.phase import batches, total
+from relax_rt.roles.training.sft.data import SftData, UnusableRows, load_sft_data, sft_samples
+from relax_rt.roles.training.sft.phase import step_batches, total_steps
 from relax_rt.transport.rpc.errors import RelaxError
 
 
@@ -27,10 +27,10 @@ def source_of(config: RLConfig, home: Path) -> PromptSource:
     return PromptSource.load(config.data, tokenizer, seed=config.run.seed, config_dir=home)
 
 
-def loaded(home: Path, *overrides: str) -> tuple[ColdData, PromptSource]:
+def loaded(home: Path, *overrides: str) -> tuple[SftData, PromptSource]:
     config = config_of(home, *overrides)
     source = source_of(config, home)
-    return load(config, home, source, load_tokenizer(home / "model")), source
+    return load_sft_data(config, home, source, load_tokenizer(home / "model")), source
 
 
 def test_the_runs_own_answers_are_those_of_its_training_prompts(home: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_larger_share_for_validation_is_a_superset(home: Path) -> None:
     small, _ = loaded(home, "cold_start.answers=true", "cold_start.held_out=0.1")
     large, _ = loaded(home, "cold_start.answers=true", "cold_start.held_out=0.4")
 
-    def texts(data: ColdData) -> set[bytes]:
+    def texts(data: SftData) -> set[bytes]:
         return {item.sequences[0].tokens.tobytes() for item in data.validation}
 
     assert texts(small) < texts(large)
@@ -113,7 +113,7 @@ def test_pairs_are_groups_of_two_with_the_preferred_one_first(home: Path) -> Non
     rows = [{"prompt": f"q{n}", "chosen": "yes", "rejected": "no!"} for n in range(3)]
     name = write_rows(home / "rows.jsonl", rows)
     data, _ = loaded(home, f'cold_start.path="{name}"', 'cold_start.kind="dpo"', "cold_start.held_out=0")
-    samples = samples_of(data.train)
+    samples = sft_samples(data.train)
     assert [(s.meta.group, s.meta.member, s.reward) for s in samples[:4]] == [
         (0, 0, 1),
         (0, 1, 0),
@@ -126,7 +126,7 @@ def test_pairs_are_groups_of_two_with_the_preferred_one_first(home: Path) -> Non
 
 def test_faults_are_raised_together(home: Path) -> None:
     name = write_rows(home / "rows.jsonl", [{"prompt": "a"}, {"prompt": "a", "completion": "b"}, 3])
-    with pytest.raises(Faults) as caught:
+    with pytest.raises(UnusableRows) as caught:
         loaded(home, f'cold_start.path="{name}"')
     assert [error.what.rpartition(":")[2] for error in caught.value.each] == ["1", "3"]
 
@@ -192,8 +192,8 @@ def test_a_pass_takes_every_row_once_and_steps_are_as_large_as_they_may_be(
     sizes: list[int], batch: int, tokens: int | None, epochs: int, seed: int
 ) -> None:
     table = ColdStartTable(answers=True, batch=batch, batch_tokens=tokens, epochs=epochs)
-    steps = list(batches(table, sizes, seed))
-    assert len(steps) == total(table, sizes, seed)
+    steps = list(step_batches(table, sizes, seed))
+    assert len(steps) == total_steps(table, sizes, seed)
     flat = [row for step in steps for row in step]
     for number in range(epochs):
         assert sorted(flat[number * len(sizes) : (number + 1) * len(sizes)]) == list(range(len(sizes)))
@@ -207,7 +207,9 @@ def test_a_pass_takes_every_row_once_and_steps_are_as_large_as_they_may_be(
 
 def test_steps_go_on_over_as_many_passes_as_they_need() -> None:
     table = ColdStartTable(answers=True, batch=4, steps=10)
-    steps = list(batches(table, [1] * 6, 0))
-    assert total(table, [1] * 6, 0) == len(steps) == 10 and all(len(step) == 4 for step in steps)
-    assert list(islice(batches(table, [1] * 6, 0), 7, 10)) == steps[7:], "a resumed phase goes on with the same rows"
-    assert list(batches(table, [1] * 6, 1)) != steps
+    steps = list(step_batches(table, [1] * 6, 0))
+    assert total_steps(table, [1] * 6, 0) == len(steps) == 10 and all(len(step) == 4 for step in steps)
+    assert list(islice(step_batches(table, [1] * 6, 0), 7, 10)) == steps[7:], (
+        "a resumed phase goes on with the same rows"
+    )
+    assert list(step_batches(table, [1] * 6, 1)) != steps

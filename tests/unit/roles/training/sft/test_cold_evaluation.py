@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from relax_rt.roles.evaluation.sets import AFTER_COLD_START, MAIN, Course, Recipe
+from relax_rt.roles.evaluation.sets import AFTER_COLD_START, MAIN, EvaluationSchedule, SetSpec
 
-RECIPE = Recipe(
+SPEC = SetSpec(
     name=MAIN,
     table=None,
     items=4,
@@ -19,12 +19,12 @@ RECIPE = Recipe(
 )
 
 
-def walk(course: Course, versions: list[tuple[int, int]]) -> list[str]:
+def walk(schedule: EvaluationSchedule, versions: list[tuple[int, int]]) -> list[str]:
     """What is evaluated when these versions (step, number) come."""
     found = []
     for step, version in versions:
-        if when := course.when(step, version):
-            course.take({"when": when, "step": step})
+        if when := schedule.when(step, version):
+            schedule.record({"when": when, "step": step})
             found.append(when)
     return found
 
@@ -32,18 +32,18 @@ def walk(course: Course, versions: list[tuple[int, int]]) -> list[str]:
 def test_the_weights_after_it_are_evaluated_once() -> None:
     # The model as it is, then the cold start's, published twice because the trainer died; then RL's.
     versions = [(0, 0), (0, 1), (0, 2), (1, 3), (2, 4), (4, 5)]
-    course = Course(RECIPE, 4, cold_start=True)
-    assert walk(course, versions) == ["before", AFTER_COLD_START, "during", "after"]
-    assert RECIPE.count(AFTER_COLD_START) == 4
-    assert walk(Course(RECIPE, 4), versions) == ["before", "during", "after"]
+    schedule = EvaluationSchedule(SPEC, 4, cold_start=True)
+    assert walk(schedule, versions) == ["before", AFTER_COLD_START, "during", "after"]
+    assert SPEC.count(AFTER_COLD_START) == 4
+    assert walk(EvaluationSchedule(SPEC, 4), versions) == ["before", "during", "after"]
 
 
 def test_an_evaluator_that_comes_back_does_not_do_it_again() -> None:
-    course = Course(RECIPE, 4, cold_start=True)
+    schedule = EvaluationSchedule(SPEC, 4, cold_start=True)
     for when in ("before", AFTER_COLD_START):
-        course.take({"when": when, "step": 0})
-    assert walk(course, [(0, 2), (2, 3)]) == ["during"]
+        schedule.record({"when": when, "step": 0})
+    assert walk(schedule, [(0, 2), (2, 3)]) == ["during"]
 
 
 def test_one_that_was_busy_leaves_it_out() -> None:
-    assert walk(Course(RECIPE, 4, cold_start=True), [(0, 0), (3, 4), (4, 5)]) == ["before", "during", "after"]
+    assert walk(EvaluationSchedule(SPEC, 4, cold_start=True), [(0, 0), (3, 4), (4, 5)]) == ["before", "during", "after"]

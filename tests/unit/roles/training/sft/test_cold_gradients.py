@@ -14,15 +14,15 @@ transformers = pytest.importorskip("transformers")
 
 from relax_rt.roles.models.tokenizer import load_tokenizer  # noqa: E402
 from relax_rt.roles.training.algorithms.objective import Objective  # noqa: E402
-from relax_rt.roles.training.sft.data import ColdItem, encode, lay_out, samples_of  # noqa: E402  # noqa: E402
-from relax_rt.roles.training.sft.phase import cold_algorithm  # noqa: E402
+from relax_rt.roles.training.sft.data import SftItem, encode_texts, sft_samples, split_conversation  # noqa: E402  # noqa: E402
+from relax_rt.roles.training.sft.phase import phase_algorithm  # noqa: E402
 from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 
 BUDGETS = (16, 90, 4096)
 BETA = 0.3
 
 
-def items(home: Path, *, pairs: bool) -> list[ColdItem]:
+def items(home: Path, *, pairs: bool) -> list[SftItem]:
     """Conversations of any length, some of several turns; two share their prompt."""
     made = load_tokenizer(home / "model")
     found = []
@@ -31,8 +31,8 @@ def items(home: Path, *, pairs: bool) -> list[ColdItem]:
         if number % 2 and not pairs:
             messages += [{"role": "assistant", "content": "hm"}, {"role": "user", "content": "go on"}]
         said = ["a" * (1 + 3 * number), "b" * (8 - number)]
-        texts = [lay_out(made, messages, one, every_turn=not pairs) for one in said[: 2 if pairs else 1]]
-        found.append(ColdItem(tuple(encode(made, texts))))
+        texts = [split_conversation(made, messages, one, every_turn=not pairs) for one in said[: 2 if pairs else 1]]
+        found.append(SftItem(tuple(encode_texts(made, texts))))
     return found
 
 
@@ -51,7 +51,7 @@ def wanted_gradients(home: Path, loss_of: Any) -> dict[str, Any]:
 
 def check(home: Path, kind: str, samples: list[Any], wanted: dict[str, Any]) -> None:
     config = config_of(home, 'cold_start.path="x.jsonl"', f'cold_start.kind="{kind}"', *_beta(kind))
-    algorithm = cold_algorithm(config, 1).model_copy(update={"max_grad_norm": 1e9})
+    algorithm = phase_algorithm(config, 1).model_copy(update={"max_grad_norm": 1e9})
     assert max(float(gradient.abs().max()) for gradient in wanted.values()) > 1e-3
     for budget in BUDGETS:
         trainer = TorchBackend(
@@ -84,7 +84,7 @@ def test_supervised_steps_are_the_mean_cross_entropy_of_all_learnt_tokens(home: 
         each = [logprobs(model, row.sequences[0].tokens)[row.sequences[0].mask != 0] for row in rows]
         return -torch.cat(each).mean()
 
-    check(home, "sft", samples_of(rows), wanted_gradients(home, loss))
+    check(home, "sft", sft_samples(rows), wanted_gradients(home, loss))
 
 
 def test_preference_steps_are_the_mean_loss_of_pairs(home: Path) -> None:
@@ -105,4 +105,4 @@ def test_preference_steps_are_the_mean_loss_of_pairs(home: Path) -> None:
             losses.append(-torch.nn.functional.logsigmoid(BETA * (gaps[0] - gaps[1])))
         return torch.stack(losses).mean()
 
-    check(home, "dpo", samples_of(rows, reference), wanted_gradients(home, loss))
+    check(home, "dpo", sft_samples(rows, reference), wanted_gradients(home, loss))

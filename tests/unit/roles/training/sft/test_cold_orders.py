@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend import gang
-from relax_rt.roles.training.backend.gang import Order
+from relax_rt.roles.training.backend.gang import GangCommand
 
 TABLES = [
     AlgorithmTable(name="sft", learning_rate=1e-4, warmup_steps=3, adam_betas=(0.8, 0.95)),
@@ -41,7 +41,7 @@ def test_ranks_use_what_rank_0_uses(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, table: AlgorithmTable, temperature: float | None
 ) -> None:
     wire: list[bytes] = []
-    monkeypatch.setattr(gang, "give", lambda order, group: wire.append(msgspec.msgpack.encode(order)))
+    monkeypatch.setattr(gang, "send_command", lambda order, group: wire.append(msgspec.msgpack.encode(order)))
     first, other = Rank(), Rank()
     objective = Objective.of(table, base=tmp_path, longest=11)
     made: Any = first
@@ -49,7 +49,7 @@ def test_ranks_use_what_rank_0_uses(
     assert first.used == [(objective, table, temperature)]
     (order,) = wire
     follower: Any = other
-    gang.Follower(follower)._carry_out(msgspec.msgpack.decode(order, type=Order))
+    gang.Follower(follower)._carry_out(msgspec.msgpack.decode(order, type=GangCommand))
     ((theirs, settings, heat),) = other.used
     assert settings == table and heat == temperature
     assert (theirs.needs, theirs.base, theirs.longest) == (objective.needs, tmp_path, 11)

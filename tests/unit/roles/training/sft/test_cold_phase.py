@@ -19,15 +19,15 @@ from relax_rt.roles.config.sections import RLConfig  # noqa: E402
 from relax_rt.roles.training.algorithms.objective import Objective  # noqa: E402
 from relax_rt.roles.training.checkpoints import store as checkpoint  # noqa: E402
 from relax_rt.roles.training.checkpoints.cold_start import (  # noqa: E402
-    finished,
-    folder_of,
-    read_mark,
-    read_reference,
-    write_reference,
+    cold_start_folder,
+    cold_start_weights,
+    read_progress,
+    read_reference_logprobs,
+    write_reference_logprobs,
 )
 from relax_rt.roles.training.checkpoints.digests import ModelIdentity  # noqa: E402
 from relax_rt.roles.training.sft import phase  # noqa: E402
-from relax_rt.roles.training.sft.phase import SKIPPED_IN_A_ROW, ColdStart, preference_loss  # noqa: E402
+from relax_rt.roles.training.sft.phase import SKIPPED_IN_A_ROW, ColdStartPhase, preference_loss  # noqa: E402
 from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.transport.rpc.errors import GivenUp, RelaxError  # noqa: E402
 
@@ -92,7 +92,7 @@ def run(
             ctx.stopping.set()
 
     ctx.metrics = metrics  # type: ignore[method-assign]
-    cold = ColdStart(ctx, config, backend, model)  # type: ignore[arg-type]
+    cold = ColdStartPhase(ctx, config, backend, model)  # type: ignore[arg-type]
     done = asyncio.run(cold.run())
     return ctx, backend, cold, done
 
@@ -106,9 +106,9 @@ def test_it_learns_the_answers_and_tells_of_each_step(home: Path) -> None:
     assert losses[0] == pytest.approx(math.log(102), rel=0.1), "a fresh model knows nothing of 102 tokens"
     assert ctx.records[6]["learnt_tokens"] == sum(r["tokens"] for r in ctx.records[1:])
     assert all(r["learning_rate"] == 3e-3 and r["sequences"] == 4 for r in ctx.records[1:])
-    folder = finished(ctx.run_dir)
+    folder = cold_start_weights(ctx.run_dir)
     assert folder is not None and folder.name == "step-000006" and (folder / "tokenizer.json").exists()
-    mark = read_mark(folder)
+    mark = read_progress(folder)
     assert mark is not None and mark.done and mark.skipped == 0
 
 
@@ -126,7 +126,7 @@ def test_an_end_in_the_middle_changes_nothing(home: Path, tmp_path_factory: pyte
     other = tmp_path_factory.mktemp("other")
     (other / "model").symlink_to((home / "model").resolve())
     ctx, _, _, done = run(other, *SFT, stop_after=3)
-    assert not done and finished(ctx.run_dir) is None
+    assert not done and cold_start_weights(ctx.run_dir) is None
     again, backend, _, done = run(other, *SFT, epoch=2)
     assert done and dict(again.events)["cold_start_resumed"]["step"] == 3
     assert [r["step"] for r in again.records] == [4, 5, 6]
@@ -139,24 +139,24 @@ def test_what_is_done_is_not_done_again_and_rl_takes_it_up_without_moments(home:
     ctx, backend, phase, done = run(home, *SFT, epoch=2)
     assert done and not ctx.records and ctx.readies == 0
     objective = Objective.of(ctx.config.algorithm)
-    asyncio.run(phase.take_up(objective))
+    asyncio.run(phase.adopt(objective))
     # It compares before the trainer's start is over.
     assert any("comparing cold_start/step-000006" in reason for _, reason in ctx.extended)
     assert backend.objective is objective and not backend._optimizer.state
     assert backend._temperature == 0.7 and backend._algorithm.learning_rate == 1e-3
     for name, value in weights(backend).items():
         assert torch.equal(value, trained[name]), name
-    path = folder_of(home / "run") / "step-000006" / "model.safetensors"
+    path = cold_start_folder(home / "run") / "step-000006" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"@")
     with pytest.raises(
         RelaxError, match=r"the weights after the cold start.*model\.safetensors is not what was written"
     ):
-        asyncio.run(phase.take_up(objective))
+        asyncio.run(phase.adopt(objective))
 
 
 def test_a_damaged_checkpoint_is_passed_over(home: Path) -> None:
     run(home, *SFT, stop_after=5)
-    folder = folder_of(home / "run")
+    folder = cold_start_folder(home / "run")
     kept = sorted(path.name for path in folder.glob("step-*"))
     assert kept == ["step-000004", "step-000005"]
     content = bytearray((folder / "step-000005" / "model.safetensors").read_bytes())
@@ -176,14 +176,14 @@ def test_a_damaged_checkpoint_is_passed_over(home: Path) -> None:
 
 @pytest.mark.parametrize(
     "of",
-    [(checkpoint, "read_state"), (phase, "read_mark"), (TorchBackend, "restore")],
+    [(checkpoint, "read_state"), (phase, "read_progress"), (TorchBackend, "restore")],
     ids=["state", "mark", "weights"],
 )
 def test_a_file_system_that_fails_for_a_moment_costs_no_checkpoint(
     home: Path, of: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(home, *SFT, stop_after=5)
-    folder, stale = folder_of(home / "run"), OSError(errno.ESTALE, "Stale file handle")
+    folder, stale = cold_start_folder(home / "run"), OSError(errno.ESTALE, "Stale file handle")
     real = getattr(*of)
 
     def fails(*what: Any) -> Any:
@@ -202,16 +202,16 @@ def test_a_file_system_that_fails_for_a_moment_costs_no_checkpoint(
 
 def test_a_mark_that_the_file_system_refuses_is_no_missing_mark(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(home, *SFT, stop_after=1)
-    folder = folder_of(home / "run") / "step-000001"
-    assert read_mark(folder) is not None and read_mark(home) is None
+    folder = cold_start_folder(home / "run") / "step-000001"
+    assert read_progress(folder) is not None and read_progress(home) is None
 
     def refused(path: Path) -> bytes:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(Path, "read_bytes", refused)
     with pytest.raises(OSError, match="Input/output error"):
-        read_mark(folder)
-    assert finished(home / "run") is None
+        read_progress(folder)
+    assert cold_start_weights(home / "run") is None
 
 
 def test_a_checkpoint_of_another_model_ends_it(home: Path) -> None:
@@ -224,8 +224,8 @@ def test_a_checkpoint_of_another_model_ends_it(home: Path) -> None:
     _, _, other_phase, _ = run(home, *SFT, epoch=4, model=other)
     objective = Objective.of(config_of(home, *SFT).algorithm)
     with pytest.raises(BadInput, match=r"step-000006.*another set of weights"):
-        asyncio.run(other_phase.take_up(objective))
-    asyncio.run(done_phase.take_up(objective))
+        asyncio.run(other_phase.adopt(objective))
+    asyncio.run(done_phase.adopt(objective))
 
 
 def test_other_data_begin_it_anew(home: Path) -> None:
@@ -273,12 +273,12 @@ def test_preferences_are_learnt_against_the_weights_before_the_phase(home: Path)
     assert ctx.records[0]["validation_loss"] == pytest.approx(math.log(2), abs=1e-4)
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-4) and first["sequences"] == 12
     assert last["margin"] > 0 and last["preferred"] > 0.9
-    kept = (folder_of(ctx.run_dir) / "reference.safetensors").read_bytes()
+    kept = (cold_start_folder(ctx.run_dir) / "reference.safetensors").read_bytes()
     again, _, _, done = run(home, *settings, epoch=2)
     assert done and again.records[-1]["validation_loss"] < 0.5 * math.log(2)
     # A reference of the weights at step 3 would begin with a margin of 0 again.
     assert again.records[0]["margin"] > 0.5 * last["margin"]
-    assert (folder_of(ctx.run_dir) / "reference.safetensors").read_bytes() == kept
+    assert (cold_start_folder(ctx.run_dir) / "reference.safetensors").read_bytes() == kept
 
 
 def test_the_loss_of_a_preference_is_that_of_its_formula() -> None:
@@ -294,14 +294,14 @@ def test_what_is_kept_of_the_reference_comes_back_or_is_made_again(tmp_path: Pat
         [np.arange(3, dtype=np.float32), np.zeros(2, np.float32)],
         [np.ones(1, np.float32), np.ones(4, np.float32)],
     ]
-    write_reference(tmp_path, values, "data")
-    found = read_reference(tmp_path, "data")
+    write_reference_logprobs(tmp_path, values, "data")
+    found = read_reference_logprobs(tmp_path, "data")
     assert found is not None and [[one.tolist() for one in row] for row in found] == [
         [one.tolist() for one in row] for row in values
     ]
-    assert read_reference(tmp_path, "other data") is None
+    assert read_reference_logprobs(tmp_path, "other data") is None
     path = tmp_path / "reference.safetensors"
     path.write_bytes(path.read_bytes()[:-8] + b"\x00\x01\x02\x03" * 2)
-    assert read_reference(tmp_path, "data") is None
+    assert read_reference_logprobs(tmp_path, "data") is None
     path.write_bytes(b"torn")
-    assert read_reference(tmp_path, "data") is None
+    assert read_reference_logprobs(tmp_path, "data") is None

@@ -9,7 +9,7 @@ import pytest
 
 from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer
-from relax_rt.roles.training.sft.data import Encoded, encode, lay_out
+from relax_rt.roles.training.sft.data import EncodedSequence, encode_texts, split_conversation
 
 SYSTEM, HI, HO = (
     {"role": "system", "content": "be brief"},
@@ -44,12 +44,12 @@ def tokenizer(template: str | None = None) -> ChatTokenizer:
     return ChatTokenizer(raw, Path("/nonexistent"))
 
 
-def one(made: ChatTokenizer, messages: list[Any], completion: str, **options: Any) -> Encoded:
-    (found,) = encode(made, [lay_out(made, messages, completion, **options)])
+def one(made: ChatTokenizer, messages: list[Any], completion: str, **options: Any) -> EncodedSequence:
+    (found,) = encode_texts(made, [split_conversation(made, messages, completion, **options)])
     return found
 
 
-def learnt(made: ChatTokenizer, found: Encoded) -> list[str]:
+def learnt(made: ChatTokenizer, found: EncodedSequence) -> list[str]:
     """The stretches that are learnt, as text."""
     parts, last = [], -2
     for place in found.mask.nonzero()[0]:
@@ -110,7 +110,7 @@ def test_a_known_prompt_is_kept_token_by_token() -> None:
 
 def test_many_are_encoded_as_one_by_one() -> None:
     made = tokenizer()
-    texts = [lay_out(made, [HI] * n, "a" * n) for n in range(1, 6)]
-    alone = [encode(made, [text])[0] for text in texts]
-    for together, single in zip(encode(made, texts), alone, strict=True):
+    texts = [split_conversation(made, [HI] * n, "a" * n) for n in range(1, 6)]
+    alone = [encode_texts(made, [text])[0] for text in texts]
+    for together, single in zip(encode_texts(made, texts), alone, strict=True):
         assert together.tokens.tolist() == single.tokens.tolist() and together.mask.tolist() == single.mask.tolist()

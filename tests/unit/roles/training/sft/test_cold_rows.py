@@ -8,24 +8,26 @@ from typing import Any
 import pytest
 from cold_parts import write_rows
 
-from relax_rt.roles.training.sft.data import MOST_FAULTS, parse, read
+from relax_rt.roles.training.sft.data import MAX_FAULTS, parse_row, read_sft_rows
 from relax_rt.transport.rpc.errors import RelaxError
 
 USER, ANSWER = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
 
 
 def test_conversations_and_prompts_are_rows() -> None:
-    row = parse("f:1", {"messages": [USER, ANSWER, USER, ANSWER]}, "sft")
+    row = parse_row("f:1", {"messages": [USER, ANSWER, USER, ANSWER]}, "sft")
     assert (row.messages, row.completion, row.rejected) == ([USER, ANSWER, USER], "2", None)
     assert row.question == "user: 1+1?\nassistant: 2\nuser: 1+1?"
-    row = parse("f:1", {"prompt": "1+1?", "completion": "2", "metadata": {"level": 1}}, "sft")
+    row = parse_row("f:1", {"prompt": "1+1?", "completion": "2", "metadata": {"level": 1}}, "sft")
     assert (row.question, row.messages, row.completion, row.metadata) == ("1+1?", None, "2", {"level": 1})
 
 
 def test_preferences_are_texts_or_a_message() -> None:
-    row = parse("f:1", {"prompt": "1+1?", "chosen": "2", "rejected": [{"role": "assistant", "content": "3"}]}, "dpo")
+    row = parse_row(
+        "f:1", {"prompt": "1+1?", "chosen": "2", "rejected": [{"role": "assistant", "content": "3"}]}, "dpo"
+    )
     assert (row.completion, row.rejected) == ("2", "3")
-    row = parse("f:1", {"messages": [USER], "chosen": "2", "rejected": "3"}, "dpo")
+    row = parse_row("f:1", {"messages": [USER], "chosen": "2", "rejected": "3"}, "dpo")
     assert row.messages == [USER]
 
 
@@ -54,22 +56,22 @@ def test_preferences_are_texts_or_a_message() -> None:
 )
 def test_unusable_rows_are_told_with_their_line(kind: Any, row: Any, says: str) -> None:
     with pytest.raises(RelaxError) as caught:
-        parse("file.jsonl:7", row, kind)
+        parse_row("file.jsonl:7", row, kind)
     assert caught.value.what == "file.jsonl:7" and says in caught.value.why
 
 
 def test_all_faults_of_a_file_are_told_up_to_a_number(tmp_path: Path) -> None:
     good, bad = {"prompt": "a", "completion": "b"}, {"prompt": "a"}
-    name = write_rows(tmp_path / "x.jsonl", [good, *[bad] * (MOST_FAULTS + 3), good])
-    rows, faults = read(tmp_path / name, name, "sft")
-    assert [row.where for row in rows] == [f"{tmp_path / name}:{n}" for n in (1, MOST_FAULTS + 5)]
+    name = write_rows(tmp_path / "x.jsonl", [good, *[bad] * (MAX_FAULTS + 3), good])
+    rows, faults = read_sft_rows(tmp_path / name, name, "sft")
+    assert [row.where for row in rows] == [f"{tmp_path / name}:{n}" for n in (1, MAX_FAULTS + 5)]
     assert [fault.what for fault in faults[:2]] == [f"{tmp_path / name}:{n}" for n in (2, 3)]
-    assert len(faults) == MOST_FAULTS + 1 and faults[-1].why == "3 more rows cannot be used"
+    assert len(faults) == MAX_FAULTS + 1 and faults[-1].why == "3 more rows cannot be used"
 
 
 def test_a_line_that_is_not_json_is_one_fault_among_others(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n[1]\n{"prompt": "a", "completion": "b"}\n')
-    rows, faults = read(tmp_path / "x.jsonl", "x.jsonl", "sft")
+    rows, faults = read_sft_rows(tmp_path / "x.jsonl", "x.jsonl", "sft")
     assert len(rows) == 1
     says = ["1 there is no `completion`", "2 not a JSON object", "3 a row is an object"]
     told = [f"{fault.what.rpartition(':')[2]} {fault.why}" for fault in faults]
@@ -81,7 +83,7 @@ def test_a_parquet_file_is_read_too(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.Table.from_pylist([{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": None}])
     parquet.write_table(table, tmp_path / "x.parquet")
-    rows, faults = read(tmp_path / "x.parquet", "x.parquet", "sft")
+    rows, faults = read_sft_rows(tmp_path / "x.parquet", "x.parquet", "sft")
     assert [row.completion for row in rows] == ["b"]
     assert "row 2" in faults[0].what and "no `completion`" in faults[0].why
 
@@ -89,5 +91,5 @@ def test_a_parquet_file_is_read_too(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_told_with_its_setting(tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text("")
     with pytest.raises(RelaxError) as caught:
-        read(tmp_path / "chat.jsonl", "chat.jsonl", "sft")
+        read_sft_rows(tmp_path / "chat.jsonl", "chat.jsonl", "sft")
     assert caught.value.what == "cold_start.path = 'chat.jsonl'" and "chats.jsonl" in caught.value.hint
