@@ -28,13 +28,14 @@ from relax_rt.roles.agentic.program_episodes import ProgramPlayer, open_programs
 from relax_rt.roles.agentic.replay_cache import ReplayStore, clear_all
 from relax_rt.roles.agentic.rewards import KEY, PLACE, reward_table
 from relax_rt.roles.agentic.samples import make_sample, new_sample, produced_record
-from relax_rt.roles.agentic.settings import KIND, EnvSettings
+from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.agentic.stall_detection import MAX_LOSSES, EpisodesStalled, StallDetector, stall_error
 from relax_rt.roles.agentic.tasks import Tasks, load_tasks
 from relax_rt.roles.agentic.tokens.chat_format import load_chat_template
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.user_tasks import AbandonedTasks, LoopWatch, cancel_all
 from relax_rt.roles.agentic.workers import EnvironmentPool, open_pool
+from relax_rt.roles.base.episodes import KIND
 from relax_rt.roles.base.locations import model_folder
 from relax_rt.roles.base.progress import without_retired
 from relax_rt.roles.base.role import RLRole

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.agentic.settings import env_settings
+from relax_rt.roles.base.episodes import plays_episodes
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.progress import without_retired
 from relax_rt.roles.base.role import RLRole
@@ -84,7 +84,7 @@ class RolloutRole(RLRole[RolloutSettings]):
         self._doubtful = False
         """The engine failed, or may sample from weights that are not whole: nothing more of it is kept."""
         self._measured = (0, time.monotonic())
-        self.only_serves = env_settings(self.config) is not None
+        self.only_serves = plays_episodes(self.config)
         """Groups are not its affair: environments play them, and it generates for these."""
         self.gate = Gate()
         self.device = SharedDevice(self) if self.table(AlgorithmTable).mode in SHARING else None
