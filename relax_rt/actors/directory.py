@@ -14,7 +14,7 @@ from relax_rt.transport.rpc.client import Client
 from relax_rt.transport.rpc.errors import ActorDied, DeadlineExceeded, Refused, ShuttingDown, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.interface import Method
-from relax_rt.transport.rpc.streams import DEFAULT_WINDOW, DeathLimit, RemoteStream, StreamBuffer, died_of
+from relax_rt.transport.rpc.streams import DEFAULT_WINDOW, DeathLimit, ItemBuffer, RemoteStream, died_of
 
 T = TypeVar("T")
 
@@ -225,7 +225,7 @@ class RoleRoute:
         payload = method.encode_arguments(values)
         budget_s = timeout_s + method.wait_s(values)
 
-        async def opener(deadline: float) -> StreamBuffer:
+        async def opener(deadline: float) -> ItemBuffer:
             target, epoch = await self._pick(f"stream of {method} at {self.name}", deadline)
             loop = asyncio.get_running_loop()
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from relax_rt.transport.memory import blocks, values
-from relax_rt.transport.memory.blocks import Block, Plan, Source
+from relax_rt.transport.memory.blocks import Block, BlockPlan, ColumnSource
 from relax_rt.transport.rpc.errors import Corrupt, Refused
 
 MAX_ROWS_LOOKED_AT = 64
@@ -46,11 +46,17 @@ def examples() -> list[bytes]:
     sources = []
     for name, rows in arrays.items():
         pairs = [values.encoded(name, value) for value in rows]
-        sources.append(Source(name, pairs[0][0], [data for _, data in pairs]))
-    blob = Source("shared", ("blob", -1), [bytes([i]) * 16 for i in range(4)])
-    plans = [Plan([*sources, blob]), Plan(sources[:1]), Plan(sources[1:2]), Plan(sources[4:]), Plan([blob])]
+        sources.append(ColumnSource(name, pairs[0][0], [data for _, data in pairs]))
+    blob = ColumnSource("shared", ("blob", -1), [bytes([i]) * 16 for i in range(4)])
+    plans = [
+        BlockPlan([*sources, blob]),
+        BlockPlan(sources[:1]),
+        BlockPlan(sources[1:2]),
+        BlockPlan(sources[4:]),
+        BlockPlan([blob]),
+    ]
     one = values.encoded("text", "alone")
-    return [plan.to_bytes() for plan in [*plans, Plan([Source("text", one[0], [one[1]])])]]
+    return [plan.to_bytes() for plan in [*plans, BlockPlan([ColumnSource("text", one[0], [one[1]])])]]
 
 
 def look_at_all(data: bytes) -> bool:

@@ -139,5 +139,5 @@ class NumberedCalls:
         raise error
 
     def statistics(self) -> CallStatistics:
-        """Numbers for people and metrics."""
+        """Current statistics."""
         return CallStatistics(self._seq, self._resent, len(self._unanswered))

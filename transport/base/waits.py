@@ -12,7 +12,7 @@ MAX_WAITERS = 65_536
 POLL_S = 0.25
 
 
-class Waiting(msgspec.Struct):
+class WaitingCall(msgspec.Struct):
     """One call that waits."""
 
     who: str
@@ -38,7 +38,7 @@ class WaitingCalls:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._events: dict[str, asyncio.Event] = {}
-        self._waiting: dict[int, Waiting] = {}
+        self._waiting: dict[int, WaitingCall] = {}
         self._over: dict[str, WaitCount] = {}
         self._token = 0
 
@@ -47,7 +47,7 @@ class WaitingCalls:
         if len(self._waiting) >= MAX_WAITERS:
             return 0
         self._token += 1
-        self._waiting[self._token] = Waiting(who, topic, "", self._clock())
+        self._waiting[self._token] = WaitingCall(who, topic, "", self._clock())
         return self._token
 
     async def wait(self, token: int, reason: str, limit_s: float) -> None:

@@ -1,6 +1,6 @@
 """Shared memory of a node: each process writes blocks to slabs of its own, all the others read them in place.
 
-Producers and consumers of the queue, the store and the weight stream put with a Writer and look with a Reader.
+Producers and consumers of the queue, the store and the weight stream put with a Writer and look with a ArenaReader.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_rt.transport.memory.blocks import Block, Plan, Source, resolver
+from relax_rt.transport.memory.blocks import Block, BlockPlan, ColumnSource, resolver
 from relax_rt.transport.memory.refs import SPILL_PREFIX, BlobRef, BlockRef, Extent, is_spilled, slab_name
 from relax_rt.transport.memory.slabs import PAGE_BYTES, Slab, aligned, map_read_only, path_of
 from relax_rt.transport.memory.values import (
@@ -41,7 +41,7 @@ IDLE_S = 30.0
 """An extra slab that was empty for this long is unlinked; making it again costs its page faults."""
 
 
-class Placed(msgspec.Struct, frozen=True):
+class PlacedBlock(msgspec.Struct, frozen=True):
     """Where a put was written.
 
     Attributes:
@@ -61,7 +61,7 @@ class Placed(msgspec.Struct, frozen=True):
         return block + [blob.extent for blob in self.blobs]
 
 
-class WriterStatistics(msgspec.Struct, frozen=True):
+class ArenaWriterStatistics(msgspec.Struct):
     """Numbers of a Writer; counts since it was made, unless said otherwise.
 
     Attributes:
@@ -85,39 +85,30 @@ class WriterStatistics(msgspec.Struct, frozen=True):
         slabs_made: slabs made, and slabs_returned given back to the system.
     """
 
-    capacity_bytes: int
-    slab_bytes: int
-    used_bytes: int
-    peak_used_bytes: int
-    slabs: int
-    extents: int
-    free_extents: int
-    largest_free_bytes: int
-    fragmentation: float
-    puts: int
-    rows: int
-    blocks: int
-    inline_blocks: int
-    copied_bytes: int
-    blobs: int
-    deduplicated: int
-    deduplicated_bytes: int
-    frees: int
-    refused: int
-    slabs_made: int
-    slabs_returned: int
+    capacity_bytes: int = 0
+    slab_bytes: int = 0
+    used_bytes: int = 0
+    peak_used_bytes: int = 0
+    slabs: int = 0
+    extents: int = 0
+    free_extents: int = 0
+    largest_free_bytes: int = 0
+    fragmentation: float = 0.0
+    puts: int = 0
+    rows: int = 0
+    blocks: int = 0
+    inline_blocks: int = 0
+    copied_bytes: int = 0
+    blobs: int = 0
+    deduplicated: int = 0
+    deduplicated_bytes: int = 0
+    frees: int = 0
+    refused: int = 0
+    slabs_made: int = 0
+    slabs_returned: int = 0
 
 
-class _Counters:
-    """Since the writer was made."""
-
-    def __init__(self) -> None:
-        self.puts = self.rows = self.blocks = self.inline_blocks = self.copied_bytes = 0
-        self.blobs = self.deduplicated = self.deduplicated_bytes = 0
-        self.frees = self.refused = self.slabs_returned = self.peak_used_bytes = 0
-
-
-class Writer:
+class ArenaWriter:
     """Puts blocks into slabs that only this incarnation writes. Thread-safe; copies run outside its lock.
 
     Args:
@@ -153,7 +144,7 @@ class Writer:
         self._slabs: dict[str, Slab] = {}
         self._total_bytes = self._used_bytes = self._made = self._floor_bytes = 0
         self._closed = False
-        self._counters = _Counters()
+        self._counters = ArenaWriterStatistics()
         self._lock = threading.Lock()
 
     def warm(self, nbytes: int = 1) -> None:
@@ -166,7 +157,9 @@ class Writer:
             while self._total_bytes < self._floor_bytes and not self._closed:
                 self._make(min(self._slab_bytes, self._capacity_bytes - self._total_bytes))
 
-    def put_rows(self, rows: Sequence[Mapping[str, Any]], *, length_field: str = "") -> list[tuple[Placed, list[int]]]:
+    def put_rows(
+        self, rows: Sequence[Mapping[str, Any]], *, length_field: str = ""
+    ) -> list[tuple[PlacedBlock, list[int]]]:
         """Copy rows into shared memory; those with the same fields, dtypes and dimensions lie in one block.
 
         A value is an array or scalar of numpy or ml_dtypes, a torch tensor, Raw, str, bytes, Shared, or anything that
@@ -185,7 +178,7 @@ class Writer:
         placed = self._place(plans, hashes, length_field)
         return [(put, indices) for put, (_, indices) in zip(placed, groups, strict=True)]
 
-    def put_columns(self, columns: Mapping[str, Any], *, length_field: str = "") -> Placed:
+    def put_columns(self, columns: Mapping[str, Any], *, length_field: str = "") -> PlacedBlock:
         """Copy columns into shared memory, as one block.
 
         A column is an array, tensor or Raw of shape [rows, …], or a list with a value for each row (see `put_rows`)
@@ -211,7 +204,7 @@ class Writer:
         ((slab, extent),) = self._allocate([nbytes])
         return extent, slab.memory[extent.offset : extent.offset + nbytes]
 
-    def _place(self, plans: list[Plan], hashes: Hashes, length_field: str) -> list[Placed]:
+    def _place(self, plans: list[BlockPlan], hashes: Hashes, length_field: str) -> list[PlacedBlock]:
         # Blocks do not share the extents of their blobs: each can be freed on its own.
         shared = [
             (i, digest, _planned([(BLOB, *_one_row(*hashes.values[digest]))]))
@@ -225,7 +218,7 @@ class Writer:
         for (i, digest, _), extent in zip(shared, written, strict=True):
             blobs[i].append(BlobRef(digest, extent))
         placed = [
-            Placed(
+            PlacedBlock(
                 BlockRef(extent, plan.rows, plan.fields, b"" if extent is not None else plan.to_bytes()),
                 plan.lengths(length_field),
                 refs,
@@ -235,7 +228,7 @@ class Writer:
         self._count(plans, [plan for _, _, plan in shared], hashes)
         return placed
 
-    def _count(self, plans: list[Plan], blobs: list[Plan], hashes: Hashes) -> None:
+    def _count(self, plans: list[BlockPlan], blobs: list[BlockPlan], hashes: Hashes) -> None:
         with self._lock:
             counters = self._counters
             counters.puts += 1
@@ -249,7 +242,7 @@ class Writer:
                 counters.inline_blocks += plan.inline
                 counters.copied_bytes += plan.nbytes
 
-    def _write(self, plans: list[Plan]) -> list[Extent]:
+    def _write(self, plans: list[BlockPlan]) -> list[Extent]:
         """Write blocks to extents of their own: all of them or none."""
         if not plans:
             return []
@@ -387,12 +380,13 @@ class Writer:
         """Bytes of all slabs."""
         return self._total_bytes
 
-    def statistics(self) -> WriterStatistics:
-        """Numbers for people and metrics."""
+    def statistics(self) -> ArenaWriterStatistics:
+        """Current statistics."""
         with self._lock:
             heaps = [slab.heap for slab in self._slabs.values()]
             free = self._total_bytes - self._used_bytes
-            return WriterStatistics(
+            return msgspec.structs.replace(
+                self._counters,
                 capacity_bytes=self._capacity_bytes,
                 slab_bytes=self._total_bytes,
                 used_bytes=self._used_bytes,
@@ -402,7 +396,6 @@ class Writer:
                 largest_free_bytes=max((heap.largest for heap in heaps), default=0),
                 fragmentation=1 - sum(heap.largest for heap in heaps) / free if free else 0.0,
                 slabs_made=self._made,
-                **vars(self._counters),
             )
 
     def close(self) -> None:
@@ -417,8 +410,8 @@ def _pages(nbytes: int) -> int:
     return max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
 
 
-def _planned(columns: list[Given]) -> Plan:
-    return Plan([Source(name, kind, data) for name, kind, data in columns])
+def _planned(columns: list[Given]) -> BlockPlan:
+    return BlockPlan([ColumnSource(name, kind, data) for name, kind, data in columns])
 
 
 def _one_row(kind: Kind, data: Data) -> tuple[Kind, Any]:
@@ -504,7 +497,7 @@ TRIM_EVERY_S = 10.0
 _NO_BLOBS: Mapping[bytes, Extent] = {}
 
 
-class ReaderStatistics(msgspec.Struct, frozen=True):
+class ArenaReaderStatistics(msgspec.Struct, frozen=True):
     """Numbers of a Reader; counts since it was made, unless said otherwise.
 
     Attributes:
@@ -512,9 +505,9 @@ class ReaderStatistics(msgspec.Struct, frozen=True):
         mapped_bytes: bytes of these.
         maps: files mapped.
         unmaps: mappings that left the cache (views may keep them alive).
-        blocks: blocks looked at, with those that were inline.
+        blocks: blocks read, with those that were inline.
         inline_blocks: blocks that came inline.
-        block_bytes: bytes of the blocks looked at; none of them were copied.
+        block_bytes: bytes of the blocks read; none of them were copied.
     """
 
     mapped_slabs: int
@@ -526,7 +519,7 @@ class ReaderStatistics(msgspec.Struct, frozen=True):
     block_bytes: int
 
 
-class Reader:
+class ArenaReader:
     """Reads blocks in place. Keeps at most max_slabs slabs mapped that no view refers to. Thread-safe.
 
     Every array, tensor and block keeps its slab mapped. What it shows is good until the memory's pin is released: then
@@ -631,10 +624,10 @@ class Reader:
                 del self._maps[name]
                 self._unmapped += 1
 
-    def statistics(self) -> ReaderStatistics:
-        """Numbers for people and metrics."""
+    def statistics(self) -> ArenaReaderStatistics:
+        """Current statistics."""
         with self._lock:
-            return ReaderStatistics(
+            return ArenaReaderStatistics(
                 mapped_slabs=len(self._maps),
                 mapped_bytes=sum(map(len, self._maps.values())),
                 maps=self._mapped,

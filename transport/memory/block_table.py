@@ -146,7 +146,7 @@ class BlockTable(msgspec.Struct):
                 self.unpin([blob.extent], alive)
 
     def extents_of(self, ids: Iterable[int]) -> list[Extent]:
-        """The extents that a reader of these blocks looks at, each once."""
+        """The extents that a reader of these blocks reads, each once."""
         found: dict[tuple[str, int], Extent] = {}
         for id_ in ids:
             block = self.blocks[id_]

@@ -74,7 +74,7 @@ def _name_bytes(name: str) -> bytes:
         raise Refused(f"field {name!r}", why=f"that is no name: {error}") from error
 
 
-class Source:
+class ColumnSource:
     """A column that is to be written: what lies in it, and how large it is."""
 
     __slots__ = (
@@ -183,7 +183,7 @@ def _write_bytes(target: Bytes, parts: Sequence[Data]) -> None:
         at = end
 
 
-class Plan:
+class BlockPlan:
     """A block that is to be written: its size is known, nothing is copied yet.
 
     Attributes:
@@ -195,7 +195,7 @@ class Plan:
 
     __slots__ = ("_head", "_places", "_sources", "fields", "inline", "nbytes", "rows")
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[ColumnSource]) -> None:
         """
         Args:
             sources: at least one column; all have the same number of rows.
@@ -248,7 +248,7 @@ class Plan:
         return sum([source.nbytes for source in self._sources])
 
     def lengths(self, field: str) -> list[int]:
-        """Lengths of the rows in the column of this name (see Source.lengths); all -1 if there is none."""
+        """Lengths of the rows in the column of this name (see ColumnSource.lengths); all -1 if there is none."""
         for source in self._sources:
             if source.name == field:
                 return source.lengths()
@@ -271,7 +271,7 @@ class Plan:
         return memory.tobytes()
 
 
-def _checked_rows(sources: Sequence[Source]) -> int:
+def _checked_rows(sources: Sequence[ColumnSource]) -> int:
     if not sources:
         raise Refused("a block", why="it has no columns")
     rows = sources[0].rows

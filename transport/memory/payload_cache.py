@@ -321,7 +321,7 @@ class Cache:
         return self.memory.used_bytes - _nbytes(entry for entry in list(self.entries.values()) if not entry.pinned)
 
     def statistics(self) -> CacheStatistics:
-        """Numbers for people and metrics."""
+        """Current statistics."""
         return CacheStatistics(
             capacity_bytes=self.memory.capacity_bytes,
             total_bytes=self.memory.total_bytes,

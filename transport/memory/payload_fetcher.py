@@ -25,7 +25,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from relax_rt.transport.memory import payload_wire
 from relax_rt.transport.memory.payload_cache import Cache, CacheEntry, CacheStatistics, Fetched, FetchJob, LocalMemory
-from relax_rt.transport.memory.payload_wire import SLAB_NAME_MAX_CHARS, Get, Part, Range, Wakeup
+from relax_rt.transport.memory.payload_wire import SLAB_NAME_MAX_CHARS, GetRanges, Range, RangeHead, Wakeup
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.rpc.address import AddressError, parse_address
 from relax_rt.transport.rpc.backoff import Backoff, BackoffPolicy
@@ -69,7 +69,7 @@ class Fetcher:
     Args:
         keys: to prove to servers that this process belongs to the run. None: for servers on loopback.
         capacity_bytes: of the cache. Extents that were fetched stay until their lease is released; those that were
-            only prefetched give way to what someone waits for, the least recently used first.
+            only prefetched are evicted for what a caller waits for, the least recently used first.
         connections: to each server; each is encrypted by one thread, so more of them use more cores (0: one for
             every four cores, four at most).
         chunk_bytes, window_bytes: of one answer, and asked of one server at a time.
@@ -139,7 +139,7 @@ class Fetcher:
         self._add(FetchJob(address, list(extents), lease, time.monotonic() + deadline_s))
 
     def release(self, lease: int) -> None:
-        """Drop what is held for a lease, whatever became of it. To be said before the ledger is told to unpin it:
+        """Drop what is held for a lease. Call it before the ledger unpins the lease:
         after that the owner writes other bytes to the same extents."""
         self._tell(lambda: self._cache.release(lease))
 
@@ -153,7 +153,7 @@ class Fetcher:
         self._do(self._memory.warm)
 
     def statistics(self) -> FetcherStatistics:
-        """Numbers for people and metrics."""
+        """Current statistics."""
         peers = list(self._peers.values())
         return FetcherStatistics(
             cache=self._cache.statistics(),
@@ -461,7 +461,7 @@ class PeerConnection:
                 self.asked[number] = piece
                 self.asked_bytes += piece.nbytes
             try:
-                self.sock.send(payload_wire.encode_get(Get(digest, ranges)), zmq.NOBLOCK)
+                self.sock.send(payload_wire.encode_get(GetRanges(digest, ranges)), zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 self.lost = str(error)
 
@@ -490,14 +490,14 @@ class PeerConnection:
                 self.sock.recv(copy=False)
         return taken
 
-    def _answer(self, kind: int, parts: list[Part], sink: FetchSink, digest: bool) -> int:
+    def _answer(self, kind: int, parts: list[RangeHead], sink: FetchSink, digest: bool) -> int:
         """Take the second frame of an answer to where it belongs."""
         pieces = [self._asked(part) for part in parts]
         first = pieces[0]
         if kind == payload_wire.FAULT:
             fault = payload_wire.decode_fault(self.sock.recv())
             if first is not None:
-                sink.failed(first.entry, _told(error_of(fault), self.address))
+                sink.failed(first.entry, _asked_of(error_of(fault), self.address))
             return parts[0].nbytes
         if len(pieces) == 1 and first is not None and first.entry.region is not None:
             # Straight to its place: the one copy that there is.
@@ -521,13 +521,13 @@ class PeerConnection:
             )
         return len(body)
 
-    def _asked(self, part: Part) -> PendingRange | None:
+    def _asked(self, part: RangeHead) -> PendingRange | None:
         piece = self.asked.pop(part.id, None)
         if piece is not None:
             self.asked_bytes -= piece.nbytes
         return piece
 
-    def _taken(self, piece: PendingRange, part: Part, fits: bool, sink: FetchSink, digest: bool) -> None:
+    def _taken(self, piece: PendingRange, part: RangeHead, fits: bool, sink: FetchSink, digest: bool) -> None:
         entry = piece.entry
         if not fits or part.nbytes != piece.nbytes:
             why = f"the answer to a request for {piece.nbytes} bytes announced {part.nbytes} and is of another size"
@@ -709,10 +709,10 @@ def _target(piece: PendingRange) -> memoryview:
     return piece.entry.region.memory[piece.offset : piece.offset + piece.nbytes]
 
 
-def _told(error: RelaxError, address: str) -> RelaxError:
+def _asked_of(error: RelaxError, address: str) -> RelaxError:
     """The server's error, saying also which server."""
     if isinstance(error, RemoteError):
         return error
-    told = type(error).__new__(type(error))
-    RelaxError.__init__(told, f"{error.what}, asked of {address}", why=error.why, hint=error.hint)
-    return told
+    copy = type(error).__new__(type(error))
+    RelaxError.__init__(copy, f"{error.what}, asked of {address}", why=error.why, hint=error.hint)
+    return copy

@@ -18,7 +18,7 @@ import xxhash
 import zmq
 
 from relax_rt.transport.memory import payload_wire
-from relax_rt.transport.memory.payload_wire import Get, ListeningSocket, Part, Range, Wakeup
+from relax_rt.transport.memory.payload_wire import GetRanges, ListeningSocket, Range, RangeHead, Wakeup
 from relax_rt.transport.memory.slabs import map_read_only, path_of
 from relax_rt.transport.rpc.errors import Corrupt, Gone, ProtocolError, Refused, RelaxError
 from relax_rt.transport.rpc.identity import CurveKeys
@@ -129,7 +129,7 @@ class PayloadServer:
             self._thread = None
 
     def statistics(self) -> PayloadServerStatistics:
-        """Numbers for people and metrics."""
+        """Current statistics."""
         counts = {name: self._counts[name] for name in PayloadServerStatistics.__struct_fields__[:6]}
         held = sum(len(queue) for queue in list(self._held.values()))
         return PayloadServerStatistics(**counts, held_ranges=held, held_bytes=self._held_bytes, slabs=len(self._slabs))
@@ -178,7 +178,7 @@ class PayloadServer:
             with contextlib.suppress(zmq.ZMQError):
                 self._push(reader, *self._fault(0, error))
 
-    def _take(self, reader: bytes, get: Get) -> None:
+    def _take(self, reader: bytes, get: GetRanges) -> None:
         queue = collections.deque((wanted, get.digest) for wanted in get.ranges)
         if reader not in self._held and self._answer(reader, queue):
             return
@@ -218,7 +218,7 @@ class PayloadServer:
     def _next_answer(self, queue: collections.deque[tuple[Range, bool]]) -> tuple[int, bytes, bytes | memoryview]:
         """How many ranges the next answer is for, and its frames: those of one range, or of as many small ones as
         lie next to each other in the queue."""
-        parts: list[Part] = []
+        parts: list[RangeHead] = []
         memories: list[memoryview] = []
         total = 0
         for wanted, digest in itertools.islice(queue, payload_wire.MAX_RANGES):
@@ -232,7 +232,7 @@ class PayloadServer:
                 self._counts["faults"] += 1
                 return 1, *self._fault(wanted.id, error)
             memories.append(memory)
-            parts.append(Part(wanted.id, len(memory), xxhash.xxh3_64_intdigest(memory) if digest else 0))
+            parts.append(RangeHead(wanted.id, len(memory), xxhash.xxh3_64_intdigest(memory) if digest else 0))
             total += wanted.nbytes
         self._counts["chunks"] += len(parts)
         self._counts["bytes_out"] += total
@@ -241,7 +241,7 @@ class PayloadServer:
 
     def _fault(self, number: int, error: RelaxError) -> tuple[bytes, bytes]:
         body = msgspec.msgpack.encode(fault_of(error, 0, f"the payload server at {self.address}"))
-        return payload_wire.encode_head(payload_wire.FAULT, [Part(number, len(body), 0)]), body
+        return payload_wire.encode_head(payload_wire.FAULT, [RangeHead(number, len(body), 0)]), body
 
     def _push(self, reader: bytes, head: bytes, body: bytes | memoryview) -> None:
         assert self._listening is not None

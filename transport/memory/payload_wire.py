@@ -52,14 +52,14 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_BYTES)]
 
 
-class Get(msgspec.Struct, frozen=True, array_like=True):
+class GetRanges(msgspec.Struct, frozen=True, array_like=True):
     """A reader's request. digest: whether every chunk shall carry the xxh3-64 of its bytes."""
 
     digest: bool
     ranges: Annotated[list[Range], msgspec.Meta(min_length=1, max_length=MAX_RANGES)]
 
 
-class Part(NamedTuple):
+class RangeHead(NamedTuple):
     """What a part of an answer's second frame is: of which range, how many bytes, their xxh3-64 (0: not computed)."""
 
     id: int
@@ -67,16 +67,16 @@ class Part(NamedTuple):
     digest: int
 
 
-_gets = msgspec.msgpack.Decoder(Get)
+_gets = msgspec.msgpack.Decoder(GetRanges)
 _faults = msgspec.msgpack.Decoder(Fault)
 
 
-def encode_get(get: Get) -> bytes:
+def encode_get(get: GetRanges) -> bytes:
     """The frame of a request."""
     return _PREFIX.pack(MAGIC, VERSION, GET) + msgspec.msgpack.encode(get)
 
 
-def decode_get(frame: bytes) -> Get:
+def decode_get(frame: bytes) -> GetRanges:
     """Read a request.
 
     Raises:
@@ -94,12 +94,12 @@ def decode_get(frame: bytes) -> Get:
         raise ProtocolError("a request for payload", why=str(error)) from error
 
 
-def encode_head(kind: int, parts: Sequence[Part]) -> bytes:
+def encode_head(kind: int, parts: Sequence[RangeHead]) -> bytes:
     """The first frame of an answer."""
     return _HEAD.pack(MAGIC, VERSION, kind, len(parts)) + b"".join([_PART.pack(*part) for part in parts])
 
 
-def decode_head(frame: bytes | bytearray | memoryview) -> tuple[int, list[Part]]:
+def decode_head(frame: bytes | bytearray | memoryview) -> tuple[int, list[RangeHead]]:
     """Kind and parts of an answer, from its first frame.
 
     Raises:
@@ -111,7 +111,7 @@ def decode_head(frame: bytes | bytearray | memoryview) -> tuple[int, list[Part]]
     _check(magic, version, kind in (BYTES, FAULT), kind, "the head of an answer")
     if not 1 <= count <= MAX_RANGES or len(frame) != _HEAD.size + count * _PART.size:
         raise ProtocolError("the head of an answer", why=f"{len(frame)} bytes are not those of {count} parts")
-    parts = [Part(*part) for part in _PART.iter_unpack(memoryview(frame)[_HEAD.size :])]
+    parts = [RangeHead(*part) for part in _PART.iter_unpack(memoryview(frame)[_HEAD.size :])]
     if sum(part.nbytes for part in parts) > MAX_CHUNK_BYTES:
         raise ProtocolError("the head of an answer", why=f"its parts are over the limit of {MAX_CHUNK_BYTES} bytes")
     return kind, parts

@@ -108,6 +108,6 @@ def dead_slabs(names: Sequence[str], live: Container[str], ended: Callable[[str]
 
     Args:
         live: slabs with live extents.
-        ended: whether the owner with this key (see slab_names.owner_key) puts nothing any more.
+        ended: whether the owner with this key (see refs.owner_key) can no longer put.
     """
     return [name for name in names if name not in live and (is_spilled(name) or ended(owner_of(name)))]

@@ -23,7 +23,7 @@ BLOB = "blob"
 """A value that is kept elsewhere, under the digest that stands here."""
 DIGEST_BYTES = 16
 SHARE_FROM_BYTES = 4096
-"""bytes and uint8 arrays from this size on are looked at for duplicates among the rows of a put."""
+"""bytes and uint8 arrays from this size on are checked for duplicates among the rows of a put."""
 
 STORAGE = {code: np.dtype(code) for code in PLAIN} | {code: np.dtype(bits) for code, bits in RAW.items()}
 """The numpy dtype that a dtype's elements are stored as."""

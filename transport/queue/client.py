@@ -17,7 +17,7 @@ import msgspec
 
 from relax_rt.transport.base.calls import CallStatistics, NumberedCalls
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.memory.arena import Reader, ReaderStatistics, Writer, WriterStatistics
+from relax_rt.transport.memory.arena import ArenaReader, ArenaReaderStatistics, ArenaWriter, ArenaWriterStatistics
 from relax_rt.transport.memory.fields import check_row, parse_fields
 from relax_rt.transport.memory.payload_fetcher import Fetcher
 from relax_rt.transport.memory.refs import Extent, extents_in, owner_of
@@ -77,8 +77,8 @@ class QueueClientStatistics(msgspec.Struct, frozen=True):
     pinned_leases: int
     tickets: int
     waiting_on: str
-    arena: WriterStatistics
-    reader: ReaderStatistics
+    arena: ArenaWriterStatistics
+    reader: ArenaReaderStatistics
 
 
 class QueueClient:
@@ -129,8 +129,8 @@ class QueueClient:
     ) -> None:
         self.api, self.who = api, who
         self._fetcher, self._fetch_s = fetcher, fetch_s
-        self.arena = Writer(shm_dir, who, slab_bytes=slab_bytes, capacity_bytes=capacity_bytes)
-        self.reader = Reader(shm_dir, spill_dir, source=fetcher.memory if fetcher is not None else None)
+        self.arena = ArenaWriter(shm_dir, who, slab_bytes=slab_bytes, capacity_bytes=capacity_bytes)
+        self.reader = ArenaReader(shm_dir, spill_dir, source=fetcher.memory if fetcher is not None else None)
         self.groups: dict[int, int] = {}
         """Tickets held: members not yet put, by group."""
         self.leases: set[int] = set()
@@ -641,6 +641,9 @@ class QueueClient:
 
     async def _finish(self, work: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[None]] | None = None) -> T:
         """Carry work to its end also when the caller is cancelled; then undo what it was granted."""
+        # A cancelled call may have reached the broker already. Were it cut off here, memory that the broker counts as
+        # put could be written again, and a lease that it granted would be held by nobody until it lapses. So the call
+        # goes on in a task of its own, and only its caller is released.
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)

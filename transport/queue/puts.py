@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from relax_rt.transport.memory.arena import Placed, Writer
+from relax_rt.transport.memory.arena import ArenaWriter, PlacedBlock
 from relax_rt.transport.memory.fields import (
     Field,
     Sizes,
@@ -48,7 +48,7 @@ T = TypeVar("T")
 Rows = Sequence[Mapping[str, Any]]
 Until = Callable[[], float]
 """Time of the event loop until which to wait; it may change on the way."""
-Places = list[tuple[Placed, list[int]]]
+Places = list[tuple[PlacedBlock, list[int]]]
 """Blocks, and which of the rows put lie in each."""
 SendGroups = Callable[[list[BlockPut], list[int], float], Awaitable[GroupsPut]]
 """Puts, the sizes of their groups, and how long the broker may wait for room."""
@@ -65,7 +65,7 @@ def puts_of(
 ) -> list[BlockPut]:
     """Rows as they were placed, each told to be of the sample whose key stands at its index."""
 
-    def put(placed: Placed, row: int, i: int) -> RowPut:
+    def put(placed: PlacedBlock, row: int, i: int) -> RowPut:
         spans, priority = versions[i] if versions else [], priorities[i] if priorities else 0.0
         return RowPut(keys[i], row, placed.lengths[row], spans, priority)
 
@@ -117,7 +117,7 @@ class PayloadWriter:
 
     def __init__(
         self,
-        arena: Writer,
+        arena: ArenaWriter,
         collect: Callable[[int], Awaitable[list[Extent]]],
         reasons: WaitReasons,
         threads: CopyThreads,
@@ -141,7 +141,7 @@ class PayloadWriter:
         self._check_size([placed for placed, _ in places], lambda: row_sizes(rows))
         return places
 
-    async def columns(self, columns: Mapping[str, Any], until: Until) -> Placed:
+    async def columns(self, columns: Mapping[str, Any], until: Until) -> PlacedBlock:
         """Copy whole columns; raises as `rows` does."""
 
         def put() -> Places:
@@ -151,7 +151,7 @@ class PayloadWriter:
         self._check_size([placed], lambda: column_sizes(columns, placed.block.rows))
         return placed
 
-    def _check_size(self, places: list[Placed], sizes: Callable[[], Iterable[Sizes]]) -> None:
+    def _check_size(self, places: list[PlacedBlock], sizes: Callable[[], Iterable[Sizes]]) -> None:
         """Only where an extent is larger than a sample may be, samples are looked at one by one."""
         extents = [extent for placed in places for extent in placed.extents()]
         if not self._max_bytes or all(extent.nbytes <= self._max_bytes for extent in extents):
@@ -219,6 +219,10 @@ class PendingPut(msgspec.Struct):
 
 class PutBatcher:
     """Sends the puts of many callers in order, as many in one message as have come while the last was under way.
+
+    A message costs the broker a journal record and both sides a turn of their event loops, whatever is in it. So a put
+    never waits for others to come, but never goes alone while one is under way: the busier the broker, the larger the
+    messages.
 
     Args:
         send: puts rows and answers with the ids of their groups; OutOfSpace if there was no room in time.
@@ -463,7 +467,7 @@ class GroupPuts:
             raise
 
 
-def _in_order(placed: Placed) -> BlockPut:
+def _in_order(placed: PlacedBlock) -> BlockPut:
     """The put of a block whose rows are the samples of its groups, in order."""
     lengths = placed.lengths
     return BlockPut(placed.block, [], placed.blobs, lengths=lengths if max(lengths) >= 0 else [])

@@ -32,8 +32,8 @@ from relax_rt.transport.rpc.streams import (
     SHUTDOWN_PAUSE_S,
     DeathLimit,
     Explain,
+    ItemBuffer,
     RemoteStream,
-    StreamBuffer,
     died_of,
 )
 from relax_rt.transport.rpc.wire import (
@@ -45,7 +45,7 @@ from relax_rt.transport.rpc.wire import (
     Grant,
     HelloFrame,
     Item,
-    Open,
+    OpenStream,
     Reply,
     Request,
     Tell,
@@ -173,7 +173,7 @@ class Client:
                 await asyncio.wait(late, timeout=_CLOSE_PATIENCE_S)
 
     def statistics(self) -> ClientStatistics:
-        """Numbers for people and metrics."""
+        """Current statistics."""
         known = msgspec.structs.replace(self.counters, connected=self.connected)
         known.inflight = len(self._link.pending) if self._link else 0
         for link in self.links:
@@ -249,14 +249,12 @@ class Client:
         payload = method.encode_arguments(values)
         budget_s = timeout_s + method.wait_s(values)
 
-        async def opener(deadline: float) -> StreamBuffer:
+        async def opener(deadline: float) -> ItemBuffer:
             return await self.open(method, payload, deadline, budget_s, window)
 
         return RemoteStream(method, opener, budget_s, explain, deaths)
 
-    async def open(
-        self, method: Method, payload: bytes, deadline: float, timeout_s: float, window: int
-    ) -> StreamBuffer:
+    async def open(self, method: Method, payload: bytes, deadline: float, timeout_s: float, window: int) -> ItemBuffer:
         """Open a stream, once a connection stands.
 
         Raises:
@@ -372,7 +370,7 @@ class ClientConnection:
         self.going_away = False
         """The server sent GoAway: it starts nothing more on this connection."""
         self.pending: dict[int, asyncio.Future[msgspec.Raw]] = {}
-        self.streams: dict[int, StreamBuffer] = {}
+        self.streams: dict[int, ItemBuffer] = {}
         self.greeted: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
         self._loop = loop
@@ -515,9 +513,7 @@ class ClientConnection:
         else:
             incoming.finish(StopAsyncIteration())
 
-    async def open(
-        self, method: Method, payload: bytes, deadline: float, timeout_s: float, window: int
-    ) -> StreamBuffer:
+    async def open(self, method: Method, payload: bytes, deadline: float, timeout_s: float, window: int) -> ItemBuffer:
         """Open a stream. It counts as a call of the connection until it ends."""
         await self._acquire_slot(method, deadline)
         try:
@@ -525,11 +521,11 @@ class ClientConnection:
                 raise self._loss(self._reason, sent=False)
             self._last_id += 1
             number = self._last_id
-            self._write(method, Open(number, method.api, method.name, timeout_s, window, msgspec.Raw(payload)))
+            self._write(method, OpenStream(number, method.api, method.name, timeout_s, window, msgspec.Raw(payload)))
         except BaseException:
             self._slots.release()
             raise
-        incoming = self.streams[number] = StreamBuffer(self, number, window)
+        incoming = self.streams[number] = ItemBuffer(self, number, window)
         return incoming
 
     def grant(self, number: int, credit: int) -> None:
@@ -538,7 +534,7 @@ class ClientConnection:
             self.channel.send(wire.encode_message(Grant(number, credit)))
 
     def leave(self, number: int, *, cancel: bool) -> None:
-        """A stream has ended here; with `cancel` the server is told."""
+        """Remove a stream that has ended here; with `cancel` also cancel it at the server."""
         if self.streams.pop(number, None) is not None:
             self._slots.release()
             if cancel and not self.dead:
@@ -606,7 +602,7 @@ class ClientConnection:
             why = "the connection's write buffer stayed full: the server does not read"
             raise DeadlineExceeded(f"call of {method} at {self.name()}", why=why) from None
 
-    def _write(self, method: Method, message: Request | Tell | Open) -> None:
+    def _write(self, method: Method, message: Request | Tell | OpenStream) -> None:
         data = wire.encode_message(message)
         if len(data) > self._max_message_bytes:
             raise ProtocolError(

@@ -26,7 +26,7 @@ class Refused(RelaxError):
 
 
 class Gone(Refused):
-    """What was asked for was there and is no more; a newer one has taken its place or soon will."""
+    """What was requested existed and is gone; a newer one has replaced it or soon will."""
 
 
 class StaleEpoch(Refused):

@@ -32,7 +32,7 @@ from relax_rt.transport.rpc.wire import (
     Grant,
     HelloFrame,
     Item,
-    Open,
+    OpenStream,
     Reply,
     Request,
     Tell,
@@ -188,7 +188,7 @@ class Server:
     async def close(self, grace_s: float = 1.0) -> None:
         """Stop listening, let handlers at work finish for grace_s, cancel the rest, end all connections.
 
-        Clients are told that nothing more is begun, so that they take new calls elsewhere and none is in doubt. Callers
+        Clients get GoAway: nothing more is started, so that they send new calls elsewhere and none is in doubt. Callers
         of cancelled handlers see the connection end: idempotent calls go to this server's successor.
         """
         self.closing = True
@@ -227,7 +227,7 @@ class Server:
             await asyncio.wait(ended, timeout=_CANCEL_PATIENCE_S)
 
     def statistics(self) -> ServerStatistics:
-        """Numbers for people and metrics."""
+        """Current statistics."""
         known = msgspec.structs.replace(self.counters, by_method=dict(self.by_method))
         known.connections, known.inflight = len(self.connections), len(self.calls)
         for connection in self.connections:
@@ -282,7 +282,7 @@ class ServerConnection:
         self.peer: HelloFrame | None = None
         self.requests: dict[int, CallTask] = {}
         self.inflight = 0
-        self._held: collections.OrderedDict[int | str, _Held] = collections.OrderedDict()
+        self._held: collections.OrderedDict[int | str, _HeldRequest] = collections.OrderedDict()
         self._held_bytes = self._told_bytes = self._tells = 0
         self._paused = False
         self.ended: asyncio.Future[None] = loop.create_future()
@@ -363,7 +363,7 @@ class ServerConnection:
         else:
             self._start(request, now)
 
-    def _hold(self, request: Request | Tell | Open, size: int, now: float) -> None:
+    def _hold(self, request: Request | Tell | OpenStream, size: int, now: float) -> None:
         """Keep a request until there is room. Reading goes on, as cancellations and credit come behind it."""
         key: int | str
         if isinstance(request, Tell):
@@ -374,7 +374,7 @@ class ServerConnection:
             key = request.id
         self._held_bytes += size
         timer = asyncio.get_running_loop().call_at(now + bounded_s(request.timeout_s), self._expire_held, key)
-        self._held[key] = _Held(request, size, now, timer)
+        self._held[key] = _HeldRequest(request, size, now, timer)
         self.server.held.setdefault(self, None)
         if self._full():
             self._paused = True
@@ -386,7 +386,7 @@ class ServerConnection:
         many = len(self._held) >= server.max_inflight
         return many or self._told_bytes >= TOLD_BYTES or self._held_bytes >= server.max_message_bytes
 
-    def _release(self, key: int | str) -> _Held:
+    def _release(self, key: int | str) -> _HeldRequest:
         held = self._held.pop(key)
         held.timer.cancel()
         self._held_bytes -= held.size
@@ -401,7 +401,7 @@ class ServerConnection:
         if self.peer is not None:
             self.channel.send(wire.encode_message(GoAway()))
 
-    def _reject(self, request: Request | Tell | Open) -> None:
+    def _reject(self, request: Request | Tell | OpenStream) -> None:
         if not isinstance(request, Tell):
             where = f"{self.server.hello.who} {request.api}.{request.method}"
             error = ShuttingDown(where, why="it is stopping and begins no more calls")
@@ -414,7 +414,7 @@ class ServerConnection:
         if not self._held:
             self.server.held.pop(self, None)
 
-    def _drop_held_request(self, key: int | str) -> _Held:
+    def _drop_held_request(self, key: int | str) -> _HeldRequest:
         """Drop one held request."""
         held = self._release(key)
         if not self._held:
@@ -436,10 +436,10 @@ class ServerConnection:
             self._paused = False
             self.channel.resume()
 
-    def _start(self, request: Request | Tell | Open, arrived: float) -> None:
+    def _start(self, request: Request | Tell | OpenStream, arrived: float) -> None:
         server = self.server
         context = self._context.copy()
-        kind = StreamTask if isinstance(request, Open) else CallTask
+        kind = StreamTask if isinstance(request, OpenStream) else CallTask
         call = kind(self, request, context, arrived + bounded_s(request.timeout_s))  # type: ignore[arg-type]
         server.calls.add(call)
         server.by_method[f"{request.api}.{request.method}"] += 1
@@ -447,7 +447,7 @@ class ServerConnection:
         if isinstance(request, Tell):
             server.counters.tells += 1
         else:
-            if isinstance(request, Open):
+            if isinstance(request, OpenStream):
                 server.counters.streams += 1
             else:
                 server.counters.requests += 1
@@ -472,10 +472,10 @@ class ServerConnection:
 
 
 @dataclasses.dataclass
-class _Held:
+class _HeldRequest:
     """A request that waits for room."""
 
-    request: Request | Tell | Open
+    request: Request | Tell | OpenStream
     size: int
     arrived: float
     timer: asyncio.TimerHandle
@@ -487,7 +487,7 @@ class CallTask:
     def __init__(
         self,
         connection: ServerConnection,
-        request: Request | Tell | Open,
+        request: Request | Tell | OpenStream,
         context: contextvars.Context,
         deadline: float,
     ) -> None:
@@ -600,10 +600,10 @@ class CallTask:
 class StreamTask(CallTask):
     """A running handler that yields; its next item is requested only when the consumer has granted credit."""
 
-    request: Open
+    request: OpenStream
 
     def __init__(
-        self, connection: ServerConnection, request: Open, context: contextvars.Context, deadline: float
+        self, connection: ServerConnection, request: OpenStream, context: contextvars.Context, deadline: float
     ) -> None:
         self._clock = asyncio.get_running_loop().time
         self._between_s = bounded_s(request.timeout_s)

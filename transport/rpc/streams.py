@@ -34,7 +34,7 @@ class StreamOwner(Protocol):
     def name(self) -> str: ...
 
 
-class StreamBuffer:
+class ItemBuffer:
     """One stream on one connection: items received and not yet taken."""
 
     def __init__(self, link: StreamOwner, number: int, window: int) -> None:
@@ -114,7 +114,7 @@ class StreamBuffer:
             self._waiter.set_result(None)
 
 
-Opener = Callable[[float], Awaitable[StreamBuffer]]
+Opener = Callable[[float], Awaitable[ItemBuffer]]
 """Opens the stream at the far end before a deadline of the loop's clock."""
 Explain = Callable[[ActorDied, float], Awaitable[ActorDied]]
 
@@ -145,7 +145,7 @@ class RemoteStream(Generic[T]):
         self._timeout_s = timeout_s
         self._explain = explain
         self._deaths = deaths
-        self._inlet: StreamBuffer | None = None
+        self._inlet: ItemBuffer | None = None
         self._count = 0
         self._busy = False
         self._closed = False

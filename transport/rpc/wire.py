@@ -77,7 +77,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
     result: msgspec.Raw
 
 
-class Open(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
+class OpenStream(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
     """A call that is answered by a stream of items.
 
     `timeout_s` is the longest the producer may take for one item; `credit` is how many it may send before a Grant.
@@ -139,7 +139,7 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, tag=5):
     trace: str = ""
 
 
-FromClient = Request | Tell | Cancel | Open | Grant
+FromClient = Request | Tell | Cancel | OpenStream | Grant
 FromServer = Reply | Fault | Item | End | GoAway
 
 

@@ -20,7 +20,7 @@ Tags = dict[str, bytes]
 """Tags of a row by name; the values are encoded by the client, and only samplers look into them."""
 
 
-class Sampler(msgspec.Struct, frozen=True):
+class StoreSampler(msgspec.Struct, frozen=True):
     """How `sample` chooses rows.
 
     Attributes:
@@ -41,16 +41,16 @@ class StoreConfig(msgspec.Struct, frozen=True):
         expected: rows that a partition counts as coming from its beginning on, so that it is not taken for consumed
             before they are there.
         max_rows: of all partitions together; 0: no limit but memory.
-        polling: clients do not wait for samples unless they are told to.
+        polling: clients do not wait for samples unless they ask to.
     """
 
-    sampler: Sampler = Sampler()
+    sampler: StoreSampler = StoreSampler()
     expected: RowCount = 1
     max_rows: Count = 0
     polling: bool = False
 
 
-class Rows(msgspec.Struct, frozen=True, array_like=True):
+class RowNames(msgspec.Struct, frozen=True, array_like=True):
     """Names rows: by keys of a partition, by indexes (which are unique over all partitions), or a whole partition."""
 
     partition: str = ""
@@ -58,7 +58,7 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
     indexes: list[int] = []
 
 
-class Stored(msgspec.Struct, frozen=True):
+class StoredRows(msgspec.Struct, frozen=True):
     """What a put left.
 
     Attributes:
@@ -76,7 +76,7 @@ class Stored(msgspec.Struct, frozen=True):
     waiting_on: str = ""
 
 
-class Found(msgspec.Struct, frozen=True):
+class FoundRows(msgspec.Struct, frozen=True):
     """Rows that are there, in the order of the call.
 
     Attributes:
@@ -94,7 +94,7 @@ class Found(msgspec.Struct, frozen=True):
     waiting_on: str = ""
 
 
-class Segment(msgspec.Struct, frozen=True, array_like=True):
+class RowRun(msgspec.Struct, frozen=True, array_like=True):
     """`rows` rows of the answer lie in the same blocks, one after the other.
 
     parts: (index into the answer's blocks, first row there); of a field that several have, the last one counts.
@@ -104,7 +104,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     parts: list[tuple[int, int]]
 
 
-class Fetched(msgspec.Struct, frozen=True):
+class FetchedRows(msgspec.Struct, frozen=True):
     """Where the fields of rows lie. What is not inline stays in place until the caller unpins `pin` or ends.
 
     Attributes:
@@ -113,13 +113,13 @@ class Fetched(msgspec.Struct, frozen=True):
 
     indexes: list[int] = []
     fields: list[str] = []
-    segments: list[Segment] = []
+    segments: list[RowRun] = []
     blocks: list[BlockRef] = []
     blobs: list[BlobRef] = []
     pin: int = 0
 
 
-class Status(msgspec.Struct, frozen=True):
+class RowStatus(msgspec.Struct, frozen=True):
     """Flags of each row of a partition, in the order of indexes; rows that are expected only count as rows.
 
     known: whether the partition (and each of the fields) is there.
@@ -130,7 +130,7 @@ class Status(msgspec.Struct, frozen=True):
     flags: list[list[bool]] = []
 
 
-class Joined(msgspec.Struct, frozen=True):
+class StoreMembership(msgspec.Struct, frozen=True):
     """A process has joined the store: who it is from now on, and where payloads lie."""
 
     who: Incarnation
@@ -145,7 +145,7 @@ class StoreApi(Protocol):
     """
 
     @idempotent
-    async def join(self, name: str, node: str, pid: int) -> Joined:
+    async def join(self, name: str, node: str, pid: int) -> StoreMembership:
         """A process of the broker's node takes part under this name; the answer has the epoch to call with."""
 
     @idempotent
@@ -160,14 +160,14 @@ class StoreApi(Protocol):
     async def put(
         self,
         seq: Count,
-        rows: Rows,
+        rows: RowNames,
         new: RowCount,
         block: BlockRef | None,
         blobs: list[BlobRef],
         tags: list[Tags],
         replace_tags: bool,
         wait_s: float,
-    ) -> Stored:
+    ) -> StoredRows:
         """Put the columns of a block, whose row i belongs to the i-th row named, and tags.
 
         Keys that are not there yet are made. new: that many rows without keys, instead of named ones.
@@ -178,19 +178,19 @@ class StoreApi(Protocol):
         """
 
     @idempotent
-    async def find(self, rows: Rows) -> Found:
+    async def find(self, rows: RowNames) -> FoundRows:
         """The rows that are there."""
 
     @idempotent
-    async def get(self, seq: Count, rows: Rows, fields: list[str] | None) -> Fetched:
+    async def get(self, seq: Count, rows: RowNames, fields: list[str] | None) -> FetchedRows:
         """Where the fields (all that every row has, if None) of the rows that are there lie."""
 
     @idempotent
     async def unpin(self, seq: Count, pins: list[Count]) -> list[Extent]:
-        """The caller reads what it was given under these pins no more. Answers with its freed extents."""
+        """Release the caller's pins. Answers with its freed extents."""
 
     @idempotent
-    async def clear(self, seq: Count, rows: Rows) -> list[Extent]:
+    async def clear(self, seq: Count, rows: RowNames) -> list[Extent]:
         """Remove rows; a whole partition if neither keys nor indexes are given. Answers with freed extents."""
 
     @idempotent
@@ -212,7 +212,7 @@ class StoreApi(Protocol):
         rank: int | None,
         batch_index: int | None,
         wait_s: float,
-    ) -> Found:
+    ) -> FoundRows:
         """Rows that have the fields and that the task has not consumed, chosen by the sampler, which then are consumed.
 
         rank and batch_index name the batch for samplers that give the same one to several callers. WaitingCalls at most
@@ -220,11 +220,11 @@ class StoreApi(Protocol):
         """
 
     @idempotent
-    async def consumed(self, partition: str, task: str) -> Status:
+    async def consumed(self, partition: str, task: str) -> RowStatus:
         """Which rows the task has consumed; one flag each."""
 
     @idempotent
-    async def produced(self, partition: str, fields: list[str]) -> Status:
+    async def produced(self, partition: str, fields: list[str]) -> RowStatus:
         """Which of the fields each row has; one flag a field."""
 
     @idempotent

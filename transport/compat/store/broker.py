@@ -17,13 +17,13 @@ from relax_rt.transport.base.watch import ProcessWatch, node_name
 from relax_rt.transport.compat.store import state as ev
 from relax_rt.transport.compat.store.api import (
     MAX_ROWS,
-    Fetched,
-    Found,
-    Joined,
-    Rows,
-    Status,
+    FetchedRows,
+    FoundRows,
+    RowNames,
+    RowStatus,
     StoreConfig,
-    Stored,
+    StoredRows,
+    StoreMembership,
     Tags,
 )
 from relax_rt.transport.compat.store.ledger import ROOM, ROWS, Reply, StoreLedger
@@ -40,7 +40,7 @@ _UNMET_KEPT = 1024
 _OTHER_VERSION = "was it written by another version of relax-rt?"
 
 T = TypeVar("T")
-W = TypeVar("W", Found, Stored)
+W = TypeVar("W", FoundRows, StoredRows)
 
 
 def _rpc_caller() -> Incarnation:
@@ -76,7 +76,7 @@ class StoreBroker:
         self._disk = SpillFiles(shm_dir, spill_dir, 0)
         self._watch = ProcessWatch(self._process_ended)
         self._waits = WaitingCalls(time.monotonic)
-        self._unmet: dict[tuple[Incarnation, int], Found | Stored] = {}
+        self._unmet: dict[tuple[Incarnation, int], FoundRows | StoredRows] = {}
         self._full = asyncio.Event()
         self._sweep_wanted = True
         self._failed: asyncio.Future[None] | None = None
@@ -96,7 +96,7 @@ class StoreBroker:
             self._ledger = StoreLedger(recovered.snapshot)
         except msgspec.DecodeError as error:
             raise Corrupt(f"journal snapshot {recovered.n}", why=str(error), hint=_OTHER_VERSION) from error
-        decode = msgspec.msgpack.Decoder(ev.Entry).decode
+        decode = msgspec.msgpack.Decoder(ev.StoreEntry).decode
         for n, payload in recovered.records:
             try:
                 same = self._ledger.apply(decode(payload)).changed and self._ledger.state.n == n
@@ -104,7 +104,7 @@ class StoreBroker:
                 raise Corrupt(f"journal record {n}", why=str(error), hint=_OTHER_VERSION) from error
             if not same:
                 raise Corrupt(f"journal record {n}", why="its replay changes nothing", hint=_OTHER_VERSION)
-        self._apply(ev.Open(self._memory, self._limits))
+        self._apply(ev.StoreOpened(self._memory, self._limits))
         # A broker that spills has journaled something before, so no two brokers of a folder use the same number.
         self._disk = SpillFiles(self._shm_dir, self._spill_dir, self._ledger.state.n)
         for known in list(self._ledger.state.callers.values()):
@@ -114,7 +114,7 @@ class StoreBroker:
             task.add_done_callback(self._task_ended)
 
     async def run(self) -> None:
-        """Until the broker cannot go on.
+        """Run until the broker fails.
 
         Raises:
             Exception: what stopped it (OutOfSpace: the journal could not be written). A restart recovers all that was
@@ -154,11 +154,15 @@ class StoreBroker:
 
     # --- events
 
-    def _apply(self, event: ev.Open | ev.Join | ev.Gone | ev.Spilled | ev.Call, seq: int | None = None) -> Reply:
+    def _apply(
+        self,
+        event: ev.StoreOpened | ev.CallerJoined | ev.CallerGone | ev.BlocksSpilled | ev.StoreCall,
+        seq: int | None = None,
+    ) -> Reply:
         """Apply an event, journal it, wake waiting calls; then the reply may be sent. seq: of a call; who asks is."""
         self._check_alive()
         who = self._identify() if seq is not None else None
-        entry = ev.Entry(self._ledger.state.n + 1, event, who, seq or 0)
+        entry = ev.StoreEntry(self._ledger.state.n + 1, event, who, seq or 0)
         sound = False
         try:
             outcome = self._ledger.apply(entry)
@@ -180,12 +184,12 @@ class StoreBroker:
             self._full.set()
         return outcome.reply
 
-    def _call(self, event: ev.Call, seq: int, kind: type[T]) -> T:
+    def _call(self, event: ev.StoreCall, seq: int, kind: type[T]) -> T:
         reply = self._apply(event, seq)
         assert isinstance(reply, kind)
         return reply
 
-    async def _wait_for(self, event: ev.Call, topic: str, seq: int, wait_s: float, kind: type[W]) -> W:
+    async def _wait_for(self, event: ev.StoreCall, topic: str, seq: int, wait_s: float, kind: type[W]) -> W:
         """Apply an event until its reply waits on nothing or wait_s is over; then reply with the reason."""
         who = self._identify()
         key = (who, seq)
@@ -214,12 +218,12 @@ class StoreBroker:
     def _process_ended(self, who: Incarnation, _reason: str) -> None:
         """A watched process is dead. May come after the broker's own failure, when nothing can be journaled."""
         if self._failed is not None and not self._failed.done():
-            self._apply(ev.Gone(who))
+            self._apply(ev.CallerGone(who))
             self._sweep_wanted = True
 
     # --- StoreApi
 
-    async def join(self, name: str, node: str, pid: int) -> Joined:
+    async def join(self, name: str, node: str, pid: int) -> StoreMembership:
         """StoreApi.join."""
         if node != node_name():
             raise Refused(
@@ -231,13 +235,13 @@ class StoreBroker:
         if not started:
             raise Refused(f"joining as '{name}'", why=f"there is no process {pid} on this node")
         who = Incarnation(name, self._ledger.state.next_epoch)
-        self._apply(ev.Join(who, pid, started))
+        self._apply(ev.CallerJoined(who, pid, started))
         self._watch.add(who, pid, started)
-        return Joined(who, str(self._shm_dir), str(self._spill_dir))
+        return StoreMembership(who, str(self._shm_dir), str(self._spill_dir))
 
     async def configure(self, seq: int, config: StoreConfig) -> StoreConfig:
         """StoreApi.configure."""
-        return self._call(ev.Configure(config), seq, StoreConfig)
+        return self._call(ev.ConfigureStore(config), seq, StoreConfig)
 
     async def config(self) -> StoreConfig | None:
         """StoreApi.config."""
@@ -246,34 +250,36 @@ class StoreBroker:
     async def put(
         self,
         seq: int,
-        rows: Rows,
+        rows: RowNames,
         new: int,
         block: BlockRef | None,
         blobs: list[BlobRef],
         tags: list[Tags],
         replace_tags: bool,
         wait_s: float,
-    ) -> Stored:
+    ) -> StoredRows:
         """StoreApi.put."""
         if max(new, len(rows.keys), len(rows.indexes)) > MAX_ROWS:
             raise Refused(f"put of over {MAX_ROWS} rows", why="that is the limit of one call", hint="put fewer at once")
-        return await self._wait_for(ev.Put(rows, new, block, blobs, tags, replace_tags), ROOM, seq, wait_s, Stored)
+        return await self._wait_for(
+            ev.PutRows(rows, new, block, blobs, tags, replace_tags), ROOM, seq, wait_s, StoredRows
+        )
 
-    async def find(self, rows: Rows) -> Found:
+    async def find(self, rows: RowNames) -> FoundRows:
         """StoreApi.find."""
         return self._ledger.rows.find(rows)
 
-    async def get(self, seq: int, rows: Rows, fields: list[str] | None) -> Fetched:
+    async def get(self, seq: int, rows: RowNames, fields: list[str] | None) -> FetchedRows:
         """StoreApi.get."""
-        return self._call(ev.Get(rows, fields), seq, Fetched)
+        return self._call(ev.GetRows(rows, fields), seq, FetchedRows)
 
     async def unpin(self, seq: int, pins: list[int]) -> list[Extent]:
         """StoreApi.unpin."""
-        return list(self._call(ev.Unpin(pins), seq, list))
+        return list(self._call(ev.UnpinRows(pins), seq, list))
 
-    async def clear(self, seq: int, rows: Rows) -> list[Extent]:
+    async def clear(self, seq: int, rows: RowNames) -> list[Extent]:
         """StoreApi.clear."""
-        return list(self._call(ev.Clear(rows), seq, list))
+        return list(self._call(ev.ClearRows(rows), seq, list))
 
     async def list_keys(self, partition: str | None) -> dict[str, dict[str, Tags]]:
         """StoreApi.list_keys."""
@@ -293,22 +299,22 @@ class StoreBroker:
         rank: int | None,
         batch_index: int | None,
         wait_s: float,
-    ) -> Found:
+    ) -> FoundRows:
         """StoreApi.sample."""
-        event = ev.Sample(partition, task, fields, batch, rank, batch_index)
-        return await self._wait_for(event, ROWS, seq, wait_s, Found)
+        event = ev.SampleRows(partition, task, fields, batch, rank, batch_index)
+        return await self._wait_for(event, ROWS, seq, wait_s, FoundRows)
 
-    async def consumed(self, partition: str, task: str) -> Status:
+    async def consumed(self, partition: str, task: str) -> RowStatus:
         """StoreApi.consumed."""
         return self._ledger.rows.consumed(partition, task)
 
-    async def produced(self, partition: str, fields: list[str]) -> Status:
+    async def produced(self, partition: str, fields: list[str]) -> RowStatus:
         """StoreApi.produced."""
         return self._ledger.rows.produced(partition, fields)
 
     async def reset(self, seq: int, partition: str, task: str | None) -> bool:
         """StoreApi.reset."""
-        return self._call(ev.Reset(partition, task), seq, bool)
+        return self._call(ev.ResetTask(partition, task), seq, bool)
 
     def waiting(self) -> dict[str, str]:
         """What each caller waits for now."""
@@ -348,7 +354,7 @@ class StoreBroker:
                     # Puts wait meanwhile; they say that memory is full.
                     await asyncio.sleep(_SPILL_RETRY_S)
                     continue
-                self._apply(ev.Spilled(copied))
+                self._apply(ev.BlocksSpilled(copied))
                 self._disk.written()
                 self._sweep_wanted = True
                 unreadable = {id_ for id_ in unreadable if id_ in self._ledger.state.blocks.blocks} | failed.keys()

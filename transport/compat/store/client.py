@@ -15,8 +15,17 @@ import numpy as np
 from relax_rt.transport.base.calls import NumberedCalls
 from relax_rt.transport.base.folder import RUN_ID, find
 from relax_rt.transport.base.watch import node_name
-from relax_rt.transport.compat.store.api import Fetched, Found, Joined, Rows, StoreApi, StoreConfig, Stored, Tags
-from relax_rt.transport.memory.arena import Placed, Reader, Writer
+from relax_rt.transport.compat.store.api import (
+    FetchedRows,
+    FoundRows,
+    RowNames,
+    StoreApi,
+    StoreConfig,
+    StoredRows,
+    StoreMembership,
+    Tags,
+)
+from relax_rt.transport.memory.arena import ArenaReader, ArenaWriter, PlacedBlock
 from relax_rt.transport.memory.blocks import Block
 from relax_rt.transport.memory.refs import BlockRef, Extent
 from relax_rt.transport.memory.slabs import path_of
@@ -55,7 +64,7 @@ class StoreClient:
     def __init__(
         self,
         client: rpc.Client,
-        joined: Joined,
+        joined: StoreMembership,
         *,
         capacity_bytes: int,
         patience_s: float = 60.0,
@@ -69,10 +78,10 @@ class StoreClient:
         self._api = client.bind(StoreApi, timeout_s=CALL_S)
         self._calls = NumberedCalls(str(self.who), patience_s, self._waits)
         self._space_wait_s = space_wait_s
-        self.writer = Writer(
+        self.writer = ArenaWriter(
             self._shm_dir, self.who, slab_bytes=min(SLAB_BYTES, capacity_bytes // 2), capacity_bytes=capacity_bytes
         )
-        self.reader = Reader(self._shm_dir, self._spill_dir)
+        self.reader = ArenaReader(self._shm_dir, self._spill_dir)
         self._unpinned: list[int] = []
         self._unpinning: asyncio.Task[None] | None = None
         self._closed = False
@@ -118,14 +127,14 @@ class StoreClient:
 
     async def put(
         self,
-        rows: Rows,
+        rows: RowNames,
         columns: Mapping[str, Any] | None = None,
         *,
         new: int = 0,
         tags: Sequence[Tags] = (),
         replace_tags: bool = False,
-    ) -> Stored:
-        """Put columns (see Writer.put_columns) and tags on rows; see StoreApi.put.
+    ) -> StoredRows:
+        """Put columns (see ArenaWriter.put_columns) and tags on rows; see StoreApi.put.
 
         Raises:
             Refused: a value cannot be put, or rows and columns do not fit together.
@@ -134,8 +143,8 @@ class StoreClient:
         return await self._shielded(self._put(rows, columns, new, list(tags), replace_tags))
 
     async def _put(
-        self, rows: Rows, columns: Mapping[str, Any] | None, new: int, tags: list[Tags], replace_tags: bool
-    ) -> Stored:
+        self, rows: RowNames, columns: Mapping[str, Any] | None, new: int, tags: list[Tags], replace_tags: bool
+    ) -> StoredRows:
         deadline = self._loop.time() + self._space_wait_s
         placed = await self._place(columns, deadline) if columns else None
         block, blobs = (placed.block, placed.blobs) if placed is not None else (None, [])
@@ -151,7 +160,7 @@ class StoreClient:
         self._free(stored.freed)
         return stored
 
-    async def _put_when_room(self, send: Callable[[int, float], Awaitable[Stored]], deadline: float) -> Stored:
+    async def _put_when_room(self, send: Callable[[int, float], Awaitable[StoredRows]], deadline: float) -> StoredRows:
         while True:
             slice_s = min(max(deadline - self._loop.time(), 0.0), ROOM_SLICE_S)
             stored = await self._calls.call(lambda seq, slice_s=slice_s: send(seq, slice_s))  # type: ignore[misc]
@@ -162,7 +171,7 @@ class StoreClient:
                 self._waits("")
                 raise OutOfSpace(f"put to the store by {self.who}", why=stored.waiting_on)
 
-    async def _place(self, columns: Mapping[str, Any], deadline: float) -> Placed:
+    async def _place(self, columns: Mapping[str, Any], deadline: float) -> PlacedBlock:
         nbytes = sum(int(getattr(value, "nbytes", 0)) for value in columns.values())
         if nbytes >= THREAD_BYTES and self._unpinned:
             # It may free the memory for this put.
@@ -186,11 +195,11 @@ class StoreClient:
 
     # --- get
 
-    async def find(self, rows: Rows) -> Found:
+    async def find(self, rows: RowNames) -> FoundRows:
         """The rows that are there, with keys, fields and tags."""
         return await self._api.find(rows)
 
-    async def get(self, rows: Rows, fields: list[str] | None = None) -> Reading:
+    async def get(self, rows: RowNames, fields: list[str] | None = None) -> RowReading:
         """Where the fields of the rows lie. Close it when what is needed was made of it."""
         return await self._shielded(self._get(rows, fields))
 
@@ -203,10 +212,10 @@ class StoreClient:
             task.add_done_callback(_drop)
             raise
 
-    async def _get(self, rows: Rows, fields: list[str] | None) -> Reading:
+    async def _get(self, rows: RowNames, fields: list[str] | None) -> RowReading:
         fetched = await self._calls.call(lambda seq: self._api.get(seq, rows, fields))
         try:
-            return Reading(fetched, self.reader, self._shm_dir, self._spill_dir, lambda: self._release(fetched.pin))
+            return RowReading(fetched, self.reader, self._shm_dir, self._spill_dir, lambda: self._release(fetched.pin))
         except BaseException:
             self._release(fetched.pin)
             raise
@@ -247,7 +256,7 @@ class StoreClient:
 
     # --- the rest
 
-    async def clear(self, rows: Rows) -> None:
+    async def clear(self, rows: RowNames) -> None:
         """Remove rows; a whole partition if neither keys nor indexes are given."""
         if self._unpinned:
             await self._unpin(self._take_unpinned())
@@ -271,7 +280,7 @@ class StoreClient:
         rank: int | None = None,
         batch_index: int | None = None,
         wait_s: float = 0.0,
-    ) -> Found:
+    ) -> FoundRows:
         """Rows for a task, chosen by the sampler and consumed by this call; waits for them at most wait_s."""
         names, deadline = list(fields), self._loop.time() + wait_s
         while True:
@@ -303,11 +312,11 @@ class StoreClient:
 
 def _drop(task: asyncio.Task[Any]) -> None:
     """Close a Reading whose caller was cancelled."""
-    if not task.cancelled() and task.exception() is None and isinstance(answer := task.result(), Reading):
+    if not task.cancelled() and task.exception() is None and isinstance(answer := task.result(), RowReading):
         answer.close()
 
 
-class Piece:
+class FieldRun:
     """`rows` rows of a field, from row `first` of a block on.
 
     own: the block lies in private pages; else copy what is to be kept.
@@ -319,8 +328,8 @@ class Piece:
         self.block, self.first, self.rows, self.own = block, first, rows, own
 
 
-class Reading:
-    """The rows of a Fetched, until `close`. What is made of private pages stays valid after it.
+class RowReading:
+    """The rows of a FetchedRows, until `close`. What is made of private pages stays valid after it.
 
     Args:
         fetched: the answer.
@@ -330,7 +339,7 @@ class Reading:
     """
 
     def __init__(
-        self, fetched: Fetched, reader: Reader, shm_dir: Path, spill_dir: Path, unread: Callable[[], None]
+        self, fetched: FetchedRows, reader: ArenaReader, shm_dir: Path, spill_dir: Path, unread: Callable[[], None]
     ) -> None:
         self.fields, self.rows = fetched.fields, len(fetched.indexes)
         self._segments = fetched.segments
@@ -356,13 +365,13 @@ class Reading:
             raise Corrupt(block.where, why=f"it has {block.rows} rows of {block.names}, not {ref.rows} of {ref.fields}")
         return block
 
-    def pieces(self, field: str) -> Iterator[Piece]:
+    def pieces(self, field: str) -> Iterator[FieldRun]:
         """Where the rows of a field are, in order."""
         for segment in self._segments:
             for index, first in reversed(segment.parts):
                 block, own = self._blocks[index]
                 if field in block.names:
-                    yield Piece(block, first, segment.rows, own=own)
+                    yield FieldRun(block, first, segment.rows, own=own)
                     break
             else:
                 raise Corrupt(f"field '{field}'", why="no block of the answer has it")

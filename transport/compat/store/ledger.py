@@ -12,10 +12,10 @@ from collections.abc import Container, Iterable
 import msgspec
 
 from relax_rt.transport.compat.store import state as ev
-from relax_rt.transport.compat.store.api import Fetched, Found, StoreConfig, Stored
+from relax_rt.transport.compat.store.api import FetchedRows, FoundRows, StoreConfig, StoredRows
 from relax_rt.transport.compat.store.rows import RowTable
-from relax_rt.transport.compat.store.state import Answer, Caller, StoreState
-from relax_rt.transport.memory.arena import Placed
+from relax_rt.transport.compat.store.state import KeptAnswer, StoreCaller, StoreState
+from relax_rt.transport.memory.arena import PlacedBlock
 from relax_rt.transport.memory.refs import Extent, is_spilled, owner_key, unfit_slot
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
@@ -27,10 +27,10 @@ ANSWERS_KEPT = 128
 SPILL_ROUND_BYTES = 64 << 20
 """Payload of one round of spilling, so that memory comes free in steps."""
 
-Reply = StoreConfig | Stored | Found | Fetched | list[Extent] | bool | None
+Reply = StoreConfig | StoredRows | FoundRows | FetchedRows | list[Extent] | bool | None
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class StoreOutcome(msgspec.Struct, frozen=True):
     """What an event did.
 
     Attributes:
@@ -56,7 +56,7 @@ class StoreLedger:
         """The whole state."""
         return msgspec.msgpack.encode(self.state)
 
-    def apply(self, entry: ev.Entry) -> Outcome:
+    def apply(self, entry: ev.StoreEntry) -> StoreOutcome:
         """Apply one event.
 
         Raises:
@@ -71,37 +71,37 @@ class StoreLedger:
             self._touched.add(ROOM)
         if rows.changed:
             self.state.n = entry.n
-        return Outcome(reply, rows.changed, frozenset(self._touched))
+        return StoreOutcome(reply, rows.changed, frozenset(self._touched))
 
     # --- the broker's own events
 
     def _own(self, event: object) -> Reply:
         match event:
-            case ev.Open(memory, limits):
+            case ev.StoreOpened(memory, limits):
                 if (memory, limits) != (self.state.memory, self.state.limits):
                     self.rows.changed = True
                 if memory != self.state.memory:
                     self.rows.lose_payloads()
                     self.state.callers.clear()
                 self.state.memory, self.state.limits = memory, limits
-            case ev.Join():
+            case ev.CallerJoined():
                 return self._join(event)
-            case ev.Gone(who):
+            case ev.CallerGone(who):
                 if self.state.callers.pop(owner_key(who), None) is not None:
                     self.rows.changed = True
                     self.state.blocks.forget_owner(who)
                     self.rows.forget(who)
-            case ev.Spilled(moves):
+            case ev.BlocksSpilled(moves):
                 return self._spilled(moves)
             case _:
                 raise Refused(f"event {type(event).__name__}", why="it needs a caller")
         return None
 
-    def _join(self, event: ev.Join) -> Reply:
+    def _join(self, event: ev.CallerJoined) -> Reply:
         who = event.who
         if unfit := unfit_slot(who):
             raise Refused(f"joining as {who.slot[:200]!r}", why=unfit, hint="use one as reader/0")
-        self.state.callers[owner_key(who)] = Caller(who, event.pid, event.started)
+        self.state.callers[owner_key(who)] = StoreCaller(who, event.pid, event.started)
         self.state.next_epoch = max(self.state.next_epoch, who.epoch + 1)
         self.rows.changed = True
         return None
@@ -136,40 +136,40 @@ class StoreLedger:
     def _first(self, who: Incarnation, event: object) -> Reply:
         rows = self.rows
         match event:
-            case ev.Put():
+            case ev.PutRows():
                 return self._put(who, event)
-            case ev.Get():
+            case ev.GetRows():
                 return rows.get(who, event)
-            case ev.Sample():
+            case ev.SampleRows():
                 return rows.sample(event)
-            case ev.Unpin(pins):
+            case ev.UnpinRows(pins):
                 rows.unpin(who, pins)
                 return self._collect(who)
-            case ev.Clear(named):
+            case ev.ClearRows(named):
                 rows.clear(named)
                 return self._collect(who)
-            case ev.Reset():
+            case ev.ResetTask():
                 if known := rows.reset(event):
                     self._touched.add(ROWS)
                 return known
-            case ev.Configure(config):
+            case ev.ConfigureStore(config):
                 return rows.configure(config)
             case _:
                 raise Refused(f"event {type(event).__name__} of {who}", why="it is the broker's own")
 
-    def _put(self, who: Incarnation, event: ev.Put) -> Stored:
+    def _put(self, who: Incarnation, event: ev.PutRows) -> StoredRows:
         self.rows.check_put(event)
         if event.block is not None:
-            self._check_payload(who, Placed(event.block, [], event.blobs))
+            self._check_payload(who, PlacedBlock(event.block, [], event.blobs))
         # First columns wait for room. Columns for rows that have some do not: whoever waits for room waits for rows to
         # be cleared, which those who add columns bring about.
         if self.rows.is_first_payload(event) and (full := self._full()):
-            return Stored([], [], [], waiting_on=full)
+            return StoredRows([], [], [], waiting_on=full)
         stored = self.rows.put(event)
         self._touched.add(ROWS)
-        return Stored(stored.indexes, stored.fields, stored.tags, self._collect(who))
+        return StoredRows(stored.indexes, stored.fields, stored.tags, self._collect(who))
 
-    def _check_payload(self, who: Incarnation, placed: Placed) -> None:
+    def _check_payload(self, who: Incarnation, placed: PlacedBlock) -> None:
         self.state.blocks.check_extents([placed], who)
         limits, block = self.state.limits, placed.block
         nbytes = block.extent.nbytes if block.extent is not None else len(block.inline)
@@ -197,23 +197,23 @@ class StoreLedger:
         self.rows.changed = self.rows.changed or bool(freed)
         return freed
 
-    def _repeated(self, who: Incarnation, event: object, known: Answer) -> Reply:
+    def _repeated(self, who: Incarnation, event: object, known: KeptAnswer) -> Reply:
         """The reply to a call that came before, under the same number. Rows are described as they are now."""
         indexes = [index for first, count in known.rows for index in range(first, first + count)]
         match event:
-            case ev.Put():
+            case ev.PutRows():
                 stored = self.rows.stored(indexes)
-                return Stored(stored.indexes, stored.fields, stored.tags, known.freed)
-            case ev.Sample():
+                return StoredRows(stored.indexes, stored.fields, stored.tags, known.freed)
+            case ev.SampleRows():
                 return self.rows.granted(indexes)
-            case ev.Get():
+            case ev.GetRows():
                 if known.pin not in self.state.pins:
                     # The caller has released the pin, so it had the reply: this copy of the call came late.
-                    return Fetched()
+                    return FetchedRows()
                 return self.rows.get(who, event, pin=known.pin)
-            case ev.Unpin() | ev.Clear():
+            case ev.UnpinRows() | ev.ClearRows():
                 return known.freed
-            case ev.Reset():
+            case ev.ResetTask():
                 return event.partition in self.state.partitions
             case _:
                 return self.rows.config
@@ -282,19 +282,19 @@ class StoreLedger:
         return wrong
 
 
-def _kept(reply: Reply) -> Answer:
+def _kept(reply: Reply) -> KeptAnswer:
     """What is kept of a reply, to give it again."""
     match reply:
-        case Stored(indexes, _, _, freed):
-            return Answer(_runs(indexes), freed)
-        case Found(indexes):
-            return Answer(_runs(indexes))
-        case Fetched(pin=pin):
-            return Answer(pin=pin)
+        case StoredRows(indexes, _, _, freed):
+            return KeptAnswer(_runs(indexes), freed)
+        case FoundRows(indexes):
+            return KeptAnswer(_runs(indexes))
+        case FetchedRows(pin=pin):
+            return KeptAnswer(pin=pin)
         case list():
-            return Answer(freed=reply)
+            return KeptAnswer(freed=reply)
         case _:
-            return Answer()
+            return KeptAnswer()
 
 
 def _runs(indexes: Iterable[int]) -> list[tuple[int, int]]:

@@ -7,16 +7,25 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from relax_rt.transport.compat.store import sampling, state
-from relax_rt.transport.compat.store.api import Fetched, Found, Rows, Segment, Status, StoreConfig, Stored, Tags
-from relax_rt.transport.compat.store.state import Partition, Pin, Row, StoreState
-from relax_rt.transport.memory.arena import Placed
+from relax_rt.transport.compat.store.api import (
+    FetchedRows,
+    FoundRows,
+    RowNames,
+    RowRun,
+    RowStatus,
+    StoreConfig,
+    StoredRows,
+    Tags,
+)
+from relax_rt.transport.compat.store.state import Partition, Pin, StoreRow, StoreState
+from relax_rt.transport.memory.arena import PlacedBlock
 from relax_rt.transport.memory.refs import BlobRef, BlockRef
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
 LENGTH_TAG = "total_lengths"
-"""Tag with a row's tokens, which the balanced sampler looks at."""
-Named = tuple[str, int, Row]
+"""Tag with a row's tokens, for the balanced sampler."""
+Named = tuple[str, int, StoreRow]
 """Partition, index and row."""
 
 
@@ -79,7 +88,7 @@ class RowTable:
         self.state.next_index += fresh
         made: list[Named] = []
         for key, index in zip(keys, (*range(first, first + old), *range(beyond, beyond + fresh)), strict=True):
-            row = Row(partition.next_place, key)
+            row = StoreRow(partition.next_place, key)
             partition.next_place += 1
             partition.rows[index] = row
             self._where[index] = name
@@ -88,7 +97,7 @@ class RowTable:
             made.append((name, index, row))
         return made
 
-    def _known(self, rows: Rows) -> list[Named]:
+    def _known(self, rows: RowNames) -> list[Named]:
         """The rows named that are there, in the order of the names."""
         partitions = self.state.partitions
         if rows.indexes:
@@ -105,7 +114,7 @@ class RowTable:
         names = [(self._where.get(index), index) for index in indexes]
         return [(name, index, self.state.partitions[name].rows[index]) for name, index in names if name is not None]
 
-    def _to_put(self, event: state.Put) -> list[Named]:
+    def _to_put(self, event: state.PutRows) -> list[Named]:
         rows = event.rows
         if rows.indexes:
             return self._known(rows)
@@ -119,7 +128,7 @@ class RowTable:
 
     # --- put
 
-    def check_put(self, event: state.Put) -> None:
+    def check_put(self, event: state.PutRows) -> None:
         """Raises:
         Refused: the call names no rows, names one twice or one that is gone, its parts do not fit together,
             or there would be more rows than the configuration allows.
@@ -148,20 +157,20 @@ class RowTable:
         if limit and (more := self.new_rows(event)) and len(self) + more > limit:
             raise Refused(what, why=f"{len(self)} rows are there and {limit} are allowed")
 
-    def new_rows(self, event: state.Put) -> int:
+    def new_rows(self, event: state.PutRows) -> int:
         """How many rows the put makes."""
         if event.rows.indexes:
             return 0
         known = self.state.partitions.get(event.rows.partition, Partition()).keys
         return event.new or sum(key not in known for key in event.rows.keys)
 
-    def is_first_payload(self, event: state.Put) -> bool:
+    def is_first_payload(self, event: state.PutRows) -> bool:
         """Whether the put brings columns to a row that has none."""
         if event.block is None:
             return False
         return self.new_rows(event) > 0 or any(not row.parts for _, _, row in self._known(event.rows))
 
-    def put(self, event: state.Put) -> Stored:
+    def put(self, event: state.PutRows) -> StoredRows:
         """Enter a block's rows and tags; what is wrong with the call was found by check_put and by the block table."""
         self.changed = True
         named = self._to_put(event)
@@ -172,13 +181,13 @@ class RowTable:
             row.tags = tags if event.replace_tags else {**row.tags, **tags}
         return self.stored([index for _, index, _ in named])
 
-    def stored(self, indexes: Iterable[int]) -> Stored:
+    def stored(self, indexes: Iterable[int]) -> StoredRows:
         """The answer to a put of these rows, as they are now."""
         named = self._at(indexes)
-        return Stored([index for _, index, _ in named], self._common(named), [row.tags for _, _, row in named])
+        return StoredRows([index for _, index, _ in named], self._common(named), [row.tags for _, _, row in named])
 
-    def _enter_block(self, block_ref: BlockRef, blobs: list[BlobRef], rows: list[Row]) -> None:
-        id_ = self._blocks.add(Placed(block_ref, [], blobs), len(rows), self._alive)
+    def _enter_block(self, block_ref: BlockRef, blobs: list[BlobRef], rows: list[StoreRow]) -> None:
+        id_ = self._blocks.add(PlacedBlock(block_ref, [], blobs), len(rows), self._alive)
         stays: dict[tuple[int, ...], list[bool]] = {}
         for number, row in enumerate(rows):
             if row.parts:
@@ -209,7 +218,7 @@ class RowTable:
                     if of == name and index not in given and fields <= self._fields_of(row):
                         sampling.enter(view, index)
 
-    def _fields_of(self, row: Row) -> frozenset[str]:
+    def _fields_of(self, row: StoreRow) -> frozenset[str]:
         signature = tuple(block for block, _ in row.parts)
         fields = self._fields.get(signature)
         if fields is None:
@@ -226,12 +235,12 @@ class RowTable:
 
     # --- read
 
-    def find(self, rows: Rows) -> Found:
+    def find(self, rows: RowNames) -> FoundRows:
         """StoreApi.find."""
         return self._found(self._known(rows))
 
-    def _found(self, named: list[Named]) -> Found:
-        return Found(
+    def _found(self, named: list[Named]) -> FoundRows:
+        return FoundRows(
             [index for _, index, _ in named],
             [row.key for _, _, row in named],
             [name for name, _, _ in named],
@@ -239,7 +248,7 @@ class RowTable:
             [row.tags for _, _, row in named],
         )
 
-    def get(self, who: Incarnation, event: state.Get, pin: int = 0) -> Fetched:
+    def get(self, who: Incarnation, event: state.GetRows, pin: int = 0) -> FetchedRows:
         """StoreApi.get. A repeated call (pin: of the first one) reads anew under the same pin."""
         if pin and self.state.pins.get(pin, Pin(who, [])).who == who:
             self._release(pin)
@@ -248,7 +257,7 @@ class RowTable:
         common = self._common(named)
         fields = common if event.fields is None else sorted(set(common).intersection(event.fields))
         if not fields:
-            return Fetched([index for _, index, _ in named])
+            return FetchedRows([index for _, index, _ in named])
         ids, segments = self._segments(named, frozenset(fields))
         extents = self._blocks.extents_of(ids)
         if extents:
@@ -258,7 +267,7 @@ class RowTable:
             self._blocks.pin(extents)
             self.state.pins[pin] = Pin(who, extents)
             self.changed = True
-        return Fetched(
+        return FetchedRows(
             [index for _, index, _ in named],
             fields,
             segments,
@@ -267,12 +276,12 @@ class RowTable:
             pin if extents else 0,
         )
 
-    def _segments(self, named: list[Named], fields: frozenset[str]) -> tuple[list[int], list[Segment]]:
+    def _segments(self, named: list[Named], fields: frozenset[str]) -> tuple[list[int], list[RowRun]]:
         """Blocks to look at, each once, and runs of rows that lie one after the other in the same ones."""
         blocks = self._blocks.blocks
         ids: dict[int, int] = {}
         wanted: dict[int, bool] = {}
-        segments: list[Segment] = []
+        segments: list[RowRun] = []
         expected: list[tuple[int, int]] | None = None
         first: list[tuple[int, int]] = []
         count = 0
@@ -281,7 +290,7 @@ class RowTable:
                 count += 1
             else:
                 if count:
-                    segments.append(Segment(count, first))
+                    segments.append(RowRun(count, first))
                 count, first = 1, []
                 for block, number in row.parts:
                     if block not in wanted:
@@ -289,11 +298,11 @@ class RowTable:
                     if wanted[block]:
                         first.append((ids.setdefault(block, len(ids)), number))
             expected = [(block, number + 1) for block, number in row.parts]
-        segments.append(Segment(count, first))
+        segments.append(RowRun(count, first))
         return list(ids), segments
 
     def unpin(self, who: Incarnation, pins: Iterable[int]) -> None:
-        """The caller reads no more under these; those that are not its own are left alone."""
+        """Release the caller's pins; those of others are ignored."""
         for pin in pins:
             if pin in self.state.pins and self.state.pins[pin].who == who:
                 self._release(pin)
@@ -306,7 +315,7 @@ class RowTable:
 
     # --- clear
 
-    def clear(self, rows: Rows) -> None:
+    def clear(self, rows: RowNames) -> None:
         """StoreApi.clear."""
         whole = not rows.keys and not rows.indexes
         named = self._known(rows)
@@ -343,7 +352,7 @@ class RowTable:
                 partition.past.setdefault(task, {})[rank] = past
 
     def forget(self, who: Incarnation) -> None:
-        """The process has ended: it reads nothing any more. What it put stays."""
+        """Release the pins of a process that has ended. What it put stays."""
         for pin in [pin for pin, known in self.state.pins.items() if known.who == who]:
             self._release(pin)
             self.changed = True
@@ -381,7 +390,7 @@ class RowTable:
             return []
         return partition.granted.get(task, {}).get(rank, {}).get(number)
 
-    def _ready_for(self, event: state.Sample, partition: Partition) -> list[int]:
+    def _ready_for(self, event: state.SampleRows, partition: Partition) -> list[int]:
         wanted = (event.partition, event.task, frozenset(event.fields))
         return self._ready.get(wanted, lambda: self._search_ready(partition, event.task, wanted[2]))
 
@@ -389,7 +398,7 @@ class RowTable:
         given = self._taken(partition, task)
         return sorted(i for i, row in partition.rows.items() if i not in given and fields <= self._fields_of(row))
 
-    def sample(self, event: state.Sample) -> Found:
+    def sample(self, event: state.SampleRows) -> FoundRows:
         """StoreApi.sample.
 
         Raises:
@@ -397,24 +406,24 @@ class RowTable:
         """
         partition = self.state.partitions.get(event.partition)
         if partition is None:
-            return Found(waiting_on=f"partition {event.partition!r} to be put")
+            return FoundRows(waiting_on=f"partition {event.partition!r} to be put")
         if event.batch < 1:
             raise Refused(f"sample of {event.batch} rows", why="a batch has at least one row")
         at = sampling.batch_of(self.config.sampler, event.rank, event.batch_index)
         known = self._given_as(partition, event.task, at)
         if known is not None and not known:
-            return Found(waiting_on=f"batch and rank {at}, which were given before and whose rows are cleared")
+            return FoundRows(waiting_on=f"batch and rank {at}, which were given before and whose rows are cleared")
         chosen = known or self._chosen(event, partition, at)
         if not chosen:
             ready = len(self._ready_for(event, partition))
-            return Found(waiting_on=f"{event.batch} rows for {event.task!r}, of which {ready} are ready")
+            return FoundRows(waiting_on=f"{event.batch} rows for {event.task!r}, of which {ready} are ready")
         consumed = partition.consumed.setdefault(event.task, set())
         self.changed = self.changed or not consumed.issuperset(chosen)
         consumed.update(chosen)
         self._ready.remove(event.partition, chosen, event.task)
         return self.granted(chosen)
 
-    def _chosen(self, event: state.Sample, partition: Partition, at: sampling.BatchKey | None) -> list[int]:
+    def _chosen(self, event: state.SampleRows, partition: Partition, at: sampling.BatchKey | None) -> list[int]:
         """A batch that was not given before; those that are to be given again are kept."""
         shares = sampling.choose(
             self.config.sampler,
@@ -435,11 +444,11 @@ class RowTable:
         self.changed = True
         return granted[rank][number]
 
-    def granted(self, indexes: Iterable[int]) -> Found:
+    def granted(self, indexes: Iterable[int]) -> FoundRows:
         """The answer to a sample of these rows; those cleared meanwhile are left out."""
         return self._found(self._at(indexes))
 
-    def reset(self, event: state.Reset) -> bool:
+    def reset(self, event: state.ResetTask) -> bool:
         """StoreApi.reset. Batches that were given by rank are kept, as the ranks may still ask for them."""
         partition = self.state.partitions.get(event.partition)
         if partition is None:
@@ -461,25 +470,25 @@ class RowTable:
             if (partition := self.state.partitions.get(name)) is not None
         }
 
-    def consumed(self, name: str, task: str) -> Status:
+    def consumed(self, name: str, task: str) -> RowStatus:
         """StoreApi.consumed."""
         partition = self.state.partitions.get(name)
         if partition is None:
-            return Status()
+            return RowStatus()
         done = partition.consumed.get(task, set())
         indexes = _indexes(partition)
-        return Status(True, indexes, [[index in done] for index in indexes])
+        return RowStatus(True, indexes, [[index in done] for index in indexes])
 
-    def produced(self, name: str, fields: list[str]) -> Status:
+    def produced(self, name: str, fields: list[str]) -> RowStatus:
         """StoreApi.produced."""
         partition = self.state.partitions.get(name)
         if partition is None or not fields:
-            return Status()
+            return RowStatus()
         have = {index: self._fields_of(row) for index, row in partition.rows.items()}
         if not set(fields) <= frozenset().union(*have.values()):
-            return Status()
+            return RowStatus()
         indexes = _indexes(partition)
-        return Status(True, indexes, [[name in have.get(index, ()) for name in fields] for index in indexes])
+        return RowStatus(True, indexes, [[name in have.get(index, ()) for name in fields] for index in indexes])
 
     def audit(self) -> list[str]:
         """Violated invariants; empty unless the store has a defect."""

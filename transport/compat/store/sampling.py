@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-from relax_rt.transport.compat.store.api import Sampler
+from relax_rt.transport.compat.store.api import StoreSampler
 from relax_rt.transport.queue.samplers.packing import balanced_partition
 from relax_rt.transport.rpc.errors import Refused
 
@@ -18,7 +18,7 @@ BatchKey = tuple[int, int]
 """Rank and index of a batch."""
 
 
-def check(sampler: Sampler) -> None:
+def check(sampler: StoreSampler) -> None:
     """Raises:
     Refused: there is no such sampler, or its numbers make no sense.
     """
@@ -30,7 +30,7 @@ def check(sampler: Sampler) -> None:
         )
 
 
-def batch_of(sampler: Sampler, rank: int | None, batch_index: int | None) -> BatchKey | None:
+def batch_of(sampler: StoreSampler, rank: int | None, batch_index: int | None) -> BatchKey | None:
     """Which batch is asked for, where each is given again to all that ask for it.
 
     Raises:
@@ -48,7 +48,12 @@ def batch_of(sampler: Sampler, rank: int | None, batch_index: int | None) -> Bat
 
 
 def choose(
-    sampler: Sampler, ready: Sequence[int], batch: int, *, place: Callable[[int], int], length: Callable[[int], int]
+    sampler: StoreSampler,
+    ready: Sequence[int],
+    batch: int,
+    *,
+    place: Callable[[int], int],
+    length: Callable[[int], int],
 ) -> list[list[int]]:
     """Rows for one call, or for the balanced sampler for each rank; empty if there are not enough.
 
@@ -88,7 +93,12 @@ def _whole_groups(ready: Sequence[int], batch: int, size: int, place: Callable[[
 
 
 def _balanced(
-    sampler: Sampler, ready: Sequence[int], batch: int, *, place: Callable[[int], int], length: Callable[[int], int]
+    sampler: StoreSampler,
+    ready: Sequence[int],
+    batch: int,
+    *,
+    place: Callable[[int], int],
+    length: Callable[[int], int],
 ) -> list[list[int]]:
     """Whole groups for every rank, so that the ranks' sums of lengths are alike."""
     chosen = _whole_groups(ready, batch * sampler.ranks, sampler.group, place)

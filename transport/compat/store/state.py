@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from relax_rt.transport.compat.store.api import RowCount, Rows, StoreConfig, Tags
+from relax_rt.transport.compat.store.api import RowCount, RowNames, StoreConfig, Tags
 from relax_rt.transport.memory.block_table import BlockTable
 from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.rpc.identity import Incarnation
@@ -26,7 +26,7 @@ class StoreLimits(msgspec.Struct, frozen=True):
     max_row_bytes: int = 1 << 30
 
 
-class Row(msgspec.Struct, array_like=True):
+class StoreRow(msgspec.Struct, array_like=True):
     """A row of a partition.
 
     Attributes:
@@ -50,7 +50,7 @@ class Partition(msgspec.Struct):
         past: by task and rank; batches with a lower index (from 0 on) were granted too, and their rows are cleared.
     """
 
-    rows: dict[int, Row] = {}
+    rows: dict[int, StoreRow] = {}
     keys: dict[str, int] = {}
     expected: tuple[int, int] = (0, 0)
     next_place: int = 0
@@ -66,7 +66,7 @@ class Pin(msgspec.Struct, frozen=True, array_like=True):
     extents: list[Extent]
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class KeptAnswer(msgspec.Struct, frozen=True, array_like=True):
     """What is kept of a reply, to answer a repeated call: runs of rows (first, count), freed extents, pin."""
 
     rows: list[tuple[int, int]] = []
@@ -74,13 +74,13 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     pin: int = 0
 
 
-class Caller(msgspec.Struct):
+class StoreCaller(msgspec.Struct):
     """A process that has joined: its pid and start time, and its newest answers by the calls' numbers."""
 
     who: Incarnation
     pid: int
     started: int
-    answers: dict[int, Answer] = {}
+    answers: dict[int, KeptAnswer] = {}
 
 
 class StoreState(msgspec.Struct):
@@ -97,7 +97,7 @@ class StoreState(msgspec.Struct):
     n: int = 0
     memory: str = ""
     limits: StoreLimits = StoreLimits()
-    callers: dict[str, Caller] = {}
+    callers: dict[str, StoreCaller] = {}
     next_epoch: int = 1
     blocks: BlockTable = msgspec.field(default_factory=BlockTable)
     config: StoreConfig | None = None
@@ -107,14 +107,14 @@ class StoreState(msgspec.Struct):
     next_pin: int = 1
 
 
-class Open(msgspec.Struct, frozen=True, tag="open"):
+class StoreOpened(msgspec.Struct, frozen=True, tag="open"):
     """A broker begins. Another memory than before means that every row is lost."""
 
     memory: str
     limits: StoreLimits
 
 
-class Join(msgspec.Struct, frozen=True, tag="join"):
+class CallerJoined(msgspec.Struct, frozen=True, tag="join"):
     """A process joins under a name that the broker made unique by an epoch."""
 
     who: Incarnation
@@ -122,28 +122,28 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     started: int
 
 
-class Gone(msgspec.Struct, frozen=True, tag="gone"):
-    """A process has ended: it reads nothing any more. What it put stays."""
+class CallerGone(msgspec.Struct, frozen=True, tag="gone"):
+    """A process has ended: its pins are released. What it put stays."""
 
     who: Incarnation
 
 
-class Spilled(msgspec.Struct, frozen=True, tag="spilled"):
+class BlocksSpilled(msgspec.Struct, frozen=True, tag="spilled"):
     """Blocks were copied to disk: id and new place of each."""
 
     moves: list[tuple[int, Extent]]
 
 
-class Configure(msgspec.Struct, frozen=True, tag="configure"):
+class ConfigureStore(msgspec.Struct, frozen=True, tag="configure"):
     """StoreApi.configure."""
 
     config: StoreConfig
 
 
-class Put(msgspec.Struct, frozen=True, tag="put"):
+class PutRows(msgspec.Struct, frozen=True, tag="put"):
     """StoreApi.put."""
 
-    rows: Rows
+    rows: RowNames
     new: RowCount = 0
     block: BlockRef | None = None
     blobs: list[BlobRef] = []
@@ -151,26 +151,26 @@ class Put(msgspec.Struct, frozen=True, tag="put"):
     replace_tags: bool = False
 
 
-class Get(msgspec.Struct, frozen=True, tag="get"):
+class GetRows(msgspec.Struct, frozen=True, tag="get"):
     """StoreApi.get."""
 
-    rows: Rows
+    rows: RowNames
     fields: list[str] | None = None
 
 
-class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
+class UnpinRows(msgspec.Struct, frozen=True, tag="unpin"):
     """StoreApi.unpin."""
 
     pins: list[int]
 
 
-class Clear(msgspec.Struct, frozen=True, tag="clear"):
+class ClearRows(msgspec.Struct, frozen=True, tag="clear"):
     """StoreApi.clear."""
 
-    rows: Rows
+    rows: RowNames
 
 
-class Sample(msgspec.Struct, frozen=True, tag="sample"):
+class SampleRows(msgspec.Struct, frozen=True, tag="sample"):
     """StoreApi.sample."""
 
     partition: str
@@ -181,21 +181,21 @@ class Sample(msgspec.Struct, frozen=True, tag="sample"):
     batch_index: int | None = None
 
 
-class Reset(msgspec.Struct, frozen=True, tag="reset"):
+class ResetTask(msgspec.Struct, frozen=True, tag="reset"):
     """StoreApi.reset."""
 
     partition: str
     task: str | None = None
 
 
-Call = Configure | Put | Get | Unpin | Clear | Sample | Reset
+StoreCall = ConfigureStore | PutRows | GetRows | UnpinRows | ClearRows | SampleRows | ResetTask
 """An event of a caller."""
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class StoreEntry(msgspec.Struct, frozen=True, array_like=True):
     """An event as it is journaled. who, seq: the caller and the number of its call; none for the broker's own."""
 
     n: int
-    event: Open | Join | Gone | Spilled | Call
+    event: StoreOpened | CallerJoined | CallerGone | BlocksSpilled | StoreCall
     who: Incarnation | None = None
     seq: int = 0

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from tensordict import TensorDict
 
-from relax_rt.transport.compat.store.api import Found, Rows, Tags
+from relax_rt.transport.compat.store.api import FoundRows, RowNames, Tags
 from relax_rt.transport.compat.transfer_queue import objects
 from relax_rt.transport.compat.transfer_queue.connection import Connection
 from relax_rt.transport.compat.transfer_queue.errors import (
@@ -94,7 +94,7 @@ class TransferQueueClient:
         return self.connection.run(work)
 
     def _meta(
-        self, found: Found, fields: Sequence[str] | None = None, status: Sequence[int] | None = None
+        self, found: FoundRows, fields: Sequence[str] | None = None, status: Sequence[int] | None = None
     ) -> BatchMeta:
         return BatchMeta(
             found.indexes,
@@ -127,11 +127,11 @@ class TransferQueueClient:
         """
         store = self.connection.store
         if mode == "insert":
-            stored = await store.put(Rows(partition_id), new=batch_size)
-            found = Found(stored.indexes, [], [partition_id] * batch_size, [], stored.tags)
+            stored = await store.put(RowNames(partition_id), new=batch_size)
+            found = FoundRows(stored.indexes, [], [partition_id] * batch_size, [], stored.tags)
             return self._meta(found, data_fields, [0] * batch_size)
         if mode == "force_fetch":
-            found = await store.find(Rows(partition_id))
+            found = await store.find(RowNames(partition_id))
             produced = await store.produced(partition_id, data_fields)
             have = dict(zip(*produced, strict=True)) if produced is not None else {}
             return self._meta(found, data_fields, [int(all(have.get(index, (False,)))) for index in found.indexes])
@@ -180,7 +180,7 @@ class TransferQueueClient:
         if not metadata or not metadata.field_names:
             _log.warning("a batch without samples or fields was asked for")
             return TensorDict({}, batch_size=0)
-        reading = await self.connection.store.get(Rows(indexes=metadata.global_indexes), metadata.field_names)
+        reading = await self.connection.store.get(RowNames(indexes=metadata.global_indexes), metadata.field_names)
         try:
             gone = metadata.size - reading.rows
             missing = sorted(set(metadata.field_names) - set(reading.fields))
@@ -206,12 +206,12 @@ class TransferQueueClient:
             if partition_id is None:
                 raise ValueError("new samples need a partition_id")
             size = data.batch_size[0]
-            stored = await store.put(Rows(partition_id), columns, new=size)
-            found = Found(stored.indexes, [], [partition_id] * size, stored.fields, stored.tags)
+            stored = await store.put(RowNames(partition_id), columns, new=size)
+            found = FoundRows(stored.indexes, [], [partition_id] * size, stored.fields, stored.tags)
             return self._meta(found, []).add_fields(data)
         if not metadata:
             raise ValueError("the batch to put to has no samples")
-        rows = Rows(indexes=metadata.global_indexes)
+        rows = RowNames(indexes=metadata.global_indexes)
         await store.put(rows, columns, tags=self._tags_of(metadata), replace_tags=True)
         return metadata.add_fields(data)
 
@@ -224,21 +224,21 @@ class TransferQueueClient:
     async def _set_custom_meta(self, metadata: BatchMeta) -> None:
         """The tags of the samples are those of the batch from now on."""
         if metadata:
-            rows = Rows(indexes=metadata.global_indexes)
+            rows = RowNames(indexes=metadata.global_indexes)
             await self.connection.store.put(rows, tags=self._tags_of(metadata), replace_tags=True)
 
     set_custom_meta, async_set_custom_meta = _forms(_set_custom_meta)
 
     async def _clear_partition(self, partition_id: str) -> None:
         """Remove a partition with all its samples."""
-        await self.connection.store.clear(Rows(partition_id))
+        await self.connection.store.clear(RowNames(partition_id))
 
     clear_partition, async_clear_partition = _forms(_clear_partition)
 
     async def _clear_samples(self, metadata: BatchMeta) -> None:
         """Remove the samples of a batch."""
         if metadata:
-            await self.connection.store.clear(Rows(indexes=metadata.global_indexes))
+            await self.connection.store.clear(RowNames(indexes=metadata.global_indexes))
 
     clear_samples, async_clear_samples = _forms(_clear_samples)
 
@@ -298,8 +298,8 @@ class TransferQueueClient:
         """The samples of these keys that are there; with create, all of them."""
         names = checked_keys(keys)
         if create:
-            await self.connection.store.put(Rows(partition_id, names))
-        found = await self.connection.store.find(Rows(partition_id, names))
+            await self.connection.store.put(RowNames(partition_id, names))
+        found = await self.connection.store.find(RowNames(partition_id, names))
         return self._meta(found, status=[int(bool(found.fields))] * len(found.indexes))
 
     kv_retrieve_meta, async_kv_retrieve_meta = _forms(_kv_retrieve_meta)
@@ -311,7 +311,7 @@ class TransferQueueClient:
             raise ValueError("an empty list of numbers")
         if not all(isinstance(index, int) for index in indexes):
             raise TypeError(f"not all numbers of samples are int: {indexes[:8]}")
-        found = await self.connection.store.find(Rows(indexes=indexes))
+        found = await self.connection.store.find(RowNames(indexes=indexes))
         keys = {
             index: key or None
             for index, key, partition in zip(found.indexes, found.keys, found.partitions, strict=True)

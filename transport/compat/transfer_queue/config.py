@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from relax_rt.transport.compat.store.api import Sampler, StoreConfig
+from relax_rt.transport.compat.store.api import StoreConfig, StoreSampler
 from relax_rt.transport.compat.transfer_queue.errors import NotOffered
 from relax_rt.transport.rpc.errors import Refused
 
@@ -88,7 +88,7 @@ def _attributes(value: Any) -> Any:
 
 
 def store_config(full: dict[str, Any]) -> StoreConfig:
-    """What the broker is told.
+    """The sampler as the broker takes it.
 
     Raises:
         ValueError, TypeError, NotOffered: the sampler is none of those offered.
@@ -129,8 +129,8 @@ def capacity_bytes(full: dict[str, Any] | None) -> int:
 class BaseSampler:
     """What the samplers have in common. One's own are not offered: the broker runs no code of its callers."""
 
-    def spec(self) -> Sampler:
-        """What the broker is told.
+    def spec(self) -> StoreSampler:
+        """The sampler as the broker takes it.
 
         Raises:
             NotOffered: it is a sampler of the user's own.
@@ -151,17 +151,17 @@ def _positive(name: str, value: int) -> int:
 class SequentialSampler(BaseSampler):
     """The oldest samples first, each once."""
 
-    def spec(self) -> Sampler:
-        """What the broker is told."""
-        return Sampler("sequential")
+    def spec(self) -> StoreSampler:
+        """The sampler as the broker takes it."""
+        return StoreSampler("sequential")
 
 
 class RankAwareSampler(BaseSampler):
     """Each batch of a data-parallel rank is chosen once; all that ask with the same rank and index get the same one."""
 
-    def spec(self) -> Sampler:
-        """What the broker is told."""
-        return Sampler("ranked")
+    def spec(self) -> StoreSampler:
+        """The sampler as the broker takes it."""
+        return StoreSampler("ranked")
 
 
 class GRPOGroupNSampler(BaseSampler):
@@ -174,9 +174,9 @@ class GRPOGroupNSampler(BaseSampler):
     def __init__(self, n_samples_per_prompt: int = 1) -> None:
         self.n_samples_per_prompt = _positive("n_samples_per_prompt", n_samples_per_prompt)
 
-    def spec(self) -> Sampler:
-        """What the broker is told."""
-        return Sampler("groups", self.n_samples_per_prompt)
+    def spec(self) -> StoreSampler:
+        """The sampler as the broker takes it."""
+        return StoreSampler("groups", self.n_samples_per_prompt)
 
 
 class SeqlenBalancedSampler(GRPOGroupNSampler):
@@ -191,9 +191,9 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         super().__init__(n_samples_per_prompt)
         self.dp_size = _positive("dp_size", dp_size)
 
-    def spec(self) -> Sampler:
-        """What the broker is told."""
-        return Sampler("balanced", self.n_samples_per_prompt, self.dp_size)
+    def spec(self) -> StoreSampler:
+        """The sampler as the broker takes it."""
+        return StoreSampler("balanced", self.n_samples_per_prompt, self.dp_size)
 
 
 _BY_NAME: dict[str, type[BaseSampler]] = {
@@ -201,8 +201,8 @@ _BY_NAME: dict[str, type[BaseSampler]] = {
 }
 
 
-def spec_of(sampler: Any) -> Sampler:
-    """What the broker is told of a sampler, its class, or its name.
+def spec_of(sampler: Any) -> StoreSampler:
+    """The broker's form of a sampler, its class, or its name.
 
     Raises:
         ValueError: there is no sampler of this name.

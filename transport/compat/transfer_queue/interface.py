@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tensordict import TensorDict
 
-from relax_rt.transport.compat.store.api import Rows
+from relax_rt.transport.compat.store.api import RowNames
 from relax_rt.transport.compat.transfer_queue import config, connection
 from relax_rt.transport.compat.transfer_queue.client import (
     Parser,
@@ -178,7 +178,7 @@ async def _put(
     columns = None
     if fields is not None:
         columns = columns_of(fields) if parser is None else parsed(fields, parser)
-    stored = await mine.store.put(Rows(partition_id, keys), columns, tags=tags_in(tags, keys) if tags else ())
+    stored = await mine.store.put(RowNames(partition_id, keys), columns, tags=tags_in(tags, keys) if tags else ())
     return KVBatchMeta(list(keys), [tags_out(own) for own in stored.tags], partition_id, stored.fields)
 
 
@@ -200,7 +200,7 @@ async def _kv_batch_get(
     Raises:
         ValueError: none of the keys is there, or there is no field that all samples have.
     """
-    rows = Rows(partition_id, checked_keys(keys))
+    rows = RowNames(partition_id, checked_keys(keys))
     wanted = [select_fields] if isinstance(select_fields, str) else select_fields
     reading = await mine.store.get(rows, wanted)
     try:
@@ -248,7 +248,7 @@ kv_list, async_kv_list = _forms(_kv_list)
 
 async def _kv_clear(mine: connection.Connection, keys: list[str] | str, partition_id: str) -> None:
     """Remove samples; keys that are not there are skipped. Their partition stays, be it empty."""
-    await mine.store.clear(Rows(partition_id, checked_keys(keys)))
+    await mine.store.clear(RowNames(partition_id, checked_keys(keys)))
 
 
 kv_clear, async_kv_clear = _forms(_kv_clear)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from relax_rt.transport.compat.store.client import Piece, Reading
+from relax_rt.transport.compat.store.client import FieldRun, RowReading
 from relax_rt.transport.compat.transfer_queue import objects
 from relax_rt.transport.compat.transfer_queue.errors import NotOffered, ParserFailed
 from relax_rt.transport.memory.values import BLOB, TEXT
@@ -107,7 +107,7 @@ def _objects(name: str, value: Any, rows: int) -> Sequence[Any]:
     )
 
 
-def batch_of(reading: Reading) -> TensorDict:
+def batch_of(reading: RowReading) -> TensorDict:
     """The rows that were read. Tensors are the caller's own: nobody else sees what is changed in them.
 
     Like every other number of rows in one batch, tensors of one and more dimensions come as jagged nested tensors,
@@ -117,7 +117,7 @@ def batch_of(reading: Reading) -> TensorDict:
     return TensorDict(data, batch_size=reading.rows)
 
 
-def _field(name: str, pieces: list[Piece]) -> torch.Tensor | NonTensorStack:
+def _field(name: str, pieces: list[FieldRun]) -> torch.Tensor | NonTensorStack:
     if all(piece.block.dtype(name) not in (*TEXT, BLOB) for piece in pieces):
         parts = [_Part(name, piece) for piece in pieces]
         if all(part.joins(parts[0]) for part in parts):
@@ -136,7 +136,7 @@ def _field(name: str, pieces: list[Piece]) -> torch.Tensor | NonTensorStack:
     return NonTensorStack(*values)
 
 
-def _value(name: str, piece: Piece, row: int) -> Any:
+def _value(name: str, piece: FieldRun, row: int) -> Any:
     if piece.block.dtype(name) in TEXT:
         return objects.decode(piece.block.value(name, row), f"field {name!r}")
     if piece.block.dtype(name) != BLOB:
@@ -156,7 +156,7 @@ class _Part:
         inner: the other dimensions; None if rows differ in them.
     """
 
-    def __init__(self, name: str, piece: Piece) -> None:
+    def __init__(self, name: str, piece: FieldRun) -> None:
         block, first, end = piece.block, piece.first, piece.first + piece.rows
         self._name, self._piece = name, piece
         self.own, self.rows = piece.own, piece.rows

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from relax_rt.transport.compat.store import state as ev
-from relax_rt.transport.compat.store.api import Fetched, Found, Rows, StoreConfig, Stored
-from relax_rt.transport.compat.store.ledger import Outcome, StoreLedger
+from relax_rt.transport.compat.store.api import FetchedRows, FoundRows, RowNames, StoreConfig, StoredRows
+from relax_rt.transport.compat.store.ledger import StoreLedger, StoreOutcome
 from relax_rt.transport.memory.refs import BlockRef, Extent
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -21,25 +21,25 @@ class Driver:
         self.seq = dict.fromkeys(WHO, 0)
         self.offset = 0
         self.free: list[Extent] = []
-        self.enter(ev.Open("memory", limits or ev.StoreLimits()))
+        self.enter(ev.StoreOpened("memory", limits or ev.StoreLimits()))
         for who in WHO.values():
-            self.enter(ev.Join(who, 1, 1))
+            self.enter(ev.CallerJoined(who, 1, 1))
         if config is not None:
-            self.call("a", ev.Configure(config))
+            self.call("a", ev.ConfigureStore(config))
 
-    def enter(self, event: Any, who: Incarnation | None = None, seq: int = 0) -> Outcome:
-        entry = ev.Entry(self.ledger.state.n + 1, event, who, seq)
+    def enter(self, event: Any, who: Incarnation | None = None, seq: int = 0) -> StoreOutcome:
+        entry = ev.StoreEntry(self.ledger.state.n + 1, event, who, seq)
         outcome = self.ledger.apply(entry)
         if outcome.changed:
             self.journal.append(msgspec.msgpack.encode(entry))
         return outcome
 
-    def outcome(self, name: str, event: ev.Call) -> Outcome:
+    def outcome(self, name: str, event: ev.StoreCall) -> StoreOutcome:
         """All that a call did."""
         self.seq[name] += 1
         return self.enter(event, WHO[name], self.seq[name])
 
-    def call(self, name: str, event: ev.Call, *, seq: int = 0) -> Any:
+    def call(self, name: str, event: ev.StoreCall, *, seq: int = 0) -> Any:
         """The reply to a call; `seq` repeats an older one."""
         if seq:
             return self.enter(event, WHO[name], seq).reply
@@ -48,7 +48,7 @@ class Driver:
         return reply
 
     def gone(self, name: str) -> None:
-        self.enter(ev.Gone(WHO[name]))
+        self.enter(ev.CallerGone(WHO[name]))
 
     def block(self, name: str, rows: int, fields: tuple[str, ...]) -> BlockRef:
         """A block of 64 bytes a row in a slab of the caller's."""
@@ -56,25 +56,25 @@ class Driver:
         self.offset += extent.nbytes
         return BlockRef(extent, rows, fields)
 
-    def put(self, name: str, partition: str, keys: list[str], *fields: str, **more: Any) -> Stored:
+    def put(self, name: str, partition: str, keys: list[str], *fields: str, **more: Any) -> StoredRows:
         block = self.block(name, len(keys), fields) if fields else None
-        reply = self.call(name, ev.Put(Rows(partition, keys), block=block, **more))
-        assert isinstance(reply, Stored)
+        reply = self.call(name, ev.PutRows(RowNames(partition, keys), block=block, **more))
+        assert isinstance(reply, StoredRows)
         return reply
 
-    def get(self, name: str, rows: Rows, fields: list[str] | None = None) -> Fetched:
-        reply = self.call(name, ev.Get(rows, fields))
-        assert isinstance(reply, Fetched)
+    def get(self, name: str, rows: RowNames, fields: list[str] | None = None) -> FetchedRows:
+        reply = self.call(name, ev.GetRows(rows, fields))
+        assert isinstance(reply, FetchedRows)
         return reply
 
     def sample(self, task: str, batch: int, *fields: str, **more: Any) -> list[int]:
-        reply = self.call("a", ev.Sample("p", task, list(fields), batch, **more))
-        assert isinstance(reply, Found)
+        reply = self.call("a", ev.SampleRows("p", task, list(fields), batch, **more))
+        assert isinstance(reply, FoundRows)
         return reply.indexes
 
     def replayed(self) -> StoreLedger:
         """A ledger made from the journal."""
         ledger = StoreLedger()
         for record in self.journal:
-            assert ledger.apply(msgspec.msgpack.decode(record, type=ev.Entry)).changed
+            assert ledger.apply(msgspec.msgpack.decode(record, type=ev.StoreEntry)).changed
         return ledger

@@ -15,7 +15,7 @@ from store_driver import Driver
 
 from relax_rt.transport.base.watch import node_name
 from relax_rt.transport.compat.store import state as ev
-from relax_rt.transport.compat.store.api import Rows, StoreConfig
+from relax_rt.transport.compat.store.api import RowNames, StoreConfig
 from relax_rt.transport.compat.store.broker import StoreBroker
 from relax_rt.transport.compat.store.client import StoreClient
 from relax_rt.transport.compat.store.service import StoreService
@@ -31,31 +31,31 @@ def tight(**limits: int) -> Driver:
 def put(driver: Driver, *keys: str, field: str = "x") -> str:
     """Why it waits."""
     block = driver.block("a", len(keys), (field,))
-    waiting_on: str = driver.call("a", ev.Put(Rows("p", list(keys)), block=block)).waiting_on
+    waiting_on: str = driver.call("a", ev.PutRows(RowNames("p", list(keys)), block=block)).waiting_on
     return waiting_on
 
 
 def test_first_columns_wait_for_room_and_later_ones_do_not() -> None:
     driver = tight(capacity_bytes=128)
-    assert driver.call("a", ev.Put(Rows("p", ["empty"]))).waiting_on == ""
+    assert driver.call("a", ev.PutRows(RowNames("p", ["empty"]))).waiting_on == ""
     assert put(driver, "k", "l") == ""
     before = driver.ledger.snapshot()
     assert put(driver, "m") == put(driver, "k", "m") == "payloads fill the capacity: 128 of 128 bytes"
     assert "128 of 128 bytes" in put(driver, "empty")
     assert driver.ledger.snapshot() == before
     assert put(driver, "k", field="y") == ""
-    driver.call("b", ev.Clear(Rows("p", ["k", "l"])))
+    driver.call("b", ev.ClearRows(RowNames("p", ["k", "l"])))
     assert put(driver, "m") == ""
 
 
 def test_what_makes_room_wakes_who_waits_for_it() -> None:
     driver = tight(capacity_bytes=64)
     put(driver, "k")
-    pin = driver.get("b", Rows("p", ["k"])).pin
+    pin = driver.get("b", RowNames("p", ["k"])).pin
     for name, event, wakes in (
-        ("b", ev.Unpin([99]), False),
-        ("c", ev.Clear(Rows("p", ["k"])), True),
-        ("b", ev.Unpin([pin]), True),
+        ("b", ev.UnpinRows([99]), False),
+        ("c", ev.ClearRows(RowNames("p", ["k"])), True),
+        ("b", ev.UnpinRows([pin]), True),
     ):
         assert ("room" in driver.outcome(name, event).touched) == wakes
 
@@ -67,20 +67,23 @@ def _block(nbytes: int, *fields: str) -> BlockRef:
 @pytest.mark.parametrize(
     ("event", "names"),
     [
-        (ev.Put(Rows("p", ["k"]), block=_block(65, "x")), "65 bytes, max_row_bytes is 64"),
+        (ev.PutRows(RowNames("p", ["k"]), block=_block(65, "x")), "65 bytes, max_row_bytes is 64"),
         (
-            ev.Put(
-                Rows("p", ["k"]),
+            ev.PutRows(
+                RowNames("p", ["k"]),
                 block=_block(64, "x"),
                 blobs=[BlobRef(b"d" * 16, Extent("a-0-1-1.slab", 64, 65))],
             ),
             "65 bytes, max_row_bytes is 64",
         ),
-        (ev.Put(Rows("p", ["k"]), block=_block(64)), "no fields"),
-        (ev.Put(Rows("p", ["k"]), blobs=[BlobRef(b"d" * 16, Extent("a-0-1-1.slab", 64, 6))]), "without a block"),
+        (ev.PutRows(RowNames("p", ["k"]), block=_block(64)), "no fields"),
+        (
+            ev.PutRows(RowNames("p", ["k"]), blobs=[BlobRef(b"d" * 16, Extent("a-0-1-1.slab", 64, 6))]),
+            "without a block",
+        ),
     ],
 )
-def test_what_is_too_large_or_incomplete_is_refused(event: ev.Put, names: str) -> None:
+def test_what_is_too_large_or_incomplete_is_refused(event: ev.PutRows, names: str) -> None:
     driver = tight(max_row_bytes=64)
     before = driver.ledger.snapshot()
     with pytest.raises(Refused, match=names):
@@ -107,7 +110,7 @@ async def test_an_unmet_wait_under_a_number_is_no_answer_to_another_call(tmp_pat
     who.append((await one.join("a/0", node_name(), os.getpid())).who)
     assert (await one.sample(7, "p", "t", [], 1, None, None, 0.0)).waiting_on
     with pytest.raises(Refused, match="another call had this number"):
-        await one.put(7, Rows("p", ["k"]), 0, None, [], [], False, 0.0)
+        await one.put(7, RowNames("p", ["k"]), 0, None, [], [], False, 0.0)
     await one.close()
 
 
@@ -115,7 +118,7 @@ async def test_a_caller_that_has_not_joined_this_memory_is_refused(tmp_path: Pat
     one = broker(tmp_path, [Incarnation("a/0", 1)])
     await one.open()
     with pytest.raises(StaleEpoch, match="has not joined"):
-        await one.clear(1, Rows("p"))
+        await one.clear(1, RowNames("p"))
     with pytest.raises(Refused, match="another node"):
         await one.join("a/0", "elsewhere", os.getpid())
     await one.close()
@@ -150,9 +153,9 @@ COLUMN = {"x": np.zeros((1, 12_000), np.int32)}
 
 async def test_a_put_waits_for_room_for_all_to_see(tmp_path: Path) -> None:
     async with asyncio.timeout(120), served(tmp_path / "queue") as (service, store):
-        await store.put(Rows("p", ["k"]), COLUMN)
-        await store.put(Rows("p", ["l"]), COLUMN)
-        waiting = asyncio.ensure_future(store.put(Rows("p", ["m"]), COLUMN))
+        await store.put(RowNames("p", ["k"]), COLUMN)
+        await store.put(RowNames("p", ["l"]), COLUMN)
+        waiting = asyncio.ensure_future(store.put(RowNames("p", ["m"]), COLUMN))
         while not (seen := service.broker.waiting()):  # noqa: ASYNC110 - there is nothing to wait on
             await asyncio.sleep(0.01)
         assert "payloads fill the capacity" in seen["client/0"]
@@ -160,18 +163,18 @@ async def test_a_put_waits_for_room_for_all_to_see(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
         assert store.waiting_on == seen["client/0"]
         assert not waiting.done()
-        await store.clear(Rows("p", ["k"]))
+        await store.clear(RowNames("p", ["k"]))
         assert (await waiting).indexes == [2]
         assert store.waiting_on == "" and service.broker.waiting() == {}
 
 
 async def test_a_put_gives_up_in_time_and_takes_its_memory_back(tmp_path: Path) -> None:
     async with asyncio.timeout(120), served(tmp_path / "queue", space_wait_s=0.1) as (_, store):
-        await store.put(Rows("p", ["k"]), COLUMN)
-        await store.put(Rows("p", ["l"]), COLUMN)
+        await store.put(RowNames("p", ["k"]), COLUMN)
+        await store.put(RowNames("p", ["l"]), COLUMN)
         used = store.writer.statistics().used_bytes
         with pytest.raises(OutOfSpace, match="payloads fill the capacity"):
-            await store.put(Rows("p", ["m"]), COLUMN)
+            await store.put(RowNames("p", ["m"]), COLUMN)
         assert store.writer.statistics().used_bytes == used
         assert store.waiting_on == ""
         assert list((await store.list_keys("p"))["p"]) == ["k", "l"]

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from arena_world import PAGE, WHO, Clock, free, read, writer
 
-from relax_rt.transport.memory.arena import Placed, Reader, Writer
+from relax_rt.transport.memory.arena import ArenaReader, ArenaWriter, PlacedBlock
 from relax_rt.transport.memory.refs import BlockRef, Extent, slab_name
 from relax_rt.transport.memory.values import Bf16, Shared, digest_of
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused
@@ -46,7 +46,7 @@ def test_rows_come_back(tmp_path: Path) -> None:
     ((placed, indices),) = writer(tmp_path).put_rows(rows, length_field="tokens")
     assert indices == list(range(20)) and placed.lengths == [100 + i for i in range(20)]
     assert placed.block.rows == 20 and placed.block.fields == ("tokens", "text", "reward", "x")
-    block = read(Reader(tmp_path), placed)
+    block = read(ArenaReader(tmp_path), placed)
     for i, row in enumerate(rows):
         np.testing.assert_array_equal(block.value("tokens", i), row["tokens"])
         assert (block.value("text", i), block.value("reward", i)) == (row["text"], row["reward"])
@@ -66,7 +66,7 @@ def test_rows_of_different_kinds_lie_in_different_blocks(tmp_path: Path) -> None
     placed = writer(tmp_path).put_rows(rows, length_field="x")
     assert [indices for _, indices in placed] == [[0, 2], [1, 5], [3], [4]]
     assert [put.lengths for put, _ in placed] == [[600, 500], [600, 600], [600], [2]]
-    reader = Reader(tmp_path)
+    reader = ArenaReader(tmp_path)
     for put, indices in placed:
         for at, index in enumerate(indices):
             for name, value in rows[index].items():
@@ -89,7 +89,7 @@ def test_columns_come_back(tmp_path: Path) -> None:
         length_field="ragged",
     )
     assert placed.lengths == [0, 1, 2] and len(placed.blobs) == 1
-    block = read(Reader(tmp_path), placed)
+    block = read(ArenaReader(tmp_path), placed)
     np.testing.assert_array_equal(block.column("matrix"), matrix)
     np.testing.assert_array_equal(block.column("turned"), np.arange(15).reshape(5, 3).T)
     assert [value.tolist() for value in block.values("ragged")] == [[], [0], [0, 1]]
@@ -122,7 +122,7 @@ def test_bad_columns_are_refused(tmp_path: Path, columns: dict[str, Any], messag
 
 
 def test_tiny_blocks_travel_inline(tmp_path: Path) -> None:
-    arena, reader = writer(tmp_path), Reader(tmp_path)
+    arena, reader = writer(tmp_path), ArenaReader(tmp_path)
     ((placed, _),) = arena.put_rows([{"reward": 0.5}, {"reward": 1.0}])
     assert placed.block.extent is None and placed.extents() == [] and list(tmp_path.iterdir()) == []
     assert reader.block(placed.block).values("reward") == [0.5, 1.0]
@@ -137,7 +137,7 @@ def test_tiny_blocks_travel_inline(tmp_path: Path) -> None:
 
 
 def test_a_view_is_no_copy_and_cannot_be_written(tmp_path: Path) -> None:
-    arena, first, second = writer(tmp_path), Reader(tmp_path), Reader(tmp_path)
+    arena, first, second = writer(tmp_path), ArenaReader(tmp_path), ArenaReader(tmp_path)
     ((placed, _),) = arena.put_rows([numbers(5000, 1)])
     view = read(first, placed).value("a", 0)
     assert not view.flags.writeable
@@ -155,7 +155,7 @@ def test_a_view_is_no_copy_and_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_the_same_image_is_stored_once(tmp_path: Path) -> None:
-    arena, reader = writer(tmp_path), Reader(tmp_path)
+    arena, reader = writer(tmp_path), ArenaReader(tmp_path)
     image = np.random.default_rng(0).integers(0, 255, (64, 65, 3)).astype(np.uint8)
     rows = [{"image": image.copy(), "tokens": np.arange(i)} for i in range(8)]
     ((placed, _),) = arena.put_rows(rows)
@@ -191,7 +191,7 @@ def test_only_what_comes_twice_is_shared(tmp_path: Path) -> None:
         ([2, 3, 8], 0),
     ]
     for put, indices in placed:
-        block = read(Reader(tmp_path), put)
+        block = read(ArenaReader(tmp_path), put)
         for at, index in enumerate(indices):
             np.testing.assert_array_equal(block.value("image", at), rows[index]["image"])
 
@@ -205,18 +205,18 @@ def test_blocks_of_a_call_own_their_blobs(tmp_path: Path) -> None:
     assert len({(extent.slab, extent.offset) for extent in extents}) == 4
     assert placed[0].blobs[0].digest == placed[1].blobs[0].digest
     free(arena, placed[0])
-    assert read(Reader(tmp_path), placed[1]).value("image", 0).tolist() == list(range(10))
+    assert read(ArenaReader(tmp_path), placed[1]).value("image", 0).tolist() == list(range(10))
 
 
 def test_a_list_column_with_repeats_is_shared_whole(tmp_path: Path) -> None:
     images = [bytes([i]) * 5000 for i in (1, 2, 1)]
     placed = writer(tmp_path).put_columns({"image": images, "i": np.arange(3)})
     assert len(placed.blobs) == 2
-    assert read(Reader(tmp_path), placed).values("image") == images
+    assert read(ArenaReader(tmp_path), placed).values("image") == images
 
 
 def test_a_blob_that_did_not_come_is_named(tmp_path: Path) -> None:
-    arena, reader = writer(tmp_path), Reader(tmp_path)
+    arena, reader = writer(tmp_path), ArenaReader(tmp_path)
     ((placed, _),) = arena.put_rows([{"a": Shared("x"), "b": 1}])
     ((other, _),) = arena.put_rows([{"a": np.arange(500)}, {"a": np.arange(500)}])
     digest = placed.blobs[0].digest
@@ -287,7 +287,7 @@ def test_a_failed_copy_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest
         raise MemoryError
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr("relax_rt.transport.memory.blocks.Source.write", fail)
+        patch.setattr("relax_rt.transport.memory.blocks.ColumnSource.write", fail)
         arena.put_rows([numbers(5000)])
     assert arena.used_bytes == 0 and arena.statistics().extents == 0
 
@@ -297,7 +297,7 @@ def test_a_large_put_gets_a_slab_of_whole_multiples(tmp_path: Path) -> None:
     arena.warm()
     ((placed, _),) = arena.put_rows([numbers(5 * PAGE, 4)])
     assert arena.total_bytes == 12 * PAGE
-    assert (read(Reader(tmp_path), placed).value("a", 0) == 4).all()
+    assert (read(ArenaReader(tmp_path), placed).value("a", 0) == 4).all()
 
 
 def test_a_system_without_memory_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +315,7 @@ def test_a_system_without_memory_is_told_as_such(tmp_path: Path, monkeypatch: py
 def test_names_are_checked(tmp_path: Path) -> None:
     assert slab_name(Incarnation("a/b", 3), 4) == "a-b-3-4.slab"
     with pytest.raises(Refused, match="spilled"):
-        Writer(tmp_path, Incarnation("spill/0", 1), slab_bytes=PAGE, capacity_bytes=PAGE)
+        ArenaWriter(tmp_path, Incarnation("spill/0", 1), slab_bytes=PAGE, capacity_bytes=PAGE)
     writer(tmp_path).warm()
     with pytest.raises(Refused, match="there already"):
         writer(tmp_path).warm()
@@ -328,7 +328,7 @@ def test_a_closed_arena_takes_nothing(tmp_path: Path) -> None:
     free(arena, placed)
     with pytest.raises(Refused, match="closed"):
         arena.put_rows([numbers(5000)])
-    assert (read(Reader(tmp_path), placed).value("a", 0) == 5).all()
+    assert (read(ArenaReader(tmp_path), placed).value("a", 0) == 5).all()
 
 
 def test_reserved_memory_takes_a_block_from_elsewhere(tmp_path: Path) -> None:
@@ -336,11 +336,11 @@ def test_reserved_memory_takes_a_block_from_elsewhere(tmp_path: Path) -> None:
     far, near = writer(tmp_path / "far"), writer(tmp_path)
     ((placed, _),) = far.put_rows([numbers(5000, 6)])
     assert placed.block.extent is not None
-    data = Reader(tmp_path / "far").memory(placed.block.extent)
+    data = ArenaReader(tmp_path / "far").memory(placed.block.extent)
     extent, memory = near.reserve(len(data))
     memory[:] = data
     local = msgspec.structs.replace(placed.block, extent=extent)
-    assert (Reader(tmp_path).block(local).value("a", 0) == 6).all()
+    assert (ArenaReader(tmp_path).block(local).value("a", 0) == 6).all()
     near.free(extent)
     assert near.used_bytes == 0
     with pytest.raises(Refused):
@@ -354,7 +354,7 @@ def test_extra_slabs_go_back_after_a_while(tmp_path: Path) -> None:
     clock = Clock()
     arena = writer(tmp_path, slab_bytes=2 * PAGE, capacity_bytes=32 * PAGE, clock=clock, idle_s=10)
     held = [arena.put_rows([numbers(7000)])[0][0] for _ in range(5)]
-    reader = Reader(tmp_path)
+    reader = ArenaReader(tmp_path)
     views = [read(reader, placed).value("a", 0) for placed in held]
     assert len(list(tmp_path.iterdir())) == 5
     for placed in held[1:]:
@@ -395,7 +395,7 @@ def mapped(folder: Path) -> int:
 def test_views_keep_their_memory_and_nothing_else_does(tmp_path: Path) -> None:
     arena = writer(tmp_path, slab_bytes=PAGE, capacity_bytes=64 * PAGE)
     held = [arena.put_rows([numbers(3000, i)])[0][0] for i in range(8)]
-    reader = Reader(tmp_path, max_slabs=2)
+    reader = ArenaReader(tmp_path, max_slabs=2)
     views = [read(reader, placed).value("a", 0)[10:] for placed in held]
     assert reader.statistics().mapped_slabs == 2 and reader.statistics().unmaps == 6
     reader.close(), arena.close()
@@ -413,7 +413,7 @@ def test_views_keep_their_memory_and_nothing_else_does(tmp_path: Path) -> None:
 
 
 def test_a_block_goes_without_garbage_collection(tmp_path: Path) -> None:
-    arena, reader = writer(tmp_path), Reader(tmp_path)
+    arena, reader = writer(tmp_path), ArenaReader(tmp_path)
     rows = [{"x": np.arange(400 + i), "y": np.zeros(3), "s": "a", "b": Shared(np.arange(5000))} for i in range(2)]
     ((placed, _),) = arena.put_rows(rows)
     block = read(reader, placed)
@@ -435,7 +435,7 @@ def test_a_block_goes_without_garbage_collection(tmp_path: Path) -> None:
 
 def test_tensors_keep_their_memory_without_a_copy(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    arena, reader = writer(tmp_path), Reader(tmp_path)
+    arena, reader = writer(tmp_path), ArenaReader(tmp_path)
     rows = [{"x": torch.full((40 + i,), i, dtype=torch.bfloat16), "y": torch.full((3, 50), i)} for i in range(4)]
     ((placed, _),) = arena.put_rows(rows)
     block = read(reader, placed)
@@ -457,17 +457,17 @@ def test_writing_through_a_tensor_ends_the_process(tmp_path: Path) -> None:
     (tmp_path / "ref").write_bytes(msgspec.msgpack.encode(placed.block))
     program = (
         "import sys, pathlib, msgspec\n"
-        "from relax_rt.transport.memory.arena import Reader\n"
+        "from relax_rt.transport.memory.arena import ArenaReader\n"
         "from relax_rt.transport.memory.refs import BlockRef\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "ref = msgspec.msgpack.decode((folder / 'ref').read_bytes(), type=BlockRef)\n"
-        "tensor = Reader(folder).block(ref).tensor('a', 0)\n"
+        "tensor = ArenaReader(folder).block(ref).tensor('a', 0)\n"
         "clone = tensor.clone(); clone += 1\n"
         "tensor += 1\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
     assert subprocess.run(command, timeout=120, check=False).returncode == -signal.SIGSEGV
-    assert (read(Reader(tmp_path), placed).value("a", 0) == 1).all()
+    assert (read(ArenaReader(tmp_path), placed).value("a", 0) == 1).all()
 
 
 # What a reader is told.
@@ -475,7 +475,7 @@ def test_writing_through_a_tensor_ends_the_process(tmp_path: Path) -> None:
 
 def test_readers_refuse_what_does_not_fit(tmp_path: Path) -> None:
     ((placed, _),) = writer(tmp_path).put_rows([{"a": np.arange(1000)}, {"a": np.arange(900)}])
-    ref, reader = placed.block, Reader(tmp_path)
+    ref, reader = placed.block, ArenaReader(tmp_path)
     extent = ref.extent
     assert extent is not None
     (tmp_path / "rollout-0-9-1.slab").symlink_to(tmp_path / extent.slab)
@@ -502,7 +502,7 @@ def test_readers_refuse_what_does_not_fit(tmp_path: Path) -> None:
 
 def test_spilled_blocks_are_read_from_their_folder(tmp_path: Path) -> None:
     ((placed, _),) = writer(tmp_path).put_rows([numbers(5000, 8)])
-    reader = Reader(tmp_path, tmp_path / "spill")
+    reader = ArenaReader(tmp_path, tmp_path / "spill")
     (tmp_path / "spill").mkdir()
     assert placed.block.extent is not None
     (tmp_path / "spill" / "spill-17").write_bytes(bytes(100) + reader.memory(placed.block.extent).tobytes())
@@ -515,7 +515,7 @@ def test_spilled_blocks_are_read_from_their_folder(tmp_path: Path) -> None:
 
 
 def _child(folder: Path, ref: BlockRef, pipe: Any) -> None:
-    view = Reader(folder).block(ref).value("a", 0)
+    view = ArenaReader(folder).block(ref).value("a", 0)
     pipe.send((int(view.sum()), view.flags.writeable))
 
 
@@ -532,13 +532,13 @@ def test_another_process_sees_it(tmp_path: Path) -> None:
 
 
 def test_threads_do_not_meet(tmp_path: Path) -> None:
-    arena, reader = writer(tmp_path, slab_bytes=1 << 16, capacity_bytes=1 << 20), Reader(tmp_path)
+    arena, reader = writer(tmp_path, slab_bytes=1 << 16, capacity_bytes=1 << 20), ArenaReader(tmp_path)
     failures: list[BaseException] = []
 
     def work(mark: int) -> None:
         try:
             rng = random.Random(mark)
-            held: list[Placed] = []
+            held: list[PlacedBlock] = []
             for _ in range(150):
                 held.append(arena.put_rows([numbers(rng.randrange(1500, 8000), mark)])[0][0])
                 if len(held) > 8:

@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from relax_rt.transport.memory.arena import Placed, Reader
+from relax_rt.transport.memory.arena import ArenaReader, PlacedBlock
 from relax_rt.transport.memory.slabs import Heap, aligned
 from relax_rt.transport.memory.values import Shared
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused
@@ -105,11 +105,11 @@ class ArenaMachine(RuleBasedStateMachine):
         self.folder = Path(self.scratch.name)
         self.clock = Clock()
         self.arena = writer(self.folder, self.SLAB, self.CAPACITY, clock=self.clock, idle_s=5)
-        self.reader = Reader(self.folder, max_slabs=2)
-        self.live: list[tuple[Placed, list[dict[str, Any]], list[tuple[int, str, Any]]]] = []
+        self.reader = ArenaReader(self.folder, max_slabs=2)
+        self.live: list[tuple[PlacedBlock, list[dict[str, Any]], list[tuple[int, str, Any]]]] = []
         self.puts = 0
 
-    def _keep(self, placed: Placed, rows: list[dict[str, Any]]) -> None:
+    def _keep(self, placed: PlacedBlock, rows: list[dict[str, Any]]) -> None:
         assert placed.block.rows == len(rows)
         self.live.append((placed, rows, []))
 

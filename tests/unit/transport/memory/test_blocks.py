@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from relax_rt.transport.memory.blocks import Block, ColumnMeta, Plan, Source
+from relax_rt.transport.memory.blocks import Block, BlockPlan, ColumnMeta, ColumnSource
 from relax_rt.transport.memory.values import PLAIN, Bf16, Raw, encoded
 from relax_rt.transport.rpc.errors import Corrupt, Refused
 
@@ -42,8 +42,8 @@ def written(columns: dict[str, list[Any]]) -> bytes:
     sources = []
     for name, rows in columns.items():
         pairs = [encoded(name, value) for value in rows]
-        sources.append(Source(name, pairs[0][0], [data for _, data in pairs]))
-    return Plan(sources).to_bytes()
+        sources.append(ColumnSource(name, pairs[0][0], [data for _, data in pairs]))
+    return BlockPlan(sources).to_bytes()
 
 
 def opened(data: bytes) -> Block:
@@ -92,7 +92,10 @@ def test_every_dtype_comes_back(dtype: str, shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(1)
     bits = rng.integers(0, 2, size=(3, *shape)) if dtype == "|b1" else rng.integers(0, 100, size=(3, *shape))
     stacked = bits.astype(dtype)
-    for data in (written({"x": list(stacked)}), Plan([Source("x", (dtype, len(shape)), stacked)]).to_bytes()):
+    for data in (
+        written({"x": list(stacked)}),
+        BlockPlan([ColumnSource("x", (dtype, len(shape)), stacked)]).to_bytes(),
+    ):
         block = opened(data)
         assert block.dtype("x") == dtype and not block.ragged("x")
         same(block.column("x"), stacked)
@@ -201,21 +204,24 @@ def test_what_cannot_be_put_is_refused_by_name(value: object, message: str) -> N
 
 
 def test_limits_of_a_block_are_named() -> None:
-    two, three = Source("a", ("<i4", 0), np.zeros(2, np.int32)), Source("b", ("<i4", 0), np.zeros(3, np.int32))
+    two, three = (
+        ColumnSource("a", ("<i4", 0), np.zeros(2, np.int32)),
+        ColumnSource("b", ("<i4", 0), np.zeros(3, np.int32)),
+    )
     with pytest.raises(Refused, match="field 'b' of 3 rows: 'a' of the same put has 2"):
-        Plan([two, three])
+        BlockPlan([two, three])
     with pytest.raises(Refused, match="no columns"):
-        Plan([])
+        BlockPlan([])
     with pytest.raises(Refused, match="0 rows"):
-        Plan([Source("a", ("<i4", 0), np.zeros(0, np.int32))])
+        BlockPlan([ColumnSource("a", ("<i4", 0), np.zeros(0, np.int32))])
     with pytest.raises(Refused, match="40 dimensions: the limit is 32"):
-        Plan([Source("a", ("<i4", 40), np.zeros((1,) * 41, np.int32))])
+        BlockPlan([ColumnSource("a", ("<i4", 40), np.zeros((1,) * 41, np.int32))])
     with pytest.raises(Refused, match="the limit is 4096"):
-        Plan([Source(str(i), ("<i4", 0), np.zeros(1, np.int32)) for i in range(4097)])
+        BlockPlan([ColumnSource(str(i), ("<i4", 0), np.zeros(1, np.int32)) for i in range(4097)])
     with pytest.raises(Refused, match="description"):
-        Plan([Source("x" * 2**20, ("<i4", 0), np.zeros(1, np.int32))])
+        BlockPlan([ColumnSource("x" * 2**20, ("<i4", 0), np.zeros(1, np.int32))])
     with pytest.raises(Refused, match="no name"):
-        Source("\ud800", ("<i4", 0), np.zeros(1, np.int32))
+        ColumnSource("\ud800", ("<i4", 0), np.zeros(1, np.int32))
 
 
 @given(st.lists(st.text(max_size=400), min_size=1, max_size=30, unique=True))

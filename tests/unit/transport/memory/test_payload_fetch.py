@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from payload_far_end import KEYS, SLAB, extents_of, reading, serving, shm_dir, write_slab
 
 from relax_rt.transport.memory import payload_wire
-from relax_rt.transport.memory.arena import Reader, Writer
+from relax_rt.transport.memory.arena import ArenaReader, ArenaWriter
 from relax_rt.transport.memory.payload_server import PayloadServer
-from relax_rt.transport.memory.payload_wire import Get, Part, Range
+from relax_rt.transport.memory.payload_wire import GetRanges, Range, RangeHead
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.rpc.address import AddressError
 from relax_rt.transport.rpc.errors import (
@@ -63,7 +63,7 @@ async def test_a_readers_blocks_are_decoded_from_what_was_fetched(tmp_path: path
     """Tokens and an image that the samples of a group share, from a writer on one node to a reader on another."""
     image = os.urandom(50_000)
     with shm_dir() as directory:
-        writer = Writer(directory, Incarnation("rollout/0", 7), slab_bytes=MIB, capacity_bytes=4 * MIB)
+        writer = ArenaWriter(directory, Incarnation("rollout/0", 7), slab_bytes=MIB, capacity_bytes=4 * MIB)
         rows = [{"tokens": np.arange(5_000 + n, dtype=np.int32), "image": image, "n": n} for n in range(3)]
         ((placed, _),) = writer.put_rows(rows)
         assert placed.block.extent is not None
@@ -72,7 +72,7 @@ async def test_a_readers_blocks_are_decoded_from_what_was_fetched(tmp_path: path
             await fetcher.fetch(server.address, extents, lease=1, deadline_s=60.0)
             writer.close()
             blobs = {blob.digest: blob.extent for blob in placed.blobs}
-            block = Reader(tmp_path, source=fetcher.memory).block(placed.block, blobs)
+            block = ArenaReader(tmp_path, source=fetcher.memory).block(placed.block, blobs)
             tokens = block.value("tokens", 2)
             assert block.value("image", 1) == image
             fetcher.release(1)
@@ -292,7 +292,7 @@ def test_the_server_goes_on_whatever_a_peer_sends(messages: list[list[bytes]], t
                 context: zmq.asyncio.Context = zmq.asyncio.Context()
                 intruder = context.socket(zmq.DEALER)
                 intruder.connect(server.address)
-                good = payload_wire.encode_get(Get(True, [Range(2**63 - 1, SLAB, 0, 1000)]))
+                good = payload_wire.encode_get(GetRanges(True, [Range(2**63 - 1, SLAB, 0, 1000)]))
                 for parts in [*messages, [good[:6] + tail], [good[: len(good) // 2]], [good, good]]:
                     await intruder.send_multipart(parts)
                 await intruder.send(good)
@@ -316,7 +316,7 @@ async def test_a_peer_that_asks_and_does_not_read_is_bounded_and_holds_up_nobody
         lazy.setsockopt(zmq.RCVHWM, 1)
         lazy.connect(server.address)
         for number in range(100):
-            await lazy.send(payload_wire.encode_get(Get(False, [Range(number, SLAB, 0, 4 * MIB)])))
+            await lazy.send(payload_wire.encode_get(GetRanges(False, [Range(number, SLAB, 0, 4 * MIB)])))
         await eventually(lambda: server.statistics().dropped > 0)
         assert server.statistics().held_bytes <= 8 * MIB
         async with reading(None) as fetcher:
@@ -332,7 +332,7 @@ Answer = Callable[[Range], list[bytes]]
 
 def correct(wanted: Range, body: bytes = b"") -> list[bytes]:
     body = body or bytes(wanted.nbytes)
-    return [payload_wire.encode_head(payload_wire.BYTES, [Part(wanted.id, len(body), 0)]), body]
+    return [payload_wire.encode_head(payload_wire.BYTES, [RangeHead(wanted.id, len(body), 0)]), body]
 
 
 async def from_hostile_server(*answers: Answer, deadline_s: float = 5.0) -> int:
@@ -366,10 +366,14 @@ async def from_hostile_server(*answers: Answer, deadline_s: float = 5.0) -> int:
         lambda wanted: [b""],
         lambda wanted: [b"RLXP"],
         lambda wanted: [b"x" * 100_000, b"y"],
-        lambda wanted: [payload_wire.encode_head(payload_wire.BYTES, [Part(wanted.id + 1, 5, 0)]), b"hello"],
-        lambda wanted: [payload_wire.encode_head(payload_wire.BYTES, [Part(2**64 - 1, 2**24, 0)]), b"hello", b"more"],
-        lambda wanted: [payload_wire.encode_head(payload_wire.BYTES, [Part(7, 2**32 - 1, 0)] * 3), b""],
-        lambda wanted: [payload_wire.encode_head(payload_wire.FAULT, [Part(9, 5, 0)]), b"hello"],
+        lambda wanted: [payload_wire.encode_head(payload_wire.BYTES, [RangeHead(wanted.id + 1, 5, 0)]), b"hello"],
+        lambda wanted: [
+            payload_wire.encode_head(payload_wire.BYTES, [RangeHead(2**64 - 1, 2**24, 0)]),
+            b"hello",
+            b"more",
+        ],
+        lambda wanted: [payload_wire.encode_head(payload_wire.BYTES, [RangeHead(7, 2**32 - 1, 0)] * 3), b""],
+        lambda wanted: [payload_wire.encode_head(payload_wire.FAULT, [RangeHead(9, 5, 0)]), b"hello"],
     ],
 )
 async def test_noise_from_a_server_is_counted_and_passed_over(noise: Answer) -> None:
@@ -383,9 +387,9 @@ async def test_noise_from_a_server_is_counted_and_passed_over(noise: Answer) -> 
         lambda wanted: correct(wanted, bytes(2000)),
         lambda wanted: [correct(wanted)[0], bytes(2000)],
         lambda wanted: [correct(wanted)[0], b""],
-        lambda wanted: [payload_wire.encode_head(payload_wire.BYTES, [Part(wanted.id, 2000, 0)]), bytes(1000)],
+        lambda wanted: [payload_wire.encode_head(payload_wire.BYTES, [RangeHead(wanted.id, 2000, 0)]), bytes(1000)],
         lambda wanted: [
-            payload_wire.encode_head(payload_wire.BYTES, [Part(wanted.id, 1000, 0), Part(3, 1000, 0)]),
+            payload_wire.encode_head(payload_wire.BYTES, [RangeHead(wanted.id, 1000, 0), RangeHead(3, 1000, 0)]),
             bytes(1500),
         ],
     ],

@@ -10,22 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_rt.transport.memory import payload_wire
-from relax_rt.transport.memory.payload_wire import Get, Part, Range
+from relax_rt.transport.memory.payload_wire import GetRanges, Range, RangeHead
 from relax_rt.transport.rpc.errors import ProtocolError
 
 COUNTS = st.integers(0, 2**63 - 1)
 RANGES = st.builds(Range, COUNTS, st.text(max_size=200), COUNTS, st.integers(1, payload_wire.MAX_CHUNK_BYTES))
-GETS = st.builds(Get, st.booleans(), st.lists(RANGES, min_size=1, max_size=8))
-PARTS = st.builds(Part, st.integers(0, 2**64 - 1), st.integers(0, 2**18), st.integers(0, 2**64 - 1))
+GETS = st.builds(GetRanges, st.booleans(), st.lists(RANGES, min_size=1, max_size=8))
+PARTS = st.builds(RangeHead, st.integers(0, 2**64 - 1), st.integers(0, 2**18), st.integers(0, 2**64 - 1))
 
 
 @given(GETS)
-def test_a_request_is_read_as_it_was_written(get: Get) -> None:
+def test_a_request_is_read_as_it_was_written(get: GetRanges) -> None:
     assert payload_wire.decode_get(payload_wire.encode_get(get)) == get
 
 
 @given(st.sampled_from([payload_wire.BYTES, payload_wire.FAULT]), st.lists(PARTS, min_size=1, max_size=40))
-def test_a_head_is_read_as_it_was_written(kind: int, parts: list[Part]) -> None:
+def test_a_head_is_read_as_it_was_written(kind: int, parts: list[RangeHead]) -> None:
     assert payload_wire.decode_head(payload_wire.encode_head(kind, parts)) == (kind, parts)
 
 
@@ -45,7 +45,7 @@ def test_bytes_are_refused_or_understood(data: bytes) -> None:
 
 
 @given(GETS, st.data())
-def test_a_damaged_request_is_refused_or_within_the_bounds(get: Get, data: st.DataObject) -> None:
+def test_a_damaged_request_is_refused_or_within_the_bounds(get: GetRanges, data: st.DataObject) -> None:
     frame = bytearray(payload_wire.encode_get(get))
     for _ in range(data.draw(st.integers(1, 4))):
         frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
@@ -62,7 +62,7 @@ def test_a_damaged_request_is_refused_or_within_the_bounds(get: Get, data: st.Da
 
 
 def raw_get(*ranges: list[object]) -> bytes:
-    return payload_wire.encode_get(Get(False, []))[:6] + msgspec.msgpack.encode([False, ranges])
+    return payload_wire.encode_get(GetRanges(False, []))[:6] + msgspec.msgpack.encode([False, ranges])
 
 
 @pytest.mark.parametrize(

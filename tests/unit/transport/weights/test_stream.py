@@ -23,7 +23,7 @@ from weight_versions import fill, version_of
 
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory import payload_wire
-from relax_rt.transport.memory.payload_wire import Get, Range
+from relax_rt.transport.memory.payload_wire import GetRanges, Range
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, ProtocolError, Unreachable
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout, check_manifest, layout_of
 from relax_rt.transport.weights.stage import WeightStage, wire_file
@@ -347,7 +347,7 @@ def honest(wanted: Range, body: bytes) -> list[bytes]:
 
     return [
         payload_wire.encode_head(
-            payload_wire.BYTES, [payload_wire.Part(wanted.id, len(body), xxhash.xxh3_64_intdigest(body))]
+            payload_wire.BYTES, [payload_wire.RangeHead(wanted.id, len(body), xxhash.xxh3_64_intdigest(body))]
         ),
         body,
     ]
@@ -358,17 +358,20 @@ def honest(wanted: Range, body: bytes) -> list[bytes]:
     [
         (
             lambda w: [
-                b"RLXQ" + payload_wire.encode_head(payload_wire.BYTES, [payload_wire.Part(w.id, 1, 0)])[4:],
+                b"RLXQ" + payload_wire.encode_head(payload_wire.BYTES, [payload_wire.RangeHead(w.id, 1, 0)])[4:],
                 b"x",
             ],
             "begins with b'RLXQ'",
         ),
         (
-            lambda w: [payload_wire.encode_head(payload_wire.BYTES, [payload_wire.Part(w.id, w.nbytes + 1, 0)]), b"x"],
+            lambda w: [
+                payload_wire.encode_head(payload_wire.BYTES, [payload_wire.RangeHead(w.id, w.nbytes + 1, 0)]),
+                b"x",
+            ],
             "another size",
         ),
         (
-            lambda w: [payload_wire.encode_head(payload_wire.BYTES, [payload_wire.Part(w.id + 99, 1, 0)]), b"x"],
+            lambda w: [payload_wire.encode_head(payload_wire.BYTES, [payload_wire.RangeHead(w.id + 99, 1, 0)]), b"x"],
             "not asked for",
         ),
         (lambda w: [b"nothing"], "is no head"),
@@ -474,7 +477,7 @@ def test_requests_of_hostile_readers_do_not_disturb_the_server(tmp_path: pathlib
         for frame in (b"", b"RLXP", struct.pack("<4sBB", b"XXXX", 1, 1), os.urandom(200)):
             sock.send(frame)
         for wanted in (Range(1, name, 1 << 60, 10), Range(2, "../../etc/passwd", 0, 10), Range(3, name, MIB, 2 * MIB)):
-            sock.send(payload_wire.encode_get(Get(True, [wanted])))
+            sock.send(payload_wire.encode_get(GetRanges(True, [wanted])))
         faults: list[str] = []
         while len(faults) < 3:
             assert sock.poll(5000)
