@@ -177,7 +177,7 @@ class Teller:
                 spans.setdefault(row.key.group, {})[row.key.member] = {span.version for span in row.versions}
             return {id_: _versions_of(state.groups[id_], new) for id_, new in spans.items() if id_ in state.groups}
         if isinstance(event, ev.CompleteStep | ev.Rollback) or (
-            isinstance(event, ev.RequestLease) and event.want.groups
+            isinstance(event, ev.RequestLease) and event.request.groups
         ):
             return {group.id: _versions_of(group, {}) for group in [*state.groups.values(), *state.trained.values()]}
         return {}

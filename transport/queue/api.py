@@ -69,13 +69,14 @@ class QueueApi(Protocol):
 
     @idempotent
     async def save_partials(self, seq: Count, chunks: list[PartialChunk]) -> SavedPartials:
-        """Have tokens of unfinished members kept, until they are put or their group ends, for whoever makes them."""
+        """Journal tokens of unfinished members, for whoever resumes them, until they are put or their group ends."""
 
     @idempotent
     async def load_partials(self, keys: list[SampleKey]) -> list[PartialChunk]:
-        """What is kept of members that the caller makes, from their first token on; ask again for what is not there.
+        """Return the partial completions of members that the caller makes, from their first token on.
 
-        An answer has about 4 MiB at most, and those without tokens are left out.
+        Ask again for members that are missing in the answer: it has about 4 MiB at most.
+        Those without tokens are never in it.
         """
 
     @idempotent
@@ -90,7 +91,7 @@ class QueueApi(Protocol):
         item: str = "",
         about: str = "",
     ) -> None:
-        """A producer returns unfinished groups; what is missing of them is given out again.
+        """Release unfinished groups of a producer; what is missing of them is given out again.
 
         failed: it could not be made: `on_failed_member` says what becomes of it, and it counts against the prompt.
         losses: how often it was begun here and lost, through nobody's fault: several in a row are a failure.
@@ -99,15 +100,15 @@ class QueueApi(Protocol):
 
     @idempotent
     async def skip_groups(self, seq: Count, groups: list[Count]) -> None:
-        """The caller's groups are of retired items: they end, and their places in the prompt order are passed over."""
+        """End the caller's groups, whose items are retired; their places in the prompt order are skipped."""
 
     @idempotent
     async def progress(self) -> ProgressReport:
-        """What was lost since the run was started, and the items that were retired."""
+        """Return what was lost since the run was started, and the retired items."""
 
     @idempotent
     async def reinstate(self, items: list[str]) -> None:
-        """Take those of the items back that are retired."""
+        """Reinstate those of the items that are retired."""
 
     @idempotent
     async def renew(self, groups: list[Count], leases: list[Count]) -> list[int]:
@@ -123,16 +124,16 @@ class QueueApi(Protocol):
     ) -> list[Extent]:
         """Finish a lease: new columns for its samples, and those that failed.
 
-        pinned: the caller still reads the lease's memory; it says `unpin` when it does not any more.
+        pinned: the caller still reads the lease's memory; it calls `unpin` when it does not any more.
         """
 
     @idempotent
     async def unpin(self, seq: Count, leases: list[Count]) -> list[Extent]:
-        """The caller reads the memory of these leases no more."""
+        """Release the caller's pins on the memory of these leases."""
 
     @idempotent
     async def release(self, seq: Count, lease: Count, reason: str, pinned: bool = False) -> None:
-        """Give a lease back undone; its samples are offered again. pinned: see complete."""
+        """Release a lease undone; its samples are offered again. pinned: see complete."""
 
     @idempotent
     async def complete_step(
@@ -142,7 +143,7 @@ class QueueApi(Protocol):
 
         Other leases of the step task end: their groups are offered again.
         skipped: the step was thrown away (not a number): its samples end as `skipped`, the weights are the old ones.
-        pinned: leases whose memory the caller still reads; it says `unpin` when it does not any more.
+        pinned: leases whose memory the caller still reads; it calls `unpin` when it does not any more.
         """
 
     @idempotent

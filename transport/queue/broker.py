@@ -227,6 +227,9 @@ class Broker:
                 )
             self._apply(ev.JoinQueue(), who)
         entry = JournalEntry(self._ledger.n + 1, self._clock(), event, who, seq)
+        # The ledger changes before the journal is written. Nobody sees the change in between, because there is no
+        # await; but if the journal cannot be written, or the ledger broke off in the middle of an event, memory and
+        # journal differ for good. Then this broker answers nothing more, and its successor replays the journal.
         sound = False
         try:
             outcome = self._ledger.apply(entry)

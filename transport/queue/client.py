@@ -641,6 +641,9 @@ class QueueClient:
 
     async def _finish(self, work: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[None]] | None = None) -> T:
         """Carry work to its end also when the caller is cancelled; then undo what it was granted."""
+        # A cancelled call may have reached the broker already. Were it cut off here, memory that the broker counts as
+        # put could be written again, and a lease that it granted would be held by nobody until it lapses. So the call
+        # goes on in a task of its own, and only its caller is released.
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)

@@ -220,6 +220,10 @@ class PendingPut(msgspec.Struct):
 class PutBatcher:
     """Sends the puts of many callers in order, as many in one message as have come while the last was under way.
 
+    A message costs the broker a journal record and both sides a turn of their event loops, whatever is in it. So a put
+    never waits for others to come, but never goes alone while one is under way: the busier the broker, the larger the
+    messages.
+
     Args:
         send: puts rows and answers with the ids of their groups; OutOfSpace if there was no room in time.
     """

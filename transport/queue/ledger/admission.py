@@ -115,7 +115,7 @@ def admit(core: Core, who: Incarnation, event: RequestTickets) -> Admission:
     if event.groups < 1:
         raise Refused(what, why="at least one must be asked for")
     if not core.policy.group_size:
-        raise Refused(what, why="this queue has no prompts", hint="offer samples instead")
+        raise Refused(what, why="this queue has no prompts", hint="put samples instead")
     retired = core.state.progress.revision
     if core.state.trainer_version is None:
         return Admission([], "the trainer has not announced its weights yet", retired)
@@ -403,8 +403,8 @@ def _check_new(core: Core, who: Incarnation, puts: list[BlockPut]) -> None:
 
 
 def put_groups(core: Core, who: Incarnation, event: PutGroups) -> GroupsPut:
-    """Whole groups of samples that no ticket was drawn for."""
-    what = f"offer by {who}"
+    """Put whole groups of samples that no ticket was drawn for."""
+    what = f"put by {who}"
     if core.policy.group_size:
         raise Refused(what, why="this queue admits groups of prompts", hint="ask for tickets with admit, then put")
     _check_groups(core, who, event)
@@ -451,7 +451,7 @@ def _samples_by_key(core: Core, event: PutGroups) -> list[SampleState]:
 
 
 def _check_groups(core: Core, who: Incarnation, event: PutGroups) -> None:
-    what = f"offer by {who}"
+    what = f"put by {who}"
     if not event.groups or min(event.groups) < 1:
         raise Refused(what, why=f"its groups have {event.groups[:8]} members; each needs at least 1")
     samples, limit = sum(event.groups), min(MAX_SAMPLES, core.state.limits.capacity_samples)

@@ -42,9 +42,9 @@ def lease(core: Core, who: Incarnation, event: RequestLease, samplers: Samplers)
 
     An event from the journal carries its keys: what was chosen then is granted again, whatever samplers do now.
     """
-    task, want = event.task, event.want
-    _check_request(core, who, task, want)
-    settled, waiting_on = settle(core, who, want) if task == core.policy.step_task else (want, "")
+    task, request = event.task, event.request
+    _check_request(core, who, task, request)
+    settled, waiting_on = settle(core, who, request) if task == core.policy.step_task else (request, "")
     keys = event.keys
     if keys is None:
         keys, waiting_on = _choose(core, samplers, task, settled) if settled is not None else ([], waiting_on)
@@ -53,14 +53,14 @@ def lease(core: Core, who: Incarnation, event: RequestLease, samplers: Samplers)
     groups = core.state.groups
     samples = [groups[key.group].samples[key.member] for key in keys]
     if event.keys is None:
-        keys, samples = _suspect_alone(core, task, keys, samples, want)
+        keys, samples = _suspect_alone(core, task, keys, samples, request)
     lease = _grant(core, who, task, keys, samples)
     return batch_of(core, lease, zip(keys, samples, strict=True)), keys
 
 
-def _choose(core: Core, samplers: Samplers, task: str, want: LeaseRequest) -> tuple[list[SampleKey], str]:
+def _choose(core: Core, samplers: Samplers, task: str, request: LeaseRequest) -> tuple[list[SampleKey], str]:
     try:
-        return select_keys(core, samplers, task, want)
+        return select_keys(core, samplers, task, request)
     except Refused as error:
         if not core.changed:
             raise
@@ -69,11 +69,11 @@ def _choose(core: Core, samplers: Samplers, task: str, want: LeaseRequest) -> tu
 
 
 def _suspect_alone(
-    core: Core, task: str, keys: list[SampleKey], samples: list[SampleState], want: LeaseRequest
+    core: Core, task: str, keys: list[SampleKey], samples: list[SampleState], request: LeaseRequest
 ) -> tuple[list[SampleKey], list[SampleState]]:
     """A sample that its consumers' next death would set aside is leased by itself: its neighbours are not to blame."""
     last = core.state.limits.quarantine_after - 1
-    if task == core.policy.step_task or want.groups or last < 1 or len(keys) < 2:
+    if task == core.policy.step_task or request.groups or last < 1 or len(keys) < 2:
         return keys, samples
     deaths = [sample.deaths for sample in samples]
     if max(deaths) < last:
@@ -82,22 +82,22 @@ def _suspect_alone(
     return [keys[suspect]], [samples[suspect]]
 
 
-def _check_request(core: Core, who: Incarnation, task: str, want: LeaseRequest) -> None:
-    what = f"take for task '{task}' by {who}"
+def _check_request(core: Core, who: Incarnation, task: str, request: LeaseRequest) -> None:
+    what = f"lease for task '{task}' by {who}"
     if task not in core.policy.tasks:
         tasks = sorted(core.policy.tasks)
         raise Refused(what, why=f"tasks are {', '.join(tasks)}", hint=did_you_mean(task, tasks))
-    if max(want.samples, want.groups, want.tokens) < 1:
+    if max(request.samples, request.groups, request.tokens) < 1:
         raise Refused(what, why="neither samples nor groups nor tokens were asked for")
-    if task == core.policy.step_task and (want.groups < 1 or want.tokens):
+    if task == core.policy.step_task and (request.groups < 1 or request.tokens):
         raise Refused(what, why="training takes whole groups: say how many", hint="bound micro-batches by tokens")
-    if want.at_least and (task != core.policy.step_task or want.at_least > want.groups):
-        why = f"at least {want.at_least} of {want.groups} groups are asked for"
+    if request.at_least and (task != core.policy.step_task or request.at_least > request.groups):
+        why = f"at least {request.at_least} of {request.groups} groups are asked for"
         raise Refused(what, why=why, hint="at_least is for training, and up to `groups`")
-    if want.samples > MAX_SAMPLES or want.groups > MAX_SAMPLES:
-        raise Refused(what, why=f"{max(want.samples, want.groups)} are asked for, {MAX_SAMPLES} may be at once")
-    if want.tokens < 0:
-        raise Refused(what, why=f"{want.tokens} tokens cannot be")
+    if request.samples > MAX_SAMPLES or request.groups > MAX_SAMPLES:
+        raise Refused(what, why=f"{max(request.samples, request.groups)} are asked for, {MAX_SAMPLES} may be at once")
+    if request.tokens < 0:
+        raise Refused(what, why=f"{request.tokens} tokens cannot be")
 
 
 def _grant(core: Core, who: Incarnation, task: str, keys: list[SampleKey], samples: list[SampleState]) -> Lease:
@@ -129,6 +129,8 @@ def batch_of(core: Core, lease: Lease, held: Iterable[tuple[SampleKey, SampleSta
     Columns that came after the lease was granted are not in it: their memory is not pinned for its holder.
     held: its samples, if they are at hand.
     """
+    # Blocks put after the grant are left out: only those of the grant are pinned, so that a batch that is asked for
+    # again (its first answer was lost) shows exactly the memory that its holder may read.
     told = set(lease.blocks)
     place: dict[int, int] = {}
     infos: list[SampleInfo] = []

@@ -99,7 +99,7 @@ class RequestLease(msgspec.Struct, frozen=True, tag="request_lease", gc=False):
     """keys: what was chosen, in the journal; None while it is still to be chosen."""
 
     task: str
-    want: LeaseRequest
+    request: LeaseRequest
     keys: list[SampleKey] | None = None
 
 

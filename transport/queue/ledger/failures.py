@@ -55,7 +55,8 @@ def _fail(core: Core, group: SampleGroup, members: set[int]) -> None:
     policy = core.policy
     member_states = dict.fromkeys(members, "failed")
     if group.prompt is None:
-        # Nobody makes an offered sample again. Its siblings are useful without it, unless they are trained as one.
+        # Nobody regenerates a sample that was put without a ticket. Its siblings are useful without it, unless they are
+        # trained as one.
         if policy.step_task:
             core.end(group, "dropped(sibling)", member_states=member_states)
         else:

@@ -68,8 +68,8 @@ class RowPut(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class BlockPut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A block and whose its rows are. Every row belongs to one sample, and no sample is twice in a block.
 
-    rows: empty in an offer of one block whose rows are the samples of its groups, in order; lengths are theirs then,
-    or empty if the block does not hold tokens.
+    rows: empty where one block's rows are the samples of the put's groups, in order; lengths are theirs then, or
+    empty if the block does not hold tokens.
     version: the weights that the columns were computed with, for fields that the policy lists as versioned.
     """
 
@@ -158,7 +158,7 @@ class Admission(msgspec.Struct, frozen=True, tag="admission"):
 
 
 class GroupsPut(msgspec.Struct, frozen=True, tag="groups_put", gc=False):
-    """Ids that the ledger gave to the groups of an offer, in their order, or why it does not take them yet."""
+    """Ids that the ledger gave to the groups of a put, in their order, or why it does not take them yet."""
 
     groups: list[int]
     freed: list[Extent] = []

@@ -72,7 +72,7 @@ class Selection(msgspec.Struct, frozen=True):
 
 
 class BatchSampler(Protocol):
-    """Chooses among what is ready for a task. Pure: the same units and want give the same choice.
+    """Chooses among what is ready for a task. Pure: the same units and request give the same choice.
 
     It is named in a config as `package.module:Class` or `file.py:Class` and made with its options as keyword
     arguments. Two attributes are optional: `window`, how many units it looks at (4096), and `newest_first`, whether
@@ -83,47 +83,50 @@ class BatchSampler(Protocol):
     def whole_groups(self) -> bool:
         """Whether units are to be whole groups even if samples are asked for."""
 
-    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Selection:
+    def choose(self, units: Iterable[Unit], request: LeaseRequest) -> Selection:
         """At most what is wanted, each unit once.
 
         Args:
             units: what is ready, oldest first; made as it is read, so read no more than needed.
-            want: with groups, exactly so many units, or none and `waiting_on`; fewer only where `tokens` end the batch.
+            request: with groups, exactly so many units, or none and `waiting_on`; fewer only where `tokens` end the
+                batch.
         """
 
 
-def limit_of(want: LeaseRequest) -> float:
+def limit_of(request: LeaseRequest) -> float:
     """How many groups, or else samples, may be chosen; inf if tokens are the only bound.
 
     Raises:
         Refused: nothing is wanted, or less than nothing.
     """
-    if min(want.samples, want.groups, want.tokens) < 0:
-        raise Refused("take", why=f"it asks for {want.samples} samples, {want.groups} groups, {want.tokens} tokens")
-    if not (want.samples or want.groups or want.tokens):
-        raise Refused("take", why="neither samples nor groups nor tokens were asked for")
-    return want.groups or want.samples or math.inf
+    if min(request.samples, request.groups, request.tokens) < 0:
+        raise Refused(
+            "lease", why=f"it asks for {request.samples} samples, {request.groups} groups, {request.tokens} tokens"
+        )
+    if not (request.samples or request.groups or request.tokens):
+        raise Refused("lease", why="neither samples nor groups nor tokens were asked for")
+    return request.groups or request.samples or math.inf
 
 
-def within(units: Iterable[Unit], window: int, want: LeaseRequest) -> Iterator[Unit]:
+def within(units: Iterable[Unit], window: int, request: LeaseRequest) -> Iterator[Unit]:
     """The first `window` units, or as many as are wanted if that is more."""
-    limit = limit_of(want)
+    limit = limit_of(request)
     return islice(units, max(window, int(limit) if limit < math.inf else 0))
 
 
-def fill(units: Iterable[Unit], want: LeaseRequest, *, skip: bool = False) -> Selection:
+def fill(units: Iterable[Unit], request: LeaseRequest, *, skip: bool = False) -> Selection:
     """Take units in their order until there are enough. The first one goes even if it is over the token budget.
 
     Args:
         skip: pass over a unit that is too large for what is left of the budget, instead of ending there.
     """
-    room, left = limit_of(want), float(want.tokens) if want.tokens else math.inf
+    room, left = limit_of(request), float(request.tokens) if request.tokens else math.inf
     chosen: list[Unit] = []
     seen, smallest, closed = 0, 0, False
     for unit in units:
         seen += 1
-        size = 1 if want.groups else len(unit.keys)
-        tokens = unit.tokens if want.tokens else 0
+        size = 1 if request.groups else len(unit.keys)
+        tokens = unit.tokens if request.tokens else 0
         smallest = min(smallest or size, size)
         if size <= room and not closed and (tokens <= left or not chosen):
             chosen.append(unit)
@@ -131,18 +134,18 @@ def fill(units: Iterable[Unit], want: LeaseRequest, *, skip: bool = False) -> Se
         elif chosen and tokens > left:
             closed = closed or not skip
         # Groups are counted on when the budget is spent: whether enough are ready decides if the batch goes at all.
-        if room < 1 or ((closed or left <= 0) and seen >= want.groups):
+        if room < 1 or ((closed or left <= 0) and seen >= request.groups):
             break
-    if want.groups and seen < want.groups:
-        return Selection([], f"{seen} of {want.groups} groups are ready")
+    if request.groups and seen < request.groups:
+        return Selection([], f"{seen} of {request.groups} groups are ready")
     if not chosen and seen:
         return Selection(
-            [], f"the smallest of {seen} ready groups has {smallest} samples, {want.samples} are asked for"
+            [], f"the smallest of {seen} ready groups has {smallest} samples, {request.samples} are asked for"
         )
     return Selection(chosen, "" if chosen else "no sample is ready")
 
 
-def choose(sampler: BatchSampler, units: Iterable[Unit], want: LeaseRequest) -> Selection:
+def choose(sampler: BatchSampler, units: Iterable[Unit], request: LeaseRequest) -> Selection:
     """What the sampler chooses, held to what it was asked.
 
     Raises:
@@ -157,7 +160,7 @@ def choose(sampler: BatchSampler, units: Iterable[Unit], want: LeaseRequest) -> 
 
     name = f"sampler {type(sampler).__name__}"
     try:
-        choice = sampler.choose(noted(), want)
+        choice = sampler.choose(noted(), request)
     except Refused:
         raise
     except Exception as error:
@@ -165,25 +168,25 @@ def choose(sampler: BatchSampler, units: Iterable[Unit], want: LeaseRequest) -> 
     if not isinstance(choice, Selection) or not all(isinstance(unit, Unit) for unit in choice.units):
         raise Refused(name, why=f"its choose returned a {type(choice).__name__}", hint="return Selection([units…])")
     keys = [unit.keys for unit in choice.units]
-    tokens = sum(unit.tokens for unit in choice.units) if want.tokens else 0
+    tokens = sum(unit.tokens for unit in choice.units) if request.tokens else 0
     samples = sum(map(len, keys))
     wrong = ""
     if len(set(keys)) != len(keys):
         wrong = "it chose a sample twice"
     elif not offered.keys() >= set(keys):
         wrong = "it chose a sample that it was not offered"
-    elif want.groups and (len(keys) > want.groups or (0 < len(keys) < want.groups and not want.tokens)):
-        wrong = f"it chose {len(keys)} groups, {want.groups} are wanted"
-    elif not want.groups and samples > limit_of(want):
-        wrong = f"it chose {samples} samples, {want.samples} are wanted"
-    elif len(keys) > 1 and tokens > want.tokens > 0:
-        wrong = f"it chose {tokens} tokens, {want.tokens} are wanted"
+    elif request.groups and (len(keys) > request.groups or (0 < len(keys) < request.groups and not request.tokens)):
+        wrong = f"it chose {len(keys)} groups, {request.groups} are wanted"
+    elif not request.groups and samples > limit_of(request):
+        wrong = f"it chose {samples} samples, {request.samples} are wanted"
+    elif len(keys) > 1 and tokens > request.tokens > 0:
+        wrong = f"it chose {tokens} tokens, {request.tokens} are wanted"
     if wrong:
         raise Refused(name, why=wrong)
     return Selection([offered[key] for key in keys], choice.waiting_on)
 
 
-def choose_urgent_first(sampler: BatchSampler, units: Iterable[Unit], want: LeaseRequest) -> Selection:
+def choose_urgent_first(sampler: BatchSampler, units: Iterable[Unit], request: LeaseRequest) -> Selection:
     """The sampler's choice, in which what the next update would make over-stale comes before all else.
 
     The whole window is read for it; where nothing can be urgent, `choose` reads no more than the sampler needs. A
@@ -192,15 +195,15 @@ def choose_urgent_first(sampler: BatchSampler, units: Iterable[Unit], want: Leas
     Raises:
         Refused: see `choose`.
     """
-    pool = list(within(units, int(getattr(sampler, "window", WINDOW)), want))
+    pool = list(within(units, int(getattr(sampler, "window", WINDOW)), request))
     urgent = [unit for unit in pool if unit.urgent]
-    if want.groups and len(pool) < want.groups:
-        return Selection([], f"{len(pool)} of {want.groups} groups are ready")
-    groups = min(want.groups, len(urgent))
-    first = choose(sampler, urgent, msgspec.structs.replace(want, groups=groups)).units if urgent else []
+    if request.groups and len(pool) < request.groups:
+        return Selection([], f"{len(pool)} of {request.groups} groups are ready")
+    groups = min(request.groups, len(urgent))
+    first = choose(sampler, urgent, msgspec.structs.replace(request, groups=groups)).units if urgent else []
     if not first:
-        return choose(sampler, pool, want)
-    left = _left(want, first)
+        return choose(sampler, pool, request)
+    left = _left(request, first)
     if left is None or len(first) < len(urgent):
         # What was left of the urgent ones had no room; it goes first in the next batch.
         return Selection(first)
@@ -208,23 +211,23 @@ def choose_urgent_first(sampler: BatchSampler, units: Iterable[Unit], want: Leas
     if not rest:
         return Selection(first)
     second = choose(sampler, rest, msgspec.structs.replace(left, groups=min(left.groups, len(rest))))
-    if want.groups and not want.tokens and len(first) + len(second.units) < want.groups:
+    if request.groups and not request.tokens and len(first) + len(second.units) < request.groups:
         return Selection([], second.waiting_on)
     return Selection(first + second.units)
 
 
-def _left(want: LeaseRequest, chosen: list[Unit]) -> LeaseRequest | None:
+def _left(request: LeaseRequest, chosen: list[Unit]) -> LeaseRequest | None:
     """What is still wanted besides these units; None: nothing."""
-    groups = want.groups - len(chosen)
-    samples = want.samples - sum(len(unit.keys) for unit in chosen)
-    tokens = want.tokens - sum(unit.tokens for unit in chosen) if want.tokens else 0
-    if want.tokens and tokens < 1:
+    groups = request.groups - len(chosen)
+    samples = request.samples - sum(len(unit.keys) for unit in chosen)
+    tokens = request.tokens - sum(unit.tokens for unit in chosen) if request.tokens else 0
+    if request.tokens and tokens < 1:
         return None
-    if want.groups:
-        return msgspec.structs.replace(want, groups=groups, tokens=tokens) if groups > 0 else None
-    if want.samples:
-        return msgspec.structs.replace(want, samples=samples, tokens=tokens) if samples > 0 else None
-    return msgspec.structs.replace(want, tokens=tokens)
+    if request.groups:
+        return msgspec.structs.replace(request, groups=groups, tokens=tokens) if groups > 0 else None
+    if request.samples:
+        return msgspec.structs.replace(request, samples=samples, tokens=tokens) if samples > 0 else None
+    return msgspec.structs.replace(request, tokens=tokens)
 
 
 def refuse_stale(core: Core, beyond: int = 0) -> None:
@@ -355,34 +358,34 @@ Samplers = dict[str, BatchSampler]
 """The samplers of those tasks that have another one than first in, first out."""
 
 
-def select_keys(core: Core, samplers: Samplers, task: str, want: LeaseRequest) -> tuple[list[SampleKey], str]:
+def select_keys(core: Core, samplers: Samplers, task: str, request: LeaseRequest) -> tuple[list[SampleKey], str]:
     """Keys to lease, or none and the reason. For the step task `settle` comes first."""
     if task == core.policy.step_task:
-        return _for_step(core, samplers.get(task), want)
+        return _for_step(core, samplers.get(task), request)
     sampler = samplers.get(task)
-    if sampler is None and not want.groups:
-        return _first(core, task, want)
-    whole = bool(want.groups) or (sampler is not None and sampler.whole_groups)
+    if sampler is None and not request.groups:
+        return _first(core, task, request)
+    whole = bool(request.groups) or (sampler is not None and sampler.whole_groups)
     newest_first = bool(getattr(sampler, "newest_first", False))
     units = _groups(core, task, newest_first) if whole else _samples(core, task, newest_first)
     if sampler is None:
-        found = list(islice(units, want.groups))
-        if len(found) < want.groups:
-            return [], f"{len(found)} of {want.groups} groups are ready for task '{task}'"
+        found = list(islice(units, request.groups))
+        if len(found) < request.groups:
+            return [], f"{len(found)} of {request.groups} groups are ready for task '{task}'"
         return [key for unit in found for key in unit.keys], ""
     # Where nothing is ever trained nothing is urgent, and the sampler need read no more than it wants.
     steps = core.policy.step_task and core.state.trainer_version is not None
-    choice = choose_urgent_first(sampler, units, want) if steps else choose(sampler, units, want)
+    choice = choose_urgent_first(sampler, units, request) if steps else choose(sampler, units, request)
     keys = [key for unit in choice.units for key in unit.keys]
     return keys, "" if keys else choice.waiting_on or f"no sample is ready for task '{task}'"
 
 
-def _first(core: Core, task: str, want: LeaseRequest) -> tuple[list[SampleKey], str]:
+def _first(core: Core, task: str, request: LeaseRequest) -> tuple[list[SampleKey], str]:
     """First in, first out: the usual case, without looking at more than what is taken."""
-    if want.tokens:
-        keys = [key for unit in fill(_samples(core, task), want).units for key in unit.keys]
+    if request.tokens:
+        keys = [key for unit in fill(_samples(core, task), request).units for key in unit.keys]
     else:
-        keys = list(islice(core.ready[task], want.samples))
+        keys = list(islice(core.ready[task], request.samples))
     return keys, "" if keys else nothing_ready(core, task)
 
 
@@ -436,7 +439,7 @@ def _unit(core: Core, group: SampleGroup, keys: tuple[SampleKey, ...], order: in
     )
 
 
-def settle(core: Core, who: Incarnation, want: LeaseRequest) -> tuple[LeaseRequest | None, str]:
+def settle(core: Core, who: Incarnation, request: LeaseRequest) -> tuple[LeaseRequest | None, str]:
     """Settle what may be granted of a step's batch before it is chosen; None, and why, if nothing may.
 
     Refuses what is over-stale and revokes late stragglers. A replay does it again, without choosing. A part of a step
@@ -447,30 +450,30 @@ def settle(core: Core, who: Incarnation, want: LeaseRequest) -> tuple[LeaseReque
         return None, "the trainer has not announced its weights yet"
     refuse_stale(core)
     for lease in state.leases.values():
-        beside = want.at_least and lease.holder == who
+        beside = request.at_least and lease.holder == who
         if lease.task == core.policy.step_task and not beside:
             return None, f"lease {lease.id} of {lease.holder} is not finished; its update decides what is stale"
-    granted, waiting_on = _granted(core, want)
-    if granted < (want.at_least or want.groups) or granted < 1:
+    granted, waiting_on = _granted(core, request)
+    if granted < (request.at_least or request.groups) or granted < 1:
         return None, waiting_on
-    return msgspec.structs.replace(want, groups=granted), ""
+    return msgspec.structs.replace(request, groups=granted), ""
 
 
-def _granted(core: Core, want: LeaseRequest) -> tuple[int, str]:
+def _granted(core: Core, request: LeaseRequest) -> tuple[int, str]:
     """How many groups may be granted of what a step lacks, and why not all of them."""
     ready = len(core.step_ready)
-    room = places(core, want.groups) if want.at_least else want.groups
-    lacking = f"{ready} of {want.groups} groups are ready for training"
-    if ready < want.groups and (room or not ready):
+    room = places(core, request.groups) if request.at_least else request.groups
+    lacking = f"{ready} of {request.groups} groups are ready for training"
+    if ready < request.groups and (room or not ready):
         blocked(core, None)
         return min(ready, room), lacking
-    waiting_on = hold_for_stragglers(core, ends_step=not want.at_least)
+    waiting_on = hold_for_stragglers(core, ends_step=not request.at_least)
     if waiting_on:
-        return min(want.groups - 1, room), waiting_on
-    return min(ready, want.groups), lacking
+        return min(request.groups - 1, room), waiting_on
+    return min(ready, request.groups), lacking
 
 
-def _for_step(core: Core, sampler: BatchSampler | None, want: LeaseRequest) -> tuple[list[SampleKey], str]:
+def _for_step(core: Core, sampler: BatchSampler | None, request: LeaseRequest) -> tuple[list[SampleKey], str]:
     """Exactly the wanted groups, those first that the next update would make over-stale."""
     state = core.state
     units = [
@@ -479,8 +482,8 @@ def _for_step(core: Core, sampler: BatchSampler | None, want: LeaseRequest) -> t
     ]
     if sampler is None:
         units.sort(key=lambda unit: (-unit.staleness, unit.id))
-        return [key for unit in units[: want.groups] for key in unit.keys], ""
-    choice = choose_urgent_first(sampler, units, want)
-    if len(choice.units) != want.groups:
-        return [], choice.waiting_on or f"the sampler chose {len(choice.units)} of {want.groups} groups"
+        return [key for unit in units[: request.groups] for key in unit.keys], ""
+    choice = choose_urgent_first(sampler, units, request)
+    if len(choice.units) != request.groups:
+        return [], choice.waiting_on or f"the sampler chose {len(choice.units)} of {request.groups} groups"
     return [key for unit in choice.units for key in unit.keys], ""

@@ -206,10 +206,10 @@ class SampleState(msgspec.Struct, array_like=True, gc=False):
 
 
 class SampleGroup(msgspec.Struct, array_like=True, gc=False):
-    """The samples of one prompt, or of one offer, from admission to commit.
+    """The samples of one prompt, or of one put, from admission to commit.
 
     Attributes:
-        prompt: None for a group that was offered.
+        prompt: None for a group that was put without a ticket.
         version: the trainer's version at admission (it is in the ticket).
         base: the generating engine's version at admission: the version of the members not yet put.
         holder: the incarnation that generates members of it. making: which members.
@@ -364,7 +364,7 @@ class State(msgspec.Struct):
         path: the groups of each step, on the path of steps that leads to the trainer's present weights.
         committed: steps up to this one are covered by a checkpoint.
         folded_steps: of the path up to this step only the counts in `folded` are kept.
-        ended: samples by terminal state. issued: samples that were ever reserved or offered.
+        ended: samples by terminal state. issued: samples that were ever reserved or put.
         tallies: counts of other events, for the account.
         partials_bytes: of the partial completions of unfinished members.
         surplus_requested: groups that may be under way beyond the bound until the next step, as over_provision.

@@ -7,10 +7,8 @@ from collections.abc import Collection
 from relax_rt.transport.queue.ledger.admission import (
     allowed_surplus,
     groups_beyond_bound,
-    has_partials,
     limit_surplus_request,
     outstanding,
-    reopen,
 )
 from relax_rt.transport.queue.ledger.consumption import lapse
 from relax_rt.transport.queue.ledger.core import REFUSED, REFUSED_TOKENS, ROOM, Core
@@ -25,7 +23,7 @@ from relax_rt.transport.queue.ledger.events import (
 from relax_rt.transport.queue.ledger.failures import REPORT_EVERY_S, report_losses, reset_failures
 from relax_rt.transport.queue.ledger.messages import ItemsAssigned, StepReply
 from relax_rt.transport.queue.ledger.selection import refuse_stale
-from relax_rt.transport.queue.ledger.state import Lease, SampleGroup, SampleState, TrainedGroup
+from relax_rt.transport.queue.ledger.state import Lease, SampleGroup, TrainedGroup
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -232,65 +230,6 @@ def _lost_with_checkpoint(core: Core, record: TrainedGroup) -> None:
     core.count_end("lost", record.size)
     if record.prompt is not None:
         core.state.prompts.give_back(record.prompt)
-
-
-def lose_payloads(core: Core) -> None:
-    """Shared memory is gone, and with it every process of before: all that is not committed is lost.
-
-    Groups trained but not known to be committed keep their place on the path until the trainer's roll-back says
-    which checkpoint it found: one may have been renamed into place without its commit being reported.
-    """
-    state = core.state
-    state.blocks.clear()
-    state.leases, state.pinned = {}, {}
-    state.callers.replies, state.callers.processes = {}, {}
-    for group in [*state.groups.values(), *state.trained.values()]:
-        group.lease = 0
-        for sample in group.samples:
-            sample.parts, sample.leases = [], {}
-    core.log("payloads_lost", samples=sum(group.size for group in state.groups.values()))
-    for group in list(state.groups.values()):
-        if has_partials(group) and core.policy.on_failed_member != "drop":
-            _keep_partials(core, group)
-        else:
-            core.end(group, "lost")
-    if state.groups:
-        core.reindex()
-    state.payloads_lost = sorted(state.trained)
-    state.trainer_version, state.blocked_since, state.since_update = None, None, 0
-    core.deadlines.clear()
-    core.changed = True
-
-
-def _keep_partials(core: Core, group: SampleGroup) -> None:
-    """Only its partial completions are left, in the journal: finished members are made again, the others go on."""
-    if group.holder is not None:
-        reopen(core, group, "dropped(producer gone)")
-    finished = [member for member, sample in enumerate(group.samples) if sample.generated and not sample.excluded]
-    for member in finished:
-        core.losses.lost(group.samples[member].length, "lost")
-        group.samples[member] = SampleState()
-    if finished:
-        core.log("members_ended", group=group.id, members=finished, state="lost")
-    core.count_end("lost", len(finished))
-    core.state.issued += len(finished)
-    core.state.reopened[group.id] = None
-
-
-def keep_payloads(core: Core) -> None:
-    """Every process of before is gone, but payloads lie in files that are still there: only the work in hand ends."""
-    state = core.state
-    for lease in list(state.leases.values()):
-        lapse(core, lease, pinned=False, blame=False)
-    for lease in list(state.pinned.values()):
-        core.release_pins(lease)
-    state.callers.replies, state.callers.processes = {}, {}
-    state.blocks.freed = {}
-    for group in list(state.groups.values()):
-        if group.holder is not None:
-            reopen(core, group, "dropped(producer gone)")
-    core.log("payloads_kept", samples=core.held, nbytes=state.blocks.payload_bytes + state.blocks.spilled_bytes)
-    core.changed = True
 
 
 MAX_ASKED = 65_536

@@ -26,8 +26,8 @@ class _Windowed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Fifo(_Windowed, frozen=True):
     """Those that became ready first, up to the first that is over the token budget."""
 
-    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Selection:
-        return fill(within(units, self.window, want), want)
+    def choose(self, units: Iterable[Unit], request: LeaseRequest) -> Selection:
+        return fill(within(units, self.window, request), request)
 
 
 class WholeGroup(_Windowed, frozen=True):
@@ -35,8 +35,8 @@ class WholeGroup(_Windowed, frozen=True):
 
     whole_groups: ClassVar[bool] = True
 
-    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Selection:
-        return fill(within(units, self.window, want), want)
+    def choose(self, units: Iterable[Unit], request: LeaseRequest) -> Selection:
+        return fill(within(units, self.window, request), request)
 
 
 class TokenBudget(_Windowed, frozen=True):
@@ -47,8 +47,8 @@ class TokenBudget(_Windowed, frozen=True):
 
     window: Window = 512
 
-    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Selection:
-        return fill(within(units, self.window, want), want, skip=True)
+    def choose(self, units: Iterable[Unit], request: LeaseRequest) -> Selection:
+        return fill(within(units, self.window, request), request, skip=True)
 
 
 class FreshestFirst(_Windowed, frozen=True):
@@ -56,15 +56,17 @@ class FreshestFirst(_Windowed, frozen=True):
 
     newest_first: ClassVar[bool] = True
 
-    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Selection:
-        return fill(sorted(within(units, self.window, want), key=lambda unit: (unit.staleness, -unit.order)), want)
+    def choose(self, units: Iterable[Unit], request: LeaseRequest) -> Selection:
+        return fill(
+            sorted(within(units, self.window, request), key=lambda unit: (unit.staleness, -unit.order)), request
+        )
 
 
 class Priority(_Windowed, frozen=True):
     """The highest priority first; equal ones as they became ready."""
 
-    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Selection:
-        return fill(sorted(within(units, self.window, want), key=_by_priority), want)
+    def choose(self, units: Iterable[Unit], request: LeaseRequest) -> Selection:
+        return fill(sorted(within(units, self.window, request), key=_by_priority), request)
 
 
 def _by_priority(unit: Unit) -> tuple[float, int]:
@@ -87,17 +89,17 @@ class SequenceBalanced(_Windowed, frozen=True):
     goal: Literal["total", "padding"] = "total"
     batches: Positive = 8
 
-    def choose(self, units: Iterable[Unit], want: LeaseRequest) -> Selection:
-        limit = limit_of(want)
+    def choose(self, units: Iterable[Unit], request: LeaseRequest) -> Selection:
+        limit = limit_of(request)
         if math.isinf(limit):
-            pool = list(_up_to(within(units, self.window, want), self.batches * want.tokens))
+            pool = list(_up_to(within(units, self.window, request), self.batches * request.tokens))
         else:
-            pool = list(within(units, min(self.window, self.batches * int(limit)), want))
+            pool = list(within(units, min(self.window, self.batches * int(limit)), request))
         if len(pool) > limit:
             pool = _least_padding(pool, int(limit)) if self.goal == "padding" else _alike(pool, int(limit))
-        elif want.tokens and len(pool) >= want.groups and sum(unit.tokens for unit in pool) > want.tokens:
-            pool = _nearest(pool) if self.goal == "padding" else _alike_by_tokens(pool, want.tokens)
-        return fill(pool, want, skip=True)
+        elif request.tokens and len(pool) >= request.groups and sum(unit.tokens for unit in pool) > request.tokens:
+            pool = _nearest(pool) if self.goal == "padding" else _alike_by_tokens(pool, request.tokens)
+        return fill(pool, request, skip=True)
 
 
 def _up_to(units: Iterable[Unit], tokens: int) -> Iterator[Unit]:

@@ -45,7 +45,7 @@ def load_sampler(path: str, options: Mapping[str, Any], base: Path = Path()) -> 
     if not callable(getattr(made, "choose", None)) or not isinstance(getattr(made, "whole_groups", None), bool):
         raise Refused(
             f"sampler '{path}'",
-            why="it has no method `choose(units, want)`, or no attribute `whole_groups` that is true or false",
+            why="it has no method `choose(units, request)`, or no attribute `whole_groups` that is true or false",
             hint="see relax_rt.transport.queue.ledger.selection.BatchSampler",
         )
     return made

@@ -8,8 +8,8 @@ from collections import Counter
 from typing import Any
 
 from ledger_model import Model
+from ledger_model_parts import Group as ModelGroup
 from ledger_model_parts import Lease as ModelLease
-from ledger_model_parts import SampleGroup as ModelGroup
 
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.queue.ledger.state import Lease, PartialTokens, SampleGroup, State

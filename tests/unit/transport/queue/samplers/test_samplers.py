@@ -233,7 +233,7 @@ def test_a_length_that_is_needed_and_not_known_is_an_error_that_names_the_sample
     [LeaseRequest(), LeaseRequest(samples=-1), LeaseRequest(groups=-2, samples=3), LeaseRequest(samples=1, tokens=-5)],
 )
 def test_a_request_for_nothing_is_refused(want: LeaseRequest) -> None:
-    with pytest.raises(Refused, match=r"take: (neither|it asks for)"):
+    with pytest.raises(Refused, match=r"lease: (neither|it asks for)"):
         choose(load_sampler("fifo", {}), [sample(0)], want)
 
 
