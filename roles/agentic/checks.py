@@ -1,4 +1,4 @@
-"""What keeps environments from being played: across the keys of a config, and with the environment itself at hand."""
+"""Checks of [roles.env]: across the keys of a config, and by starting one episode of the environment."""
 
 from __future__ import annotations
 
@@ -51,28 +51,28 @@ TEMPLATE = "set roles.env.chat_template to one that does, or put it into the mod
 ANY_NUMBER = 1 << 40
 OPTION = re.compile(r"roles\.env\.(\w+)(?:\.(\w+))?")
 REPLACED = {"reward": "the environment gives the rewards", "evaluator": "the env role plays the held-out episodes"}
-"""Roles that have nothing to do where episodes are played."""
+"""Roles that have nothing to do if episodes are played."""
 
-GATEWAYS = ("drift", "reasoning")
-"""Keys that the gateway has as well: what it keeps of an episode is its affair."""
-NOT_ITS = {
+GATEWAY_KEYS = ("drift", "reasoning")
+"""Keys that the gateway has as well, and that apply to programs there."""
+WITHOUT_EFFECT = {
     "turn_timeout_s": "a program's turns are its own: episode_timeout_s bounds all of it",
     "workers": "each program is a process of its own: episodes_in_flight says how many there are",
     "worker_processes": "set roles.env.options.processes, of each program",
     "worker_memory_mib": "set roles.env.options.memory_mib, of each program",
     "media_kib": "set roles.gateway.session_media_kib",
 }
-"""Keys of environments in workers, or that take turns -> what to use with programs."""
-BOUNDS = {
+"""Keys that have no effect on programs -> what to use instead."""
+GATEWAY_LIMITS = {
     "sessions": "sessions",
     "connections": "connections, one for each program at least",
     "waiting": "calls may wait",
 }
-"""Of a gateway, that episodes in flight must not meet."""
+"""Limits of a gateway that episodes in flight must not reach."""
 
 
 def check_environment(config: RunConfig) -> Iterator[Problem]:
-    """What shows without model, data and user code."""
+    """Check what shows without model, data and user code."""
     algorithm = config.table(AlgorithmTable)
     sampling = config.table(SamplingTable)
     table = env_settings(config)
@@ -80,11 +80,11 @@ def check_environment(config: RunConfig) -> Iterator[Problem]:
         return
     if table.count < 1:
         yield Problem((*PLACE, "count"), "nobody plays the episodes", "at least 1, or no [roles.env]")
-    yield from _replaced(config)
+    yield from _check_replaced(config)
     yield from check_program(config, table)
     yield from check_rewards(config)
     yield from check_chat_format(config)
-    yield from _tasks(config, table)
+    yield from _check_tasks(config, table)
     if sampling.max_new_tokens >= table.max_tokens:
         reply = sampling.max_new_tokens
         message = f"max_tokens = {table.max_tokens} of an episode, and each reply may have {reply}"
@@ -100,7 +100,7 @@ def check_environment(config: RunConfig) -> Iterator[Problem]:
         yield Problem(("algorithm", "mode"), message, 'set mode = "asynchronous"')
 
 
-def _replaced(config: RunConfig) -> Iterator[Problem]:
+def _check_replaced(config: RunConfig) -> Iterator[Problem]:
     reward = config.table(RewardTable)
     evaluation = config.table(EvaluationTable)
     if reward.function or reward.components:
@@ -118,7 +118,7 @@ def _replaced(config: RunConfig) -> Iterator[Problem]:
         yield Problem(("evaluation", "greedy"), message, "set evaluation.temperature = 0 instead", at="key")
 
 
-def _tasks(config: RunConfig, table: EnvSettings) -> Iterator[Problem]:
+def _check_tasks(config: RunConfig, table: EnvSettings) -> Iterator[Problem]:
     has_data = bool(config.table(DataTable).model_fields_set)
     if table.tasks is not None and has_data:
         message = "tasks and [data] are both set: episodes are about seeds, or about the items of [data]"
@@ -137,10 +137,10 @@ def _tasks(config: RunConfig, table: EnvSettings) -> Iterator[Problem]:
 
 
 def check_program(config: RunConfig, table: EnvSettings) -> Iterator[Problem]:
-    """What a program needs of the gateway, and what has no effect on it."""
+    """Check what a program needs of the gateway, and keys without effect on it."""
     if not is_program(table):
         return
-    for key, hint in NOT_ITS.items():
+    for key, hint in WITHOUT_EFFECT.items():
         if key in table.model_fields_set:
             yield Problem((*PLACE, key), f"{key} has no effect on programs", hint, at="key")
     yield from _check_template(config, table)
@@ -152,7 +152,7 @@ def check_program(config: RunConfig, table: EnvSettings) -> Iterator[Problem]:
         message = "a program reaches the policy through the gateway, and there is none"
         yield Problem((*PLACE, "environment"), message, "add a table [roles.gateway]")
         return
-    for key in GATEWAYS:
+    for key in GATEWAY_KEYS:
         if key in table.model_fields_set:
             yield Problem((*PLACE, key), f"{key} of programs is the gateway's", f"set roles.gateway.{key}", at="key")
     yield from _check_gateway_limits(config, table, gateway)
@@ -160,7 +160,7 @@ def check_program(config: RunConfig, table: EnvSettings) -> Iterator[Problem]:
 
 
 def _check_template(config: RunConfig, table: EnvSettings) -> Iterator[Problem]:
-    """A template that would do nothing. Who says stdin = "task" may take the messages from there."""
+    """Check that data.template has an effect; with stdin = "task" the program may use the messages."""
     plain = config.table(DataTable).template == type(config.table(DataTable)).model_fields["template"].default
     if plain or table.tasks is not None or table.options.get("stdin") == "task":
         return
@@ -171,20 +171,23 @@ def _check_template(config: RunConfig, table: EnvSettings) -> Iterator[Problem]:
 
 
 def _check_gateway_limits(config: RunConfig, table: EnvSettings, gateway: GatewaySettings) -> Iterator[Problem]:
-    """Slots take turns at the gateways, so that the first one has the most of them. The first slot goes on with the
-    episodes that it trains on while it plays the held-out ones."""
+    """Check that a gateway's limits fit the episodes in flight.
+
+    Slots use gateways in turn, so the first gateway has the most slots. The first slot continues its training episodes
+    while it plays the held-out ones.
+    """
     slots = -(-table.count // gateway.count)
     need = slots * table.episodes_in_flight
     if config.table(EvaluationTable).every_steps or config.table(EvaluationTable).at_steps:
         need += table.episodes_in_flight
-    for key in BOUNDS:
+    for key in GATEWAY_LIMITS:
         if (have := getattr(gateway, key)) < need:
             message = f"{key} = {have}, and up to {need} episodes are played at a time through one gateway"
             yield Problem(("roles", "gateway", key), message, f"at least {need}, or more gateways (count)")
 
 
 def _check_gateway_reachable(config: RunConfig, table: EnvSettings, gateway: GatewaySettings) -> Iterator[Problem]:
-    """Programs run on the nodes of their slots. A job keeps roles on the head that it names so."""
+    """Check that programs, which run on the nodes of their slots, reach their gateway."""
     if not config.supervision.nodes.listen:
         return
     at_home = kinds_of_one_node(config)
@@ -204,7 +207,7 @@ def _check_gateway_reachable(config: RunConfig, table: EnvSettings, gateway: Gat
 def preflight_environment(
     config: RunConfig, config_dir: Path, tokenizer: ChatTokenizer | None, context: int | None
 ) -> Iterator[Problem]:
-    """The environment itself: it is loaded, and one held-out task is begun where it will be played.
+    """Check the environment itself: load it and start one held-out task where it will be played.
 
     Args:
         context: of the model, in tokens, if it is known.
@@ -236,14 +239,14 @@ def preflight_environment(
             for warning in template_warnings(config, tokenizer):
                 say(f"warning: {warning}")
         else:
-            yield from _begin_one(config, table, factory, tokenizer)
+            yield from _start_episode(config, table, factory, tokenizer)
         yield from _try_rewards(config, table, config_dir, tokenizer)
 
 
 def _try_rewards(
     config: RunConfig, table: EnvSettings, config_dir: Path, tokenizer: ChatTokenizer
 ) -> Iterator[Problem]:
-    """The rewards beside the environment's own, called on replies to the first held-out task."""
+    """Call the reward components on replies to the first held-out task."""
     rewards = reward_table(config)
     if rewards is None:
         return
@@ -260,10 +263,12 @@ def _try_rewards(
     yield from dry_run(rewards, config_dir, items, task_of(config.table(DataTable)), PLACE, KEY, about)
 
 
-def _begin_one(config: RunConfig, table: EnvSettings, factory: Factory, tokenizer: ChatTokenizer) -> Iterator[Problem]:
+def _start_episode(
+    config: RunConfig, table: EnvSettings, factory: Factory, tokenizer: ChatTokenizer
+) -> Iterator[Problem]:
     chat_format = chat_format_of(config)
     try:
-        seen = asyncio.run(_observe(config, table, factory, tokenizer))
+        seen = asyncio.run(_first_observation(config, table, factory, tokenizer))
         chat = load_chat_template(Path(config.config_dir), tokenizer, chat_format)
         if kind := media(conversation(seen.messages), sees=chat.sight is not None):
             takes = TEXT_ALONE if chat.sight is None else NO_MORE
@@ -288,15 +293,17 @@ def _begin_one(config: RunConfig, table: EnvSettings, factory: Factory, tokenize
 
 
 async def _first_prompt(chat: ChatTemplate, seen: Observation, table: EnvSettings) -> tuple[int, ...]:
-    """The tokens that an episode begins with, however many these are."""
+    """Return the tokens that an episode starts with, however many these are."""
     ledger = TokenLedger(chat, max_tokens=ANY_NUMBER, max_media_bytes=table.media_kib << 10)
     return ledger.prompt(
         await ingest_pictures(conversation(seen.messages), ledger.sight, ledger.show), seen.tools
     ).tokens
 
 
-async def _observe(config: RunConfig, table: EnvSettings, factory: Factory, tokenizer: ChatTokenizer) -> Observation:
-    """What the policy sees first of the first held-out task.
+async def _first_observation(
+    config: RunConfig, table: EnvSettings, factory: Factory, tokenizer: ChatTokenizer
+) -> Observation:
+    """Return the first observation of the first held-out task.
 
     Raises:
         RelaxError: what the environment raised, or that it did not return in time.
@@ -330,7 +337,7 @@ async def _observe(config: RunConfig, table: EnvSettings, factory: Factory, toke
 
 
 def _problem(error: RelaxError) -> Problem:
-    """An error as a problem of the key that it names, else of the environment."""
+    """Return an error as a problem of the key that it names, else of the environment."""
     named = OPTION.match(error.what)
     path = (*PLACE, *(part for part in named.groups() if part)) if named else (*PLACE, "environment")
     return Problem(path, error.what + (f": {error.why}" if error.why else ""), error.hint)

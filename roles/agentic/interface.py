@@ -1,4 +1,4 @@
-"""What an environment is: the user's side of episodes with several turns. See docs/guides/environments.md."""
+"""The interface of environments: what users write for episodes with several turns."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import msgspec
 from relax_rt.roles.data.media.pictures import IMAGES
 
 TEXTS = ("text", "input_text", "output_text")
-"""Types of parts of a message that are text."""
+"""Types of a message's parts that are text."""
 FLOAT32_MAX = 3.4028234e38
 Message = dict[str, Any]
-"""An OpenAI chat message: role, content, and what else its role has."""
+"""An OpenAI chat message: role, content, and further fields of its role."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What an episode is about; all members of a group have the same.
+    """The task of an episode; all members of a group have the same.
 
     Attributes:
-        index: place in the run's order of tasks, or among the held-out ones.
+        index: position in the run's order of tasks, or among the held-out ones.
         item: stable id. split: train or held_out.
-        seed: decides what the environment makes of it, the same in every run, 31 bits.
+        seed: for the environment's random choices, the same in every run, 31 bits.
         question, answer, metadata: of the data item, in a run with [data]; messages: its prompt; tools: its functions.
     """
 
@@ -38,13 +38,13 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Observation(msgspec.Struct, kw_only=True):
-    """How an episode begins.
+    """The first observation of an episode.
 
     Attributes:
         messages: what the policy sees first; a text is one message of the user.
-        tools: functions it may call, as OpenAI's `tools`.
-        state: names what it sees, for advantages that compare equal states (gigpo).
-        seat: whose turn it is, where the policy plays several (`seats` of the class).
+        tools: functions that it may call, as OpenAI's `tools`.
+        state: name of what it sees, for advantages that compare equal states (gigpo).
+        seat: whose turn it is, if the policy plays several (`seats` of the class).
     """
 
     messages: list[Message] | str
@@ -54,17 +54,17 @@ class Observation(msgspec.Struct, kw_only=True):
 
 
 class Step(msgspec.Struct, kw_only=True):
-    """What became of a reply.
+    """The result of a reply.
 
     Attributes:
-        messages: what the policy sees next, behind its own reply; a text is one message of the user.
+        messages: what the policy sees next, after its own reply; a text is one message of the user.
         reward: of this turn; the episode's reward is the sum over its turns.
         done: the episode is over.
-        truncated: it is over although it had not ended: a limit of time or steps has cut it (gymnasium's `truncated`).
-        state: names what it sees next; see Observation.
-        info: numbers that are reported as means over episodes, the last one given under each name.
-        seat: who sees `messages` and replies next; None: the one who has replied.
-        rewards: by seat, to the last reply of each.
+        truncated: it is over because of a limit of time or steps (gymnasium's `truncated`).
+        state: name of what it sees next; see Observation.
+        info: numbers that are reported as means over episodes; of each name the last one counts.
+        seat: which seat sees `messages` and replies next; None: the one that has replied.
+        rewards: by seat, added to the last reply of each.
     """
 
     messages: list[Message] | str = []
@@ -78,13 +78,13 @@ class Step(msgspec.Struct, kw_only=True):
 
 
 class Reply(msgspec.Struct, kw_only=True):
-    """What the policy said.
+    """A reply of the policy.
 
     Attributes:
-        text: its words, without special tokens.
+        text: without special tokens.
         message: the same as a chat message, with `tool_calls` and `reasoning_content` if there are any.
-        finish_reason: stop, tool_calls, or length if it was cut.
-        id: names it in its episode.
+        finish_reason: stop, tool_calls, or length if it reached the limit.
+        id: unique in its episode.
     """
 
     text: str
@@ -94,7 +94,7 @@ class Reply(msgspec.Struct, kw_only=True):
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
-        """Its calls of functions, as OpenAI's `tool_calls`."""
+        """Its function calls, as OpenAI's `tool_calls`."""
         return list(self.message.get("tool_calls") or [])
 
 
@@ -108,26 +108,26 @@ class Environment:
             async def step(self, reply: Reply) -> Step:
                 return Step(reward=float(reply.text == "hello"), done=True)
 
-    The class is made anew for each episode, with `roles.env.options` as its arguments. Methods that are not async run
-    in worker processes, which are killed when a call is late. Async ones must not block: they share an event loop, the
-    slot's own or a worker's. A subclass is not needed, the methods are.
+    Each episode has an instance of its own, with `roles.env.options` as arguments. Methods that are not async run in
+    worker processes, which are killed when a call is late. Async ones must not block: they share an event loop, the
+    slot's own or a worker's. Subclassing is optional; the methods are what counts.
 
     Attributes:
-        seats: how many players the policy is in one game, each with a conversation, rewards and a sample of its own.
+        seats: how many players the policy plays in one game, each with a conversation, rewards and a sample of its own.
     """
 
     seats: int = 1
 
     async def reset(self, task: Task) -> Observation | str:
-        """Begin the task."""
+        """Start the task and return the first observation."""
         raise NotImplementedError
 
     async def step(self, reply: Reply) -> Step:
-        """Take the policy's reply."""
+        """Apply the policy's reply and return its result."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Let go of what it holds; called once, whatever became of the episode."""
+        """Release resources; called once, however the episode ended."""
 
 
 class Chat(Protocol):
@@ -136,24 +136,24 @@ class Chat(Protocol):
     async def say(
         self, messages: list[Message], tools: list[dict[str, Any]] | None = None, *, previous: Reply | str = ""
     ) -> Reply:
-        """The policy's answer to a whole conversation. What it said before is in there as `Reply.message`.
+        """Return the policy's reply to a whole conversation, in which its earlier replies are `Reply.message`.
 
-        A conversation that goes on behind an earlier one extends its tokens; one that goes another way is a branch.
-        Calls may run beside each other. What is still open when the function ends is given up, and not trained.
+        A conversation that continues an earlier one extends its tokens; one that departs from it becomes a branch.
+        Calls may run concurrently. Calls that are open when the function returns are cancelled and not trained.
 
         Args:
-            previous: the reply (or its id) that it goes on from, where several say the same; else it is found by what
-                was said.
+            previous: the reply (or its id) that the conversation continues, if several have the same text; by default
+                it is found by comparing messages.
 
         Raises:
             EpisodeOver: max_turns or max_tokens is used up. Let it pass: the episode ends there, marked as truncated.
         """
 
     def reward(self, value: float, reply: Reply | str = "") -> None:
-        """Add to the reward of a reply, or of the one that came last, besides what the function returns at its end.
+        """Add to the reward of a reply, by default the last one, in addition to what the function returns.
 
         Raises:
-            ValueError: it is no finite number, or there is no such reply.
+            ValueError: it is not a finite number, or there is no such reply.
         """
 
 
@@ -163,22 +163,22 @@ class EpisodeOver(Exception):
 
 @runtime_checkable
 class Play(Protocol):
-    """An episode as a function; it returns the reward that its last turn gets besides `chat.reward`, or None."""
+    """An episode as a function; it returns a reward that is added to its last turn's, or None."""
 
     def __call__(self, task: Task, chat: Chat, **options: Any) -> Awaitable[float | None]:
         """Play one episode."""
 
 
 def conversation(messages: list[Message] | str) -> list[Message]:
-    """Messages as a list."""
+    """Return messages as a list."""
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
 
 
 def media(messages: list[Message], *, sees: bool = False) -> str:
-    """Type of the first part that the model cannot take, as `image_url`; empty if there is none.
+    """Return the type of the first part that the model does not take, as `image_url`; empty if there is none.
 
     Args:
-        sees: it takes pictures.
+        sees: the model takes pictures.
     """
     known = (*TEXTS, *IMAGES) if sees else TEXTS
     parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
@@ -187,10 +187,10 @@ def media(messages: list[Message], *, sees: bool = False) -> str:
 
 
 def checked(value: Any) -> float:
-    """A reward.
+    """Return a reward as a float.
 
     Raises:
-        ValueError: it is no finite number that fits into 32 bits.
+        ValueError: it is not a finite number that fits into 32 bits.
     """
     try:
         number = float(value)
@@ -202,7 +202,7 @@ def checked(value: Any) -> float:
 
 
 def only_over(error: BaseException) -> bool:
-    """Whether it is EpisodeOver, or a group of nothing else."""
+    """Return whether an error is EpisodeOver, or a group of nothing else."""
     if isinstance(error, BaseExceptionGroup):
         return error.split(EpisodeOver)[1] is None
     return isinstance(error, EpisodeOver)

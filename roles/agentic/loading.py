@@ -1,4 +1,4 @@
-"""The environment that `roles.env.environment` names: found, imported, and held against what it must be."""
+"""Load the environment that `roles.env.environment` names, and check its methods and options."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ SETTING = "roles.env.environment"
 ADAPTERS = ("textarena", "gymnasium", "reasoning_gym")
 """Packages whose environments are named as `package:name`; each has a module in `adapters`."""
 PROGRAMS = ("verifiers",)
-"""Packages whose environments run a loop of their own, against an endpoint."""
+"""Packages whose environments run a loop of their own against an endpoint."""
 METHODS = ("reset", "step")
 
 
 @dataclass(frozen=True)
 class Factory:
-    """How episodes of an environment are made.
+    """Creates environments.
 
     Attributes:
         target: as written in the config.
-        make: a new environment; or, where `plays`, the function itself with its options.
+        make: returns a new environment; or, if `plays`, the function with its options.
         blocking: its methods are not async: they run in worker processes.
         plays: it is a function that plays the episode.
-        seats: that the policy has in one game, each an episode of its own.
-        program: plays it as a process of its own; then nothing is made.
+        seats: of the policy in one game, each an episode of its own.
+        program: a program that plays the episode; then nothing is created.
     """
 
     target: str
@@ -47,11 +47,11 @@ class Factory:
 
 
 def load_factory(target: str, options: Mapping[str, Any], config_dir: Path) -> Factory:
-    """What the config names.
+    """Load the environment that the config names.
 
     Raises:
-        RelaxError: it is not there, cannot be imported (with the user's line), has no reset or step, or refuses an
-            option.
+        RelaxError: it is not there, cannot be imported (with the user's line), has no reset or step, or does not take
+            an option.
     """
     package, _, name = target.partition(":")
     if package == PROGRAM:
@@ -112,10 +112,10 @@ def _adapted(package: str, name: str, options: Mapping[str, Any]) -> Factory:
 
 
 def check_options(target: str, call: Callable[..., Any], options: Mapping[str, Any], *, skip: int = 0) -> None:
-    """Hold options against the parameters of what takes them.
+    """Check options against the parameters of a class or function.
 
     Args:
-        skip: parameters that are no options.
+        skip: number of leading parameters that are not options.
 
     Raises:
         RelaxError: one is unknown, or one that has no default is missing.

@@ -1,7 +1,7 @@
-"""Environments that are programs of their own: ``environment = "program:python agent.py"``.
+"""Environments that are programs, as `environment = "program:python agent.py"`: their command, limits and result.
 
-A program speaks to the policy through the gateway, like to any server of OpenAI's or Anthropic's API, and knows nothing
-of this runtime. What it prints, or reward functions that read what it prints, say how well it went.
+A program talks to the policy through the gateway, as to any server of OpenAI's or Anthropic's API, and knows nothing of
+this runtime. What it prints, or reward functions that read what it prints, determine its rewards.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from relax_rt.transport.rpc.errors import RelaxError
 NAME = "program"
 SETTING = "roles.env.environment"
 PLACEHOLDERS = ("question", "prompt", "answer", "item", "seed", "split", "index")
-"""Of a command's words, that the task's take."""
+"""Placeholders in a command, for fields of the task."""
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 PYTHON = ("python", "python3")
 
 
 class ProgramLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a program may have with all that it starts.
+    """Limits of a program with everything it starts.
 
     Attributes:
-        memory_mib: of its processes' own, together; None: no bound.
+        memory_mib: private memory of all processes together; None: no limit.
         processes: at a time. open_files: of each process.
         file_mib: of the longest file that it writes. output_mib: that it prints.
     """
@@ -54,12 +54,12 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     """A program that plays an episode.
 
     Attributes:
-        argv: its words; PLACEHOLDERS in braces are the task's.
+        argv: its command; PLACEHOLDERS in braces are fields of the task.
         cwd: the folder of the config file.
-        stdin: what it may read: the task as a line of JSON, its question, or nothing.
-        env: set for it, besides what it needs to find the gateway.
-        preload: modules that it finds imported: it is begun in a fork of a process that has them.
-        limits: of each episode's.
+        stdin: its standard input: the task as a line of JSON, its question, or nothing.
+        env: set for it, in addition to the gateway's address and key.
+        preload: modules that it finds imported: it starts in a fork of a process that has imported them.
+        limits: of each episode's program.
     """
 
     argv: tuple[str, ...]
@@ -70,12 +70,12 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     limits: ProgramLimits = ProgramLimits()
 
     def argv_for(self, task: Task) -> list[str]:
-        """The words for one task. Python is the one that runs this."""
+        """Return the command for one task. `python` is the interpreter that runs this."""
         python = [sys.executable] if self.argv[0] in PYTHON else [self.argv[0]]
         return [*python, *(PLACEHOLDER.sub(lambda found: _filled(found, task), word) for word in self.argv[1:])]
 
     def stdin_for(self, task: Task) -> bytes:
-        """Standard input for one task."""
+        """Return the standard input for one task."""
         match self.stdin:
             case "task":
                 return msgspec.json.encode(task) + b"\n"
@@ -86,7 +86,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _filled(found: re.Match[str], task: Task) -> str:
-    """What takes the place of a name in braces; one that is no placeholder stays."""
+    """Return the replacement of a name in braces; one that is not a placeholder stays."""
     if found[1] == "prompt":
         return next((str(said["content"]) for said in reversed(task.messages) if said["role"] == "user"), "")
     return answer_text(getattr(task, found[1])) if found[1] in PLACEHOLDERS else found[0]
@@ -110,7 +110,7 @@ class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     output_mib: Count = ProgramLimits().output_mib
 
     def limits(self) -> ProgramLimits:
-        """Those of each program."""
+        """Return the limits of each program."""
         return ProgramLimits(
             memory_mib=self.memory_mib or None,
             processes=self.processes,
@@ -124,12 +124,12 @@ Rewards = tuple[float, ...] | dict[str, float | tuple[float, ...]]
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of an episode, as its program says.
+    """The result of an episode, as its program prints it.
 
     Attributes:
-        reward: of all of it; it goes to the last answer.
-        rewards: of each answer, in the order of the calls and of their choices; or by the id of the response that it
-            came in, a number for each choice if there are several. Empty: `reward` alone.
+        reward: of the episode; it goes to the last answer.
+        rewards: of each answer, in the order of calls and of their choices; or by the id of its response, a number for
+            each choice if there are several. Empty: `reward` alone.
         info: numbers that are reported.
     """
 
@@ -139,10 +139,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_result(stdout: str) -> Result | None:
-    """The last line that is a JSON object with `reward` or `rewards`; None: there is no such line.
+    """Return the last line that is a JSON object with `reward` or `rewards`; None if there is no such line.
 
     Raises:
-        ValueError: its values are no finite numbers.
+        ValueError: its values are not finite numbers.
     """
     for line in reversed(stdout.splitlines()):
         if not line.lstrip().startswith("{"):
@@ -176,7 +176,7 @@ LIMIT_MESSAGES = {
     "file": f"it wrote a file of more than {{file_mib}} MiB ({OPTIONS}.file_mib)",
     "files": f"a process of it had more than {{open_files}} files open ({OPTIONS}.open_files)",
 }
-"""Limit -> what is said of a program that passed it."""
+"""Limit -> the message for a program that exceeded it."""
 KERNEL_MESSAGES = {
     "File too large": "file",
     "File size limit exceeded": "file",
@@ -184,15 +184,15 @@ KERNEL_MESSAGES = {
     "Cannot allocate memory": "memory",
     "MemoryError": "memory",
 }
-"""How a program that fails tells of a limit that the kernel keeps."""
+"""Error messages of programs -> the limit, enforced by the kernel, that caused them."""
 
 
 def exceeded_limit(over: str, code: int, stderr_tail: str, limits: ProgramLimits) -> str:
-    """Which limit a program's end was about, in words; empty: none.
+    """Describe the limit that a program exceeded; empty if none.
 
     Args:
-        over: the limit that it was ended for; empty: it ended by itself.
-        code: its exit code; negative: a signal. last_words: the end of its standard error.
+        over: the limit that it was killed for; empty: it ended by itself.
+        code: its exit code; negative: a signal. stderr_tail: the end of its standard error.
     """
     if not over and code == -signal.SIGXFSZ:
         over = "file"
@@ -202,7 +202,7 @@ def exceeded_limit(over: str, code: int, stderr_tail: str, limits: ProgramLimits
 
 
 def load_program(command: str, options: Mapping[str, Any], config_dir: Path) -> Program:
-    """What ``program:COMMAND`` and its options say.
+    """Read ``program:COMMAND`` and its options.
 
     Raises:
         RelaxError: an option is unknown, a placeholder misspelt, or the command, a file of it or a module not there.
@@ -217,7 +217,7 @@ def load_program(command: str, options: Mapping[str, Any], config_dir: Path) -> 
     _refuse_misspelt(command, words[1:])
     name = words[0]
     if "/" in name:
-        # Links are not followed: the python of a virtual environment is one, and finds its packages by where it lies.
+        # Do not resolve links: the python of a virtual environment is one, and finds its packages by its own path.
         words[0] = str(config_dir.absolute() / name)
     if name not in PYTHON and shutil.which(words[0]) is None:
         hint = "name one on the PATH, or ./FILE beside the config, which may be executed"
@@ -243,7 +243,7 @@ def load_program(command: str, options: Mapping[str, Any], config_dir: Path) -> 
 
 
 def _refuse_misspelt(command: str, words: list[str]) -> None:
-    """Other braces stay as they are, as in a script of awk: one that is near to a placeholder is taken for a slip."""
+    """Refuse names in braces that are close to a placeholder; other braces stay, as in an awk script."""
     for name in (name for word in words for name in PLACEHOLDER.findall(word) if name not in PLACEHOLDERS):
         if close := difflib.get_close_matches(name, PLACEHOLDERS, n=1, cutoff=0.7):
             raise _wrong(command, f"{{{name}}} is no placeholder", f"did you mean {{{close[0]}}}?")

@@ -1,4 +1,4 @@
-"""Rewards beside an environment's own: components that score an episode once it is over."""
+"""Reward components that score a finished episode in addition to its environment's own reward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from relax_rt.roles.rewards.settings import ComponentTable, RewardTable
 PLACE: KeyPath = ("roles", "env")
 KEY = "rewards"
 OWN = "environment"
-"""What the environment's own reward is called beside the others."""
+"""Name of the environment's own reward among the components."""
 JUDGED = "genrm"
 WHERE = "the rewards of roles.env.rewards"
 
@@ -51,7 +51,7 @@ def reward_commands(config: RunConfig) -> list[list[str]]:
 
 
 def check_rewards(config: RunConfig) -> Iterator[Problem]:
-    """What shows without user code."""
+    """Check roles.env.rewards, without user code."""
     table = reward_table(config)
     if table is None:
         return
@@ -68,9 +68,7 @@ def check_rewards(config: RunConfig) -> Iterator[Problem]:
 
 
 def request_of(task: Task, played: PlayedEpisode, tokenizer: ChatTokenizer) -> Request:
-    """What a reward function gets of an episode: its last reply, or what its program printed, as the completion; and
-    all turns."""
-
+    """Return an episode's request: its last reply, or what its program printed, as the completion, and all turns."""
     turns = turns_of(played.episode, tokenizer)
     info = offered_info(
         task.question,
@@ -90,8 +88,8 @@ def request_of(task: Task, played: PlayedEpisode, tokenizer: ChatTokenizer) -> R
 
 
 def turns_of(episode: Episode, tokenizer: ChatTokenizer) -> list[dict[str, str]]:
-    """The conversations of an episode, branch after branch: each message that the policy was given, and what it said,
-    thoughts and tool calls as it wrote them. A reply is a turn of the assistant once, where it is trained."""
+    """Return the conversations of an episode, branch after branch: each message that the policy got, and its replies as
+    it wrote them, reasoning and tool calls included. A reply is an assistant's turn once, where it is trained."""
     found: list[dict[str, str]] = []
     for branch in episode.branches:
         for turn in branch.turns:
@@ -104,7 +102,7 @@ def turns_of(episode: Episode, tokenizer: ChatTokenizer) -> list[dict[str, str]]
 
 
 def _text(message: Message) -> str:
-    """Of a message: its words and, each in a line, its calls of tools as JSON. Pictures are none."""
+    """Return a message's text and, each on a line, its tool calls as JSON; pictures are left out."""
     content = words(message.get("content"))
     parts = [part.get("text", "") for part in content] if isinstance(content, list) else [content]
     lines = ["".join(parts)] if any(parts) else []
@@ -115,22 +113,23 @@ def _text(message: Message) -> str:
 
 
 def rewarded(played: PlayedEpisode, score: Score | Failed, labels: list[str]) -> PlayedEpisode:
-    """An episode with what the components give it: to its turns where they say so, else to its last reply.
+    """Return an episode with the components' rewards added: to its turns if they have rewards for them, else to its
+    last reply.
 
     Args:
-        score: its `turns` are the assistant's as `request_of` has them, which is not the order of `played.rewards` if
-            there are branches.
+        score: its `turns` are in the order of `request_of`, which is not that of `played.rewards` if there are
+            branches.
         labels: of the components.
 
     Raises:
-        Broken: they failed, or have rewards for another number of turns.
+        EnvironmentFailed: they failed, or have rewards for another number of turns.
     """
 
     if isinstance(score, Failed):
         raise EnvironmentFailed(WHERE, why=score.reason)
     rewards = dict(played.rewards)
     if not rewards:
-        raise EnvironmentFailed(WHERE, why="the policy had said nothing")
+        raise EnvironmentFailed(WHERE, why="the policy never replied")
     trained = played.episode.trained
     if score.turns and len(score.turns) != len(trained):
         raise EnvironmentFailed(WHERE, why=f"{len(score.turns)} turn_rewards for {len(trained)} turns of the assistant")
@@ -141,11 +140,11 @@ def rewarded(played: PlayedEpisode, score: Score | Failed, labels: list[str]) ->
         total = checked(math.fsum(rewards.values()))
     except ValueError as error:
         raise EnvironmentFailed(WHERE, why=str(error)) from error
-    # A single component of weight 1 is told by its own parts.
+    # A single component of weight 1 has its own parts in score.components.
     parts = {labels[0]: score.total} if len(labels) == 1 else score.components
     return msgspec.structs.replace(played, rewards=rewards, parts={"episode": total, OWN: played.reward, **parts})
 
 
 def labels_of(tables: Sequence[ComponentTable]) -> list[str]:
-    """Names of components in records."""
+    """Return the names of components in records."""
     return [one.label or one.name or str(one.function).rpartition(":")[2] for one in tables]

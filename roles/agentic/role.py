@@ -28,17 +28,19 @@ from relax_rt.roles.agentic.program_episodes import ProgramPlayer, open_programs
 from relax_rt.roles.agentic.replay_cache import ReplayStore, clear_all
 from relax_rt.roles.agentic.rewards import KEY, PLACE, reward_table
 from relax_rt.roles.agentic.samples import make_sample, new_sample, produced_record
-from relax_rt.roles.agentic.settings import KIND, EnvSettings
+from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.agentic.stall_detection import MAX_LOSSES, EpisodesStalled, StallDetector, stall_error
 from relax_rt.roles.agentic.tasks import Tasks, load_tasks
 from relax_rt.roles.agentic.tokens.chat_format import load_chat_template
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.user_tasks import AbandonedTasks, LoopWatch, cancel_all
 from relax_rt.roles.agentic.workers import EnvironmentPool, open_pool
+from relax_rt.roles.base.episodes import KIND
 from relax_rt.roles.base.locations import model_folder
 from relax_rt.roles.base.progress import without_retired
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.base.sample import Sample
+from relax_rt.roles.base.versions import committed_versions
 from relax_rt.roles.data.order import sample_seed
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
@@ -49,7 +51,6 @@ from relax_rt.roles.rollout.engines.settings import RolloutSettings, SamplingTab
 from relax_rt.roles.rollout.router import Router
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.publication.follower import committed_versions
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import ABOUT, Ticket
 from relax_rt.transport.rpc.errors import RelaxError
@@ -111,7 +112,7 @@ class EnvRole(RLRole[EnvSettings]):
         "transformers",
         "relax_rt.roles.models.tokenizer",
         "relax_rt.roles.rollout.router",
-        "relax_rt.roles.training.publication.follower",
+        "relax_rt.roles.rollout.engines.weight_follower",
         "relax_rt.roles.agentic.player",
         "relax_rt.roles.agentic.evaluation",
         "relax_rt.roles.agentic.samples",

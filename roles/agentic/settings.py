@@ -8,11 +8,11 @@ from pydantic import Field
 
 from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import Filled, RoleSettings, RunConfig, Seconds
+from relax_rt.roles.base.episodes import DEFAULT_MAX_TOKENS, KIND, episode_tokens, plays_episodes
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.rewards.settings import ComponentTable
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 
-KIND = "env"
 PROGRAM = "program"
 """`program:COMMAND`: any program that speaks to the gateway."""
 
@@ -33,7 +33,7 @@ class EnvSettings(RoleSettings):
     """Tasks to train on, told apart by their seeds; held-out ones have others. Unset: the items of [data]."""
     max_turns: Annotated[int, Field(ge=1, le=10_000)] = 16
     """Replies of one episode; after that it is truncated."""
-    max_tokens: Annotated[int, Field(ge=16, le=1 << 20)] = 2048
+    max_tokens: Annotated[int, Field(ge=16, le=1 << 20)] = DEFAULT_MAX_TOKENS
     """Tokens of one episode, observations included; each reply has sampling.max_new_tokens at most."""
     media_kib: Annotated[int, Field(ge=1, le=16_384)] = 1024
     """Pictures of one episode, encoded, each counted once; for models that see."""
@@ -55,7 +55,7 @@ class EnvSettings(RoleSettings):
     or the env role died: keep gives them once more as long as the environment says what it said before, and goes on
     from there; drop samples all of it anew."""
     drift: Literal["realign", "fork", "drop"] = "fork"
-    """What becomes of an episode whose history was changed where the policy had spoken: fork (a branch of its own),
+    """How to continue an episode whose history was changed where the policy had spoken: fork (a branch of its own),
     realign, or drop."""
     reasoning: Literal["keep_reasoning", "strip"] = "keep_reasoning"
     """Reasoning that a client leaves out of the history: keep_reasoning goes on behind the sampled tokens, strip makes
@@ -72,10 +72,8 @@ class EnvSettings(RoleSettings):
 
 
 def env_settings(config: RunConfig) -> EnvSettings | None:
-    """The table [roles.env], if the run has one that is not a role of the user's own."""
-    table = config.roles.get(KIND)
-    target = table.get("target") if isinstance(table, dict) else getattr(table, "target", None)
-    return None if table is None or target is not None else role_settings(config, KIND, EnvSettings)
+    """Return the table [roles.env], if the run has one that is not a role of the user's own."""
+    return role_settings(config, KIND, EnvSettings) if plays_episodes(config) else None
 
 
 def is_program(table: EnvSettings) -> bool:
@@ -84,10 +82,6 @@ def is_program(table: EnvSettings) -> bool:
 
 
 def longest_tokens(config: RunConfig) -> int:
-    """Tokens of the longest sample that the config allows."""
-    env = env_settings(config)
-    return (
-        config.table(DataTable).max_prompt_tokens + config.table(SamplingTable).max_new_tokens
-        if env is None
-        else env.max_tokens
-    )
+    """Return the length of the longest sample that the config allows."""
+    prompted = config.table(DataTable).max_prompt_tokens + config.table(SamplingTable).max_new_tokens
+    return episode_tokens(config) or prompted

@@ -1,4 +1,4 @@
-"""The reward role: scores completions."""
+"""The reward role: leases completions from the queue, scores them and puts the rewards on them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
+
+import numpy as np
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
@@ -28,13 +30,13 @@ from relax_rt.transport.rpc.errors import ProtocolError, RelaxError
 
 TASK = "reward"
 FETCH_S = 10.0
-"""Wait for payload of another node before the samples are given back: its owner may be dead."""
+"""Time to fetch the payload of another node, before the samples are released: its owner may be dead."""
 LOAD_ALLOWANCE_S = 60.0
-FAILURES_IN_A_ROW = 64
+MAX_FAILURES = 64
 """Restart the role after this many consecutive failed samples, if it has scored samples before: its process may be
 broken. A restart does not help a function that never worked; the queue counts its failed groups and ends the run."""
 REPORT_EVERY_S = 5.0
-MOST_UNREADABLE = 10_000
+MAX_UNREADABLE = 10_000
 """At most this many unreadable answers are reported, each once."""
 SLAB_BYTES, CAPACITY_BYTES = 1 << 20, 8 << 20
 """A reward and its components nearly always travel inside the message."""
@@ -43,7 +45,7 @@ SLAB_BYTES, CAPACITY_BYTES = 1 << 20, 8 << 20
 class RewardRole(RLRole[RewardSettings]):
     """Takes completions from the queue and puts `reward` (float32, total) and `rewards` (components) on them.
 
-    A call that raises fails its sample, not the run; its group is made again. Functions of users run in worker
+    A call that raises fails its sample, not the run; its group is regenerated. Functions of users run in worker
     processes: one that hangs past `reward.timeout_s` fails its sample, and its process is killed and replaced. (With
     `reward.workers = 0` it ends this process, because a stuck thread cannot be ended otherwise.) The role does not
     wait for weights and holds none.
@@ -70,13 +72,13 @@ class RewardRole(RLRole[RewardSettings]):
         self.judge: Judge | None = None
         self._failures_in_a_row = 0
         self._has_scored = False
-        self._worked = False
-        self._tally = Tally(time.monotonic())
+        self._has_worked = False
+        self._counters = RewardCounters(time.monotonic())
         self._unreadable: set[str] = set()
 
     async def setup(self) -> None:
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading tokenizer and reward function")
-        self.rewards = self._composed()
+        self.rewards = self._make_rewards()
         self.resources.push_async_callback(self.rewards.close)
         starting = asyncio.create_task(self.rewards.start())
         try:
@@ -95,28 +97,27 @@ class RewardRole(RLRole[RewardSettings]):
         if self.table(RewardTable).judge is not None:
             self.judging = load_judging(self.config, self.config_dir)
 
-    def _composed(self) -> Rewards:
-        def lost(why: str) -> None:
+    def _make_rewards(self) -> Rewards:
+        def on_lost(why: str) -> None:
             self.ctx.event("reward_worker_lost", reason=why[:500])
 
-        return Rewards(self.table(RewardTable), self.config_dir, task_of(self.table(DataTable)), lost)
+        return Rewards(self.table(RewardTable), self.config_dir, task_of(self.table(DataTable)), on_lost)
 
     async def run(self) -> None:
-        # Who asks for several whole groups waits for all of them.
+        # A request for several whole groups would wait for all of them.
         groups = 1 if self.rewards.groups else 0
         try:
-            async with self._with_judge():
+            async with self._open_judge():
                 await self.consume(TASK, self.settings.batch, self._score, "completions to score", groups=groups)
         finally:
             self._report(last=True)
 
     @asynccontextmanager
-    async def _with_judge(self) -> AsyncIterator[None]:
-        """With a way to the judge's engines, where there is a judge."""
+    async def _open_judge(self) -> AsyncIterator[None]:
+        """Open a router to the judge's engines, if there is a judge."""
         if self.judging is None:
             yield
             return
-
         async with Router(self.ctx, "genrm", frozen=not genrm_settings(self.config).follow) as router:
             self.judge = Judge(self.judging, router.generate)
             yield
@@ -124,7 +125,7 @@ class RewardRole(RLRole[RewardSettings]):
     async def _score(self, batch: LeasedBatch) -> None:
         began = time.monotonic()
         requests = [self._request(sample) for sample in batch.samples]
-        results = await self._results(requests)
+        results = await self._score_requests(requests)
         columns, failures = {}, []
         for sample, result in zip(batch.samples, results, strict=True):
             if isinstance(result, Failed):
@@ -132,16 +133,16 @@ class RewardRole(RLRole[RewardSettings]):
             else:
                 columns[sample.key] = _columns(result)
         await self.queue.complete(batch, columns, failures)
-        if not self._worked:
-            self._worked = True
+        if not self._has_worked:
+            self._has_worked = True
             self.ctx.event("first_work", what=f"{len(results)} samples scored")
-        self._tally.add(results, time.monotonic() - began)
+        self._counters.add(results, time.monotonic() - began)
         self._report_unreadable(requests, results)
         self._report()
-        self._judge(results)
+        self._check_health(results)
 
-    async def _results(self, requests: list[Request]) -> list[Score | Failed]:
-        """Scores in order; a sample without a verdict fails before the function is called."""
+    async def _score_requests(self, requests: list[Request]) -> list[Score | Failed]:
+        """Return scores in order; a sample without a verdict fails before the function is called."""
 
         def advance() -> None:
             self.ctx.progress.advance(1, "scoring")
@@ -178,7 +179,7 @@ class RewardRole(RLRole[RewardSettings]):
         return Request(self.tokenizer.decode(tokens), meta.answer, info, meta.group)
 
     def _turns(self, sample: LeasedSample, meta: SampleMeta) -> list[dict[str, str]]:
-        """The conversation as text, a turn each, where it has more than one of the assistant."""
+        """Return the conversation as text, turn by turn, if the assistant has more than one turn."""
         if sum(span.role == "assistant" for span in meta.turns) < 2:
             return []
         tokens = sample["tokens"]
@@ -186,23 +187,21 @@ class RewardRole(RLRole[RewardSettings]):
 
     def _report_unreadable(self, requests: list[Request], results: list[Score | Failed]) -> None:
         """Emit an event for each item whose right answer cannot be read, once per item."""
-
         for request, result in zip(requests, results, strict=True):
             item = str(request.info.get("item", ""))
             if (
                 isinstance(result, Score)
                 and result.unreadable
                 and item not in self._unreadable
-                and len(self._unreadable) < MOST_UNREADABLE
+                and len(self._unreadable) < MAX_UNREADABLE
             ):
                 self._unreadable.add(item)
                 self.ctx.event(
                     "gold_unreadable", item=item, items=len(self._unreadable), reason=result.unreadable[:500]
                 )
 
-    def _judge(self, results: list[Score | Failed]) -> None:
+    def _check_health(self, results: list[Score | Failed]) -> None:
         """Raise if the process, not a sample, is at fault; the role then restarts."""
-
         for result in results:
             if isinstance(result, LateVerdict):
                 continue
@@ -216,28 +215,28 @@ class RewardRole(RLRole[RewardSettings]):
                     why=result.reason,
                     hint="give its own waits (network, subprocess) deadlines, or raise reward.timeout_s",
                 )
-        if failed and self._has_scored and self._failures_in_a_row >= FAILURES_IN_A_ROW:
+        if failed and self._has_scored and self._failures_in_a_row >= MAX_FAILURES:
             raise RelaxError(
                 f"the reward function failed {self._failures_in_a_row} times in a row",
                 why=failed[-1].reason,
-                hint="mend reward.function; the samples that failed are made again",
+                hint="mend reward.function; failed samples are regenerated",
             )
 
     def _report(self, *, last: bool = False) -> None:
-        """Metrics and failures, at most one record each every few seconds."""
-        tally = self._tally
-        if not (tally.scored or tally.failed) or not (last or tally.first_report or tally.due()):
+        """Record metrics and failures, at most every few seconds."""
+        counters = self._counters
+        if not (counters.scored or counters.failed) or not (last or counters.first_report or counters.due()):
             return
-        for kind, samples in (("reward_failed", tally.failed), ("reward_forgiven", tally.forgiven)):
+        for kind, samples in (("reward_failed", counters.failed), ("reward_forgiven", counters.forgiven)):
             if samples:
-                self.ctx.event(kind, samples=samples, reason=tally.reason)
-                self.ctx.log.warning(kind.replace("_", " "), samples=samples, reason=tally.reason)
-        self.ctx.metrics({"kind": "reward", "slot": self.ctx.who.slot, **tally.record()})
-        self._tally = Tally(time.monotonic(), first_report=False)
+                self.ctx.event(kind, samples=samples, reason=counters.reason)
+                self.ctx.log.warning(kind.replace("_", " "), samples=samples, reason=counters.reason)
+        self.ctx.metrics({"kind": "reward", "slot": self.ctx.who.slot, **counters.record()})
+        self._counters = RewardCounters(time.monotonic(), first_report=False)
 
 
-class Tally:
-    """What was scored since the last report."""
+class RewardCounters:
+    """Counts what was scored since the last metrics record."""
 
     def __init__(self, since: float, *, first_report: bool = True) -> None:
         self.since, self.first_report = since, first_report
@@ -247,12 +246,11 @@ class Tally:
         self.totals: dict[str, float] = {}
 
     def due(self) -> bool:
-        """Whether it is time for a report."""
+        """Return whether it is time for a record."""
         return time.monotonic() - self.since >= REPORT_EVERY_S
 
     def add(self, results: list[Score | Failed], seconds: float) -> None:
         """Count a batch."""
-
         self.seconds += seconds
         for result in results:
             if isinstance(result, Failed):
@@ -268,7 +266,7 @@ class Tally:
                 self.totals[name] = self.totals.get(name, 0.0) + value
 
     def record(self) -> dict[str, Any]:
-        """Counts, seconds of scoring, mean reward and mean of each component."""
+        """Return counts, seconds of scoring, mean reward and mean of each component."""
         means = {name: total / self.scored for name, total in self.totals.items()} if self.scored else {}
         total = means.pop("total", None)
         return {
@@ -283,15 +281,12 @@ class Tally:
 
 
 def _failure(sample: LeasedSample, failed: Failed) -> Failure:
-
     meta = sample.decode("meta", SampleMeta)
     late, about = failed.excess or isinstance(failed, LateVerdict), str(meta.info.get("question", ""))[:ABOUT]
     return Failure(sample.key, failed.reason[:500], late, meta.item, about)
 
 
 def _columns(score: Score) -> dict[str, Any]:
-    import numpy as np
-
     columns: dict[str, Any] = {"reward": np.float32(score.total), "rewards": score.components}
     if score.turns:
         columns["turn_rewards"] = np.array(score.turns, np.float32)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.agentic.settings import env_settings
+from relax_rt.roles.base.episodes import plays_episodes
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.progress import without_retired
 from relax_rt.roles.base.role import RLRole
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.rollout.engines.base import Chunk, Engine, GroupRequest
     from relax_rt.roles.rollout.engines.routing import RoutingShape
+    from relax_rt.roles.rollout.engines.weight_follower import EngineFailure, WeightFollower
     from relax_rt.roles.rollout.generation import GenerationService
     from relax_rt.roles.rollout.samples import SampleMaker
     from relax_rt.roles.rollout.work import Due, Job, Work
-    from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
     from relax_rt.transport.queue.partials import PartialCompletion
 
 ADMIT_WAIT_S = 0.25
@@ -66,7 +66,7 @@ class RolloutRole(RLRole[RolloutSettings]):
         "transformers",
         "relax_rt.roles.rollout.engines.embedded",
         "relax_rt.roles.models.tokenizer",
-        "relax_rt.roles.training.publication.follower",
+        "relax_rt.roles.rollout.engines.weight_follower",
         "relax_rt.roles.data.kept",
         "relax_rt.roles.rollout.samples",
         "relax_rt.roles.rollout.generation",
@@ -84,7 +84,7 @@ class RolloutRole(RLRole[RolloutSettings]):
         self._doubtful = False
         """The engine failed, or may sample from weights that are not whole: nothing more of it is kept."""
         self._measured = (0, time.monotonic())
-        self.only_serves = env_settings(self.config) is not None
+        self.only_serves = plays_episodes(self.config)
         """Groups are not its affair: environments play them, and it generates for these."""
         self.gate = Gate()
         self.device = SharedDevice(self) if self.table(AlgorithmTable).mode in SHARING else None
@@ -100,8 +100,8 @@ class RolloutRole(RLRole[RolloutSettings]):
         self.generation: GenerationService
 
     async def setup(self) -> None:
+        from relax_rt.roles.rollout.engines.weight_follower import EngineFailure, WeightFollower
         from relax_rt.roles.rollout.generation import MAX_REQUESTS, serve_generation
-        from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
 
         if self.device is not None:
             await self.device.turns.enter()
@@ -213,8 +213,8 @@ class RolloutRole(RLRole[RolloutSettings]):
                     await self.queue.release_groups(list(self.queue.groups), LEFT, losses=int(self._doubtful))
 
     async def _follow(self) -> None:
+        from relax_rt.roles.base.versions import committed_versions
         from relax_rt.roles.training.checkpoints.cold_start import report_cold_start_wait
-        from relax_rt.roles.training.publication.follower import committed_versions
 
         self.ctx.progress.waiting("the first committed weights")
         await report_cold_start_wait(self.ctx)

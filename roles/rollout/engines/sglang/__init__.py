@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relax_rt.roles.agentic.settings import longest_tokens
+from relax_rt.roles.base.episodes import episode_tokens
+from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.rollout.engines.sglang.options import (
     KEPT_BACK,
     device_of,
@@ -49,7 +51,8 @@ def make(ctx: RoleContext, model: Path, settings: EngineSettings) -> SglangEngin
         log=ctx.run_dir / "logs" / f"{name}.log",
         environment=server_environment(device, settings.threads, folder / "tmp", os.environ),
     )
-    longest = longest_tokens(config)
+    prompted = config.table(DataTable).max_prompt_tokens + config.table(SamplingTable).max_new_tokens
+    longest = episode_tokens(config) or prompted
     kv_tokens = max(MIN_KV_TOKENS, settings.max_sequences * (longest + KEPT_BACK))
     shares = config.table(AlgorithmTable).mode in SHARING
     options = functools.partial(server_options, settings, device, kv_tokens=kv_tokens, shares=shares)

@@ -104,7 +104,7 @@ def test_episodes_are_about_something(tmp_path: Path) -> None:
 
 def looked_at(folder: Path, *overrides: str, context: int | None = None) -> list[str]:
     pytest.importorskip("transformers")
-    from agentic_parts import tokenizer
+    from episode_kit import tokenizer
 
     config = read(folder, SOUND, *overrides)
     return [str(problem.message) for problem in preflight_environment(config, folder, tokenizer(), context)]
@@ -224,7 +224,7 @@ def test_calls_that_the_template_leaves_out_are_a_warning(
 
 def test_what_a_program_cannot_send_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
-    from agentic_parts import tokenizer
+    from episode_kit import tokenizer
 
     (tmp_path / "agent.py").write_text("")
     for source, words in (

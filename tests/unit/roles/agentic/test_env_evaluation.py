@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
-from agentic_parts import TASK, Engine, factory, numbers, template, tokenizer
+from episode_kit import TASK, Engine, factory, numbers, template, tokenizer
 
 from relax_rt.roles.agentic import Chat, Task
 from relax_rt.roles.agentic.episode import PlayedEpisode

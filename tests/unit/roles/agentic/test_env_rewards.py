@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from agentic_parts import TASK, Count, Engine, factory, numbers, template, tokenizer
+from episode_kit import TASK, Count, Engine, factory, numbers, template, tokenizer
 
 from relax_rt.config.loader import load_config
 from relax_rt.config.problems import ConfigErrors

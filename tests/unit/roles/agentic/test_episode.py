@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from agentic_parts import TASK, Count, Engine, factory, limits, numbers, talk, tokenizer
+from episode_kit import TASK, Count, Engine, factory, limits, numbers, talk, tokenizer
 
 from relax_rt.roles.agentic import Chat, Environment, Observation, Reply, Step, Task
 from relax_rt.roles.agentic.episode import EpisodeChat, PlayedEpisode, play, turn_seed

@@ -24,7 +24,7 @@ from relax_rt.roles.rewards import builtin
 from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.dry_run import dry_run, offered_info
 from relax_rt.roles.rewards.library.functions import RewardFunction, UnreadableAnswer, load_reward
-from relax_rt.roles.rewards.role import FAILURES_IN_A_ROW, RewardRole
+from relax_rt.roles.rewards.role import MAX_FAILURES, RewardRole
 from relax_rt.roles.rewards.scoring import (
     Caller,
     CallStuck,
@@ -555,7 +555,7 @@ async def test_a_setup_that_fails_waits_for_no_function_that_loads_for_long(monk
         raise RelaxError("the tokenizer")
 
     monkeypatch.setattr(role.rewards, "start", start)
-    monkeypatch.setattr(role, "_composed", lambda: role.rewards)
+    monkeypatch.setattr(role, "_make_rewards", lambda: role.rewards)
     monkeypatch.setattr(role, "_load", load)
     async with asyncio.timeout(120):
         with pytest.raises(RelaxError, match="the tokenizer"):
@@ -627,14 +627,14 @@ async def test_a_function_that_fails_from_some_sample_on_ends_the_process(tokeni
             return 1.0
         raise ValueError("always")
 
-    batches = [batch_of(tokenizer, *["2"] * 8, group=g) for g in range(FAILURES_IN_A_ROW)]
+    batches = [batch_of(tokenizer, *["2"] * 8, group=g) for g in range(MAX_FAILURES)]
     role, told = role_with(reward)
     with pytest.raises(RelaxError, match=r"failed \d+ times in a row.*always"):
         await run_role(role, tokenizer, batches)
     # Failures are reported at a bounded rate, not one event each, and none is forgotten.
     failed = [fields["samples"] for kind, fields in told.events if kind == "reward_failed"]
     assert len(failed) < 8
-    assert FAILURES_IN_A_ROW <= sum(failed) < FAILURES_IN_A_ROW + 8
+    assert MAX_FAILURES <= sum(failed) < MAX_FAILURES + 8
 
 
 async def test_a_function_that_never_worked_is_not_started_anew(tokenizer: ChatTokenizer) -> None:
@@ -643,11 +643,11 @@ async def test_a_function_that_never_worked_is_not_started_anew(tokenizer: ChatT
     def reward(completion: str, answer: str) -> float:
         raise ValueError("always")
 
-    batches = [batch_of(tokenizer, *["2"] * 8, group=g) for g in range(2 * FAILURES_IN_A_ROW // 8)]
+    batches = [batch_of(tokenizer, *["2"] * 8, group=g) for g in range(2 * MAX_FAILURES // 8)]
     role, _ = role_with(reward)
     queue = await run_role(role, tokenizer, batches)
     failures = [failure for _, failed in queue.completed for failure in failed]
-    assert len(failures) == 2 * FAILURES_IN_A_ROW
+    assert len(failures) == 2 * MAX_FAILURES
     assert all("test_rewards.py:" in one.reason and one.item and not one.late for one in failures)
 
 

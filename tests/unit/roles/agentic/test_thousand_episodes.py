@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from agentic_parts import Engine, factory, numbers, template, tokenizer
+from episode_kit import Engine, factory, numbers, template, tokenizer
 
 from relax_rt.roles.agentic import Observation, Reply, Step, Task
 from relax_rt.roles.agentic.episode import Generate, PlayedEpisode

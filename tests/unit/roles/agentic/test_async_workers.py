@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agentic_parts import Engine, factory, limits, numbers, talk
-from test_env_pool import REPLY, living, task
+from episode_kit import Engine, factory, limits, numbers, talk
+from test_blocking_workers import REPLY, living, task
 
 from relax_rt.roles.agentic import Observation, Step
 from relax_rt.roles.agentic.episode import PlayedEpisode, play_game

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from agentic_parts import TASK, Count, Engine, factory, numbers, template, tokenizer
+from episode_kit import TASK, Count, Engine, factory, numbers, template, tokenizer
 
 from relax_rt.config.schema import RunTable
 from relax_rt.observe.metrics import MetricsLog

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from agentic_parts import Engine, factory, limits, talk
+from episode_kit import Engine, factory, limits, talk
 
 from relax_rt.roles.agentic import Observation, Reply, Step, Task
 from relax_rt.roles.agentic.episode import play

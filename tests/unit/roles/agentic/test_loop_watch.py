@@ -6,8 +6,8 @@ import asyncio
 import time
 from typing import Any
 
-from agentic_parts import TASK, Count, Engine, factory, limits, numbers, talk
-from test_standstill import Slot
+from episode_kit import TASK, Count, Engine, factory, limits, numbers, talk
+from test_stall_detection import Slot
 
 from relax_rt.roles.agentic import Reply, Step
 from relax_rt.roles.agentic.episode import play_game
@@ -35,7 +35,7 @@ async def test_the_episode_and_its_line_are_named_while_the_loop_is_blocked() ->
         await play_game(made, game, TASK, [said], limits(), AbandonedTasks(), "7.0")
         ended = time.monotonic()
     ((name, line, at),) = told
-    assert name == "episode 7.0" and "test_blocking.py:" in line and at < ended, "while it blocks, not afterwards"
+    assert name == "episode 7.0" and "test_loop_watch.py:" in line and at < ended, "while it blocks, not afterwards"
     async with asyncio.timeout(120):
         while not over:  # noqa: ASYNC110 - the watch says it in its own time
             await asyncio.sleep(0.02)

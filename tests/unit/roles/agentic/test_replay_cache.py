@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from agentic_parts import TASK, Count, Engine, factory, limits, numbers, talk
+from episode_kit import TASK, Count, Engine, factory, limits, numbers, talk
 
 from relax_rt.roles.agentic import Chat, Reply, Step, Task
 from relax_rt.roles.agentic.episode import PlayedEpisode, play

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from agentic_parts import TASK, Count, Engine, factory, limits, numbers, talk
-from test_standstill import GROUP, Slot
+from episode_kit import TASK, Count, Engine, factory, limits, numbers, talk
+from test_stall_detection import GROUP, Slot
 
 from relax_rt.hosting import host
 from relax_rt.roles.agentic import Chat, Observation, Reply, Step, Task, episode, user_tasks
@@ -23,7 +23,7 @@ from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import Ticket
 from relax_rt.transport.rpc.errors import RelaxError
 
-HERE = r"test_apart\.py:\d+"
+HERE = r"test_user_tasks\.py:\d+"
 SOON_S = 120.0
 """All deadlines together, with room for a busy machine; the coroutines themselves never end."""
 
@@ -105,7 +105,7 @@ async def test_a_call_that_swallows_its_cancellation_is_stuck_and_left_to_itself
     with pytest.raises(EnvironmentStuck, match=why):
         await played(game, talk(engine.generate), kept, turn_timeout_s=0.5)
     ((name, call, line),) = told
-    assert (name, call) == ("7.0", where) and "test_apart.py" in line
+    assert (name, call) == ("7.0", where) and "test_user_tasks.py" in line
     assert len(kept) == kept.total == 1 and f"{where} of 7.0 at" in kept.summary()
     # Once it ends after all it says nothing more, and its environment is closed.
     asked = len(engine.asked)
@@ -255,7 +255,7 @@ async def test_the_role_names_it_and_leaves_groups_at_the_end_of_a_run() -> None
     assert await role._release_groups("the last step is done") == 0 and not role.groups
     assert [why for why, _ in slot.returned] == ["the last step is done"]
     (told,) = slot.told("environment_abandoned")
-    assert (told["episode"], told["call"], told["at_once"]) == ("7.0", "in step 1", 1) and "test_apart.py" in told[
+    assert (told["episode"], told["call"], told["at_once"]) == ("7.0", "in step 1", 1) and "test_user_tasks.py" in told[
         "line"
     ]
 
