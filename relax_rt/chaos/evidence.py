@@ -14,9 +14,8 @@ import msgspec
 from relax_rt.chaos.timeline import Event, line
 from relax_rt.observe.events import read_events, segments
 from relax_rt.observe.metrics import read_metrics
-from relax_rt.process import procfs
 from relax_rt.supervision.control import FoundRun, find_run
-from relax_rt.supervision.rundir import RESOLVED_CONFIG, RUNNING, RunPaths, read_json
+from relax_rt.supervision.rundir import RESOLVED_CONFIG, RUNNING, RunPaths, members_of_run, read_json
 from relax_rt.transport.base.journal import Journal
 from relax_rt.transport.queue.ledger.events import JournalEntry
 from relax_rt.transport.rpc.errors import RelaxError
@@ -252,4 +251,4 @@ def _write(entry: JournalEntry) -> Write:
 def leftovers(paths: RunPaths) -> list[str]:
     """Processes, sockets and shared memory that still carry the run's id."""
     found = [str(path) for path in (paths.socket_dir, paths.shm_dir) if path.exists()]
-    return found + [f"process {pid}" for pid in sorted(procfs.members_of_run(paths.run_id))]
+    return found + [f"process {pid}" for pid in sorted(members_of_run(paths.run_id))]
