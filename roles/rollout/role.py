@@ -23,6 +23,7 @@ from relax_rt.roles.base.episodes import plays_episodes
 from relax_rt.roles.base.locations import MODEL_CODE, model_folder
 from relax_rt.roles.base.progress import without_retired
 from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.base.versions import committed_versions
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.models.heap import trim_heap
@@ -32,13 +33,13 @@ from relax_rt.roles.rollout.engines.base import Chunk, Engine, GroupRequest
 from relax_rt.roles.rollout.engines.routing import RoutingShape
 from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable
 from relax_rt.roles.rollout.engines.time_slicing import EngineTimeSlicing, MemoryGate
+from relax_rt.roles.rollout.engines.weight_follower import EngineFailure, WeightFollower
 from relax_rt.roles.rollout.generation import MAX_REQUESTS, GenerationService, serve_generation
 from relax_rt.roles.rollout.router.admission import CapLimits, EngineCap
 from relax_rt.roles.rollout.samples import SampleMaker, as_put, made_record
 from relax_rt.roles.rollout.work import ActiveGroup, DuePartial, RolloutWork, partials_of
 from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
 from relax_rt.roles.training.checkpoints.cold_start import report_cold_start_wait
-from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower, committed_versions
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import Ticket
 from relax_rt.transport.queue.partials import PartialCompletion
@@ -77,7 +78,7 @@ class RolloutRole(RLRole[RolloutSettings]):
         "transformers",
         "relax_rt.roles.rollout.engines.embedded",
         "relax_rt.roles.models.tokenizer",
-        "relax_rt.roles.training.publication.follower",
+        "relax_rt.roles.rollout.engines.weight_follower",
         "relax_rt.roles.data.kept",
         "relax_rt.roles.rollout.samples",
         "relax_rt.roles.rollout.generation",
