@@ -55,7 +55,7 @@ def _check_role(kind: str, settings: RoleSettings, *, here: bool) -> Iterator[Pr
 
 
 def check_listen(listen: str) -> str:
-    """HOST:PORT as an address.
+    """Return HOST:PORT as an address.
 
     Raises:
         AddressError: it is none.
@@ -71,7 +71,7 @@ def check_listen(listen: str) -> str:
 
 
 def _check_listener(config: RunConfig) -> list[Problem]:
-    """What keeps the head from listening on this machine: it is tried, unless the run that may listen there lives."""
+    """Report why the head cannot listen on this machine; tried for real, unless a living run may listen there."""
     listen = config.supervision.nodes.listen
     if not listen:
         return []

@@ -70,7 +70,7 @@ class InventoryNode(Table):
         return self.memory_gib / 2 if self.shm_gib is None else self.shm_gib
 
     def nvlink_group(self, gpu: int) -> frozenset[int]:
-        """The GPUs that this one reaches over NVLink, itself included."""
+        """Return the GPUs that this one reaches over NVLink, itself included."""
         return next((frozenset(group) for group in self.nvlink if gpu in group), frozenset({gpu}))
 
 

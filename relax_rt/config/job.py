@@ -1,4 +1,4 @@
-"""What a job is: the part of a run that knows what the roles are for. Found by entry point `relax_rt.jobs`."""
+"""The job interface: the part of a run that knows what its roles are for. Found by entry point `relax_rt.jobs`."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ class InventoryPlan(Protocol):
     """A plan for the machines of an inventory. Itself plain data (a msgspec struct), so that it prints as JSON."""
 
     def render(self) -> str:
-        """The plan for people: plain text, the same on every terminal."""
+        """Render the plan for people: plain text, the same on every terminal."""
 
 
 @runtime_checkable
@@ -330,19 +330,19 @@ class Planner(Protocol):
     of them this version only plans."""
 
     def startable(self, config: Any) -> list[Problem]:
-        """What a config asks for that can be planned and not be started by this version."""
+        """Return what a config asks for that this version can plan but not start."""
 
     def plan_on(self, config: Any, inventory: Inventory) -> InventoryPlan | list[Problem]:
-        """The plan for these machines, or every reason why the run does not fit on them."""
+        """Return the plan for these machines, or every reason why the run does not fit on them."""
 
 
 def job_names() -> list[str]:
-    """The kinds of job that are installed."""
+    """Return the kinds of job that are installed."""
     return sorted({entry.name for entry in entry_points(group=JOB_GROUP)})
 
 
 def load_job(name: str) -> Job:
-    """The job of that name.
+    """Return the job of that name.
 
     Raises:
         RelaxError: no package offers it, its module cannot be imported, or it is not a subclass of Job.
@@ -369,7 +369,7 @@ def load_job(name: str) -> Job:
 
 
 def absent_kinds(config: RunConfig) -> frozenset[str]:
-    """Kinds of role that have no work in this run, from the job."""
+    """Return the kinds of role that have no work in this run, from its job."""
     return frozenset(load_job(config.run.job).absent(config))
 
 

@@ -107,7 +107,7 @@ def _quick(
     inputs: bool,
     measured: bool,
 ) -> RunConfig:
-    """The config, if the quick checks find nothing wrong with it.
+    """Return the config if the quick checks find nothing wrong with it.
 
     Args:
         problems: those found while the source was read.
@@ -150,7 +150,7 @@ def _quick(
 
 
 def role_settings(config: RunConfig, kind: str, settings: type[S]) -> S:
-    """A role's own table as its type; defaults when there is none.
+    """Return a role's own table as its type; defaults if there is none.
 
     Raises:
         ConfigErrors: the table does not fit the type.
@@ -173,7 +173,7 @@ def write_resolved(config: RunConfig, path: Path) -> None:
 
 
 def read_resolved(path: Path) -> RunConfig:
-    """Read what write_resolved wrote. Tables of roles that are not the job's own stay plain: see role_settings.
+    """Read what write_resolved wrote. Tables of roles other than the job's stay plain: `role_settings` types them.
 
     Raises:
         RelaxError: the file is not there or was not written by this version.
@@ -207,7 +207,7 @@ def _resolved_table(kind: str, table: dict[str, Any], job: Job) -> RoleSettings:
 
 
 def config_digest(config: RunConfig) -> str:
-    """16 hex digits that change with every setting but where the run is: its folder, the config's, where it listens."""
+    """Return 16 hex digits that change with every setting but the folders and the listening address."""
     data = config.model_dump(mode="json")
     del data["config_dir"], data["chosen"], data["run"]["dir"], data["supervision"]["nodes"]["listen"]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
@@ -219,7 +219,7 @@ def known_roles() -> list[str]:
 
 
 def _hardware(job: Job, config: RunConfig, inventory: Inventory | None) -> list[Problem]:
-    """What keeps the run from being started by this version, or from fitting on the machines it is planned for."""
+    """Report why this version cannot start the run, or why it does not fit on the machines it is planned for."""
     if not isinstance(job, Planner) or any(kind not in config.roles for kind in job.Roles):
         return []
     if inventory is None:
@@ -231,7 +231,7 @@ def _hardware(job: Job, config: RunConfig, inventory: Inventory | None) -> list[
 def _chosen(
     job: Job, config: RunConfig, config_dir: Path, inventory: Inventory | None, *, measured: bool
 ) -> tuple[RunConfig, list[Problem]]:
-    """The config with what the job chooses filled in, and what is wrong with it then."""
+    """Return the config with the job's choices filled in, and what is wrong with it then."""
     recorded = {} if inventory is not None else _recorded(Path(config.run.dir))
     config = job.choose(config, recorded, measured=measured, here=inventory is None)
     return config, [*job.check(config, config_dir), *_hardware(job, config, inventory)]
@@ -261,7 +261,7 @@ def _find_job(data: dict[str, Any], problems: list[Problem]) -> Job | None:
 
 
 def _tables(model: type[RunConfig], source: ConfigSource, problems: list[Problem]) -> RunConfig | None:
-    """The config, as far as it is sound when there are problems; None when too little of it is."""
+    """Return the config, repaired if it has problems; None if it cannot be."""
     found = validate(model, source.data)
     if not isinstance(found, list):
         return found
@@ -368,6 +368,6 @@ def _settings_type(kind: str, job: Job | None) -> type[RoleSettings]:
 
 
 def _placed(source: ConfigSource, problems: list[Problem]) -> list[Problem]:
-    """The problems with their places; the same finding is reported once."""
+    """Locate the problems in the source; report the same finding once."""
     located = [source.locate(problem) for problem in problems]
     return [problem for index, problem in enumerate(located) if problem not in located[:index]]

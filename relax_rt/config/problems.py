@@ -1,4 +1,4 @@
-"""What is wrong with a config, and where: every problem is found before anything is reported."""
+"""Problems of a config and their places in its source. All are found before any is reported."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Problem(msgspec.Struct, frozen=True):
     place: SourcePlace | None = None
 
     def render(self) -> str:
-        """The problem as lines of text: place, message, source line, caret, hint."""
+        """Render the problem: place, message, source line, caret, hint."""
         key = dotted(self.path)
         if self.place is None:
             lines = [f"{key}: {self.message}" if key else self.message]
@@ -87,7 +87,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class BadInput(RelaxError):
-    """What was asked for cannot be; nothing was started or changed."""
+    """The request cannot be carried out; nothing was started or changed."""
 
 
 class ConfigErrors(BadInput):
@@ -101,12 +101,12 @@ class ConfigErrors(BadInput):
         super().__init__(self.title, why="; ".join(_one_line(p) for p in self.problems))
 
     def render(self) -> str:
-        """All problems, each with its source line and caret."""
+        """Render all problems, each with its source line and caret."""
         return "\n\n".join([*(p.render() for p in self.problems), self.title])
 
 
 def dotted(path: KeyPath) -> str:
-    """The path as it is written in TOML: ``roles.rollout.count``, ``items[0].name``."""
+    """Write a path as in TOML: ``roles.rollout.count``, ``items[0].name``."""
     text = ""
     for part in path:
         if isinstance(part, int):

@@ -106,9 +106,9 @@ class NodesTable(Table):
     """HOST:PORT at which other nodes join this run (port 0: any free one); empty: the run has this node alone. HOST is
     one address of this machine that the others reach."""
     lease_s: Seconds = 10.0
-    """A node that is not heard of for this long is lost: its slots are failed, and it is fenced if it returns."""
+    """A node without a renewal for this long is lost: its slots are failed, and it is fenced if it returns."""
     on_loss: Literal["replace", "wait"] = "replace"
-    """What becomes of a lost node's slots: replace starts them where there is room, wait keeps their place for it."""
+    """How to handle a lost node's slots: replace starts them where there is room, wait keeps them for its return."""
 
 
 class SupervisionTable(Table):
@@ -242,7 +242,7 @@ class Chosen(Table):
 
 
 class RunConfig(BaseModel):
-    """A whole roles.toml. The job's tables are further attributes (see `job_tables`)."""
+    """A whole roles.toml. The job's tables are further attributes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 

@@ -94,7 +94,7 @@ class ConfigSource:
         return None
 
     def locate(self, problem: Problem) -> Problem:
-        """The problem with its place: that of its key, else of the nearest parent, else the end of the file."""
+        """Return the problem with its place: its key's, else the nearest parent's, else the end of the file."""
         if problem.place is not None:
             return problem
         for length in range(len(problem.path), 0, -1):
@@ -113,7 +113,7 @@ class ConfigSource:
 
 
 def read_source(path: Path, overrides: Sequence[str]) -> tuple[ConfigSource, list[Problem]]:
-    """Read a config file and apply the overrides; answers also with the overrides' problems.
+    """Read a config file and apply the overrides; also return the overrides' problems.
 
     Raises:
         BadInput: the file cannot be read.
@@ -144,7 +144,7 @@ def read_source(path: Path, overrides: Sequence[str]) -> tuple[ConfigSource, lis
 
 
 def _in_folder(folder: Path) -> str:
-    """What to give instead of a folder that was given as the config."""
+    """Return a hint for a folder that was given as the config."""
     found = sorted(folder.glob("*.toml"))
     if len(found) > 1:
         found = [one for one in found if one.name == "roles.toml"] or found
@@ -223,7 +223,7 @@ def _syntax_hint(message: str, place: SourcePlace) -> str:
 
 
 def keys_of(text: str) -> tuple[str, ...] | None:
-    """The parts of a dotted key; None when it is none."""
+    """Split a dotted key; None if it is not a key."""
     try:
         level: Any = tomllib.loads(f"{text}=0")
     except (tomllib.TOMLDecodeError, RecursionError):
@@ -246,7 +246,7 @@ class KeySpan(msgspec.Struct, frozen=True):
 
 
 def scan(text: str) -> dict[KeyPath, KeySpan]:
-    """Positions of every key path of a TOML document that tomllib accepts (line ends as \\n)."""
+    """Return the position of every key path of a TOML document that tomllib accepts (line ends as \\n)."""
     scanner = _Scanner(text)
     scanner.document()
     return scanner.spans

@@ -14,13 +14,13 @@ class TargetError(BadInput):
 
 
 def absolute_target(target: str, base: Path) -> str:
-    """The target with its file, if it names one, as an absolute path: it then means the same in every process."""
+    """Return the target with its file, if it names one, absolute: it then means the same in every process."""
     file, separator, name = target.rpartition(":")
     return f"{(base / file).resolve()}:{name}" if separator and file.endswith(".py") else target
 
 
 def load_target(target: str, base: Path = Path()) -> Any:
-    """What a target names. A file is imported once a process; modules beside it can be imported by their own name.
+    """Return what a target names. A file is imported once per process; modules beside it can be imported by name.
 
     Raises:
         TargetError: malformed, not there, or raised while it was imported (that is its cause).

@@ -43,7 +43,7 @@ _KINDS = {
 
 
 def validate(model: type[M], data: Any, at: KeyPath = (), home: type[BaseModel] | None = None) -> M | list[Problem]:
-    """The data as a model, or everything that is wrong with it.
+    """Return the data as a model, or everything that is wrong with it.
 
     JSON is what pydantic's strict mode knows arrays and integers-for-numbers in: 1 is a number, "1" is not, and an
     array becomes a tuple.
@@ -66,7 +66,7 @@ def validate(model: type[M], data: Any, at: KeyPath = (), home: type[BaseModel] 
 def _problems(
     model: type[BaseModel], data: Any, at: KeyPath, details: list[ErrorDetails], home: type[BaseModel]
 ) -> list[Problem]:
-    """What is wrong with one value; that it is of none of several kinds is one problem."""
+    """Report what is wrong with one value; a value of none of several types is one problem."""
     if len(details) == 1 or any(detail["type"] not in _KINDS for detail in details):
         return [_problem(model, data, at, detail, home) for detail in details]
     path, value = _in_data(details[0], data)
@@ -79,7 +79,7 @@ def _problems(
 
 
 def field_type(model: type[BaseModel], path: KeyPath) -> Any:
-    """The annotation found by following keys from a model; None where they lead out of it."""
+    """Return the annotation found by following keys from a model; None if they lead out of it."""
     found: Any = model
     for part in path:
         fields = _table_type(found)
@@ -171,7 +171,7 @@ def _unknown(path: KeyPath, at: KeyPath, table: type[BaseModel] | None, home: ty
 
 
 def _keys_named(model: type[BaseModel], name: str, at: KeyPath = (), depth: int = 4) -> list[KeyPath]:
-    """The tables in which a key of this name is known."""
+    """Find the tables that have a key of this name."""
     found = [at] if at and name in model.model_fields else []
     for key, field in model.model_fields.items():
         inner = _table_type(field.annotation)
@@ -224,8 +224,8 @@ def _lower(text: str) -> str:
 
 
 def repair(model: type[M], data: Any, problems: Sequence[Problem], at: KeyPath = ()) -> M | None:
-    """The model from the data without the keys that have problems, those that are missing filled with a stand-in; None
-    when what is left does not make one.
+    """Return the model from the data without the keys that have problems, with stand-ins for missing keys; None if the
+    rest does not make one.
 
     Args:
         problems: what `validate` found, with paths from the config's root.
@@ -244,12 +244,12 @@ def repair(model: type[M], data: Any, problems: Sequence[Problem], at: KeyPath =
 
 
 def in_doubt(problems: Iterable[Problem]) -> set[KeyPath]:
-    """The keys whose values are not known because of these problems; an unknown key leaves nothing in doubt."""
+    """Return the keys whose values are unknown because of these problems; an unknown key itself leaves none."""
     return {p.path for p in problems if p.path and (p.at == "value" or p.message.startswith(MISSING))}
 
 
 def certain(problems: Iterable[Problem], doubtful: Collection[KeyPath]) -> list[Problem]:
-    """The findings across keys that do not rest on a key in doubt: those that neither stand at it nor name it."""
+    """Return the findings across keys that depend on no key in doubt: they neither stand at it nor name it."""
     return [problem for problem in problems if not any(_rests_on(problem, path) for path in doubtful)]
 
 

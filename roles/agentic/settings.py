@@ -55,7 +55,7 @@ class EnvSettings(RoleSettings):
     or the env role died: keep gives them once more as long as the environment says what it said before, and goes on
     from there; drop samples all of it anew."""
     drift: Literal["realign", "fork", "drop"] = "fork"
-    """What becomes of an episode whose history was changed where the policy had spoken: fork (a branch of its own),
+    """How to continue an episode whose history was changed where the policy had spoken: fork (a branch of its own),
     realign, or drop."""
     reasoning: Literal["keep_reasoning", "strip"] = "keep_reasoning"
     """Reasoning that a client leaves out of the history: keep_reasoning goes on behind the sampled tokens, strip makes

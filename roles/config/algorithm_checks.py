@@ -23,7 +23,7 @@ ROLE = {"reference": "reference", "values": "critic"}
 
 
 def check_algorithm(config: RunConfig) -> Iterator[Problem]:
-    """Unknown parts and options, and parts that do not go together."""
+    """Report unknown parts and options, and parts that do not go together."""
     table, base = config.table(AlgorithmTable), Path(config.config_dir)
     yield from _filters(config, base)
     if table.sampler is not None:
@@ -66,7 +66,7 @@ def _filters(config: RunConfig, base: Path) -> Iterator[Problem]:
 
 
 def _streaming(config: RunConfig, parts: ObjectiveParts) -> Iterator[Problem]:
-    """Gradients before the batch is whole, asked for where there can be none."""
+    """Refuse streaming where gradients cannot be computed before the batch is complete."""
     if not config.table(AlgorithmTable).streaming:
         return
     whole = next((part for part in parts.all() if part.needs & {"batch", "values"}), None)
@@ -78,7 +78,7 @@ def _streaming(config: RunConfig, parts: ObjectiveParts) -> Iterator[Problem]:
 
 
 def _updates(config: RunConfig, parts: ObjectiveParts) -> Iterator[Problem]:
-    """Several updates of one step, where there cannot be as many."""
+    """Refuse more updates per step than the step has groups for."""
     table, place = config.table(AlgorithmTable), ("algorithm", "updates_per_step")
     if table.updates_per_step == 1:
         return
@@ -101,7 +101,7 @@ def _updates(config: RunConfig, parts: ObjectiveParts) -> Iterator[Problem]:
 
 
 def _columns(config: RunConfig, parts: ObjectiveParts) -> Iterator[Problem]:
-    """Columns that a role of its own has to compute."""
+    """Report columns that need a role which is not there."""
     for part in parts.all():
         for need in sorted(part.needs & ROLE.keys()):
             if (role := ROLE[need]) not in config.roles:
@@ -110,7 +110,7 @@ def _columns(config: RunConfig, parts: ObjectiveParts) -> Iterator[Problem]:
 
 
 def _returns(parts: ObjectiveParts) -> Iterator[Problem]:
-    """A critic that nobody tells what to learn."""
+    """Refuse a critic without returns to learn."""
     asks = next((part for part in parts.all() if "values" in part.needs), None)
     advantage = parts.advantage
     if asks is not None and "returns" not in advantage.part.extras:
@@ -123,7 +123,7 @@ def _returns(parts: ObjectiveParts) -> Iterator[Problem]:
 
 
 def _weights(parts: ObjectiveParts) -> Iterator[Problem]:
-    """Importance weights that would count twice."""
+    """Refuse importance weights that would count twice."""
     weighting = [c for c in parts.corrections if "weights" in c.part.traits]
     for second in weighting[1:]:
         message = f"corrections '{weighting[0].part.name}' and '{second.part.name}' both weight by the same ratio"
@@ -172,7 +172,7 @@ def _pairs(parts: ObjectiveParts) -> Iterator[Problem]:
 
 
 def _judgement(parts: ObjectiveParts) -> Iterator[Problem]:
-    """A loss that looks at no advantage with a part that computes one, and the other way round."""
+    """Refuse a loss without advantages beside parts that compute them, and the reverse."""
     blind, unjudged = "unjudged" in parts.loss.part.traits, "unjudged" in parts.advantage.part.traits
     if blind and not unjudged:
         message = f"loss '{parts.loss.part.name}' looks at no advantage, and advantage is '{parts.advantage.part.name}'"
@@ -190,7 +190,7 @@ SEVERAL = "set updates_per_step to 2 or more"
 
 
 def check_idle(config: RunConfig, found: ObjectiveParts) -> Iterator[Problem]:
-    """What was written and would have no effect."""
+    """Report settings that would have no effect."""
     table = config.table(AlgorithmTable)
     yield from _dropped(table, found)
     yield from _std(found.advantage)
@@ -202,7 +202,7 @@ def check_idle(config: RunConfig, found: ObjectiveParts) -> Iterator[Problem]:
 
 
 def _dropped(table: AlgorithmTable, found: ObjectiveParts) -> Iterator[Problem]:
-    """Common options that no part has, or that each part gives otherwise."""
+    """Report common options that no part has, or that every part overrides."""
     for key in COMMON_OPTIONS:
         if key not in table.model_fields_set:
             continue
@@ -227,7 +227,7 @@ def _std(advantage: BoundPart) -> Iterator[Problem]:
 
 
 def _truncation(table: AlgorithmTable, advantage: BoundPart) -> Iterator[Problem]:
-    """Rewards that are changed, where nobody looks at them."""
+    """Report reward changes where no part reads rewards."""
     known = advantage.part in parts("advantage").values()
     changes = table.truncated in ("zero_reward", "soft_penalty") and "truncated" in table.model_fields_set
     if changes and known and "rewards" not in advantage.needs:
@@ -248,7 +248,7 @@ def _idle_corrections(found: ObjectiveParts) -> Iterator[Problem]:
 
 
 def _bounds(table: AlgorithmTable, loss: BoundPart) -> Iterator[Problem]:
-    """Bounds of a ratio that is always 1: to the policy before the step's first update, which is its only one."""
+    """Report bounds of a ratio that is always 1: the proximal policy of a step with a single update."""
     if "ratio" not in loss.part.traits or getattr(loss.options, "ratio_to", "proximal") != "proximal":
         return
     why = (
@@ -276,7 +276,7 @@ def _value_clip(config: RunConfig) -> Iterator[Problem]:
 
 
 def _keys_of(table: AlgorithmTable, one: BoundPart) -> Collection[str]:
-    """Keys of the table that names the part; none if it is named alone."""
+    """Return the keys of the table that names the part; none if it is a plain name."""
     given: Any = table
     for step in one.place[1:]:
         given = given[step] if isinstance(step, int) else getattr(given, step)
@@ -288,7 +288,7 @@ def _idle(key: str, message: str, remedy: str) -> Problem:
 
 
 def check_own_parts(config: RunConfig, *, calls_s: float = CALLS_S) -> list[Problem]:
-    """What goes wrong first when the parts of [algorithm] that are a user's own are called; nothing, without any.
+    """Call the user's own parts of [algorithm] and report the first error of each.
 
     They are called in a process of their own, on the CPU. What they raise there is said on standard error only, where
     the trainer has a GPU: they may be written for it.

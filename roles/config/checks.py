@@ -53,7 +53,7 @@ USES = {
 
 
 def check(config: RLConfig) -> list[Problem]:
-    """Everything that is wrong with an RL config, as far as it shows without model, data or user code."""
+    """Run every check across tables that needs no model, data or user code."""
     cheap = (
         _data,
         _algorithm,
@@ -128,7 +128,7 @@ def _roles(config: RLConfig) -> Iterator[Problem]:
 
 
 def sample_bytes(config: RLConfig) -> int:
-    """Payload of the longest sample that the config allows, in bytes."""
+    """Return the payload bytes of the longest sample that the config allows."""
     longest = longest_tokens(config)
     each = BYTES_A_TOKEN + (REFERENCE_BYTES_A_TOKEN if "reference" in config.roles else 0)
     return longest * each + BYTES_A_SAMPLE
@@ -140,7 +140,7 @@ def batch_samples(config: RLConfig) -> int:
 
 
 def retained_batches(config: RLConfig) -> float:
-    """Batches that the queue may have to hold at once: those not yet covered by a checkpoint, those that the
+    """Return how many batches the queue may have to hold at once: those not yet covered by a checkpoint, those that the
     staleness bound admits, and the one in training. Without a bound, admission stops when the capacity is full."""
     staleness = config.algorithm.max_staleness
     over = config.algorithm.over_provision / config.algorithm.prompts_per_step
@@ -148,7 +148,7 @@ def retained_batches(config: RLConfig) -> float:
 
 
 def needed_bytes(config: RLConfig) -> int:
-    """Queue capacity below which retention could deadlock, in bytes."""
+    """Return the queue capacity in bytes below which retention could deadlock."""
     return int(retained_batches(config) * batch_samples(config) * sample_bytes(config))
 
 
@@ -167,7 +167,7 @@ def _capacity(config: RLConfig) -> Iterator[Problem]:
 
 
 def _terms(config: RLConfig) -> str:
-    """What retained_batches adds up, by the names of its keys."""
+    """Name the keys that retained_batches adds up."""
     table = config.algorithm
     bounded = ["max_staleness"] if math.isfinite(table.max_staleness) else []
     over = ["over_provision / prompts_per_step"] if table.over_provision else []
@@ -175,7 +175,7 @@ def _terms(config: RLConfig) -> str:
 
 
 def not_startable(config: RLConfig) -> list[Problem]:
-    """Everything in a config that comes with a later version."""
+    """Report everything that this version can plan but not start."""
     problems = [*_without_use(config)]
     for kind, table in config.roles.items():
         if isinstance(table, ShardedSettings | EngineSettings):
@@ -184,7 +184,7 @@ def not_startable(config: RLConfig) -> list[Problem]:
 
 
 def _without_use(config: RLConfig) -> Iterator[Problem]:
-    """Roles whose work nothing of [algorithm] asks for."""
+    """Report roles whose results nothing in [algorithm] uses."""
     here = [kind for kind in NEEDS if kind in config.roles and not getattr(config.roles[kind], "target", None)]
     if not here:
         return
@@ -223,7 +223,7 @@ def _role(kind: str, table: ShardedSettings | EngineSettings) -> Iterator[Proble
 
 
 def _megatron(path: KeyPath, table: ShardedSettings) -> Iterator[Problem]:
-    """What a gang of Megatron-Core's ranks lacks here. Another interpreter's packages are its own affair."""
+    """Report what a Megatron-Core gang lacks here. Another interpreter's packages are not checked."""
     if table.python is None and find_spec("megatron") is None:
         message = 'backend = "megatron", and megatron-core is not installed'
         yield Problem((*path, "backend"), message, "pip install relax-rt[megatron]")

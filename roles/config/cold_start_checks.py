@@ -1,4 +1,4 @@
-"""What [cold_start] may not ask for: across its keys, and with model and data at hand."""
+"""Checks of [cold_start]: across its keys, and with model and data loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLACE: KeyPath = ("cold_start",)
 
 
 def check_cold_start(config: RunConfig) -> Iterator[Problem]:
-    """What is wrong with [cold_start] as far as it shows without model or data."""
+    """Check [cold_start] without model or data."""
     table = config.table(ColdStartTable)
     if not table.wanted:
         if table != ColdStartTable():
@@ -78,7 +78,7 @@ def _length(table: ColdStartTable) -> Iterator[Problem]:
 def preflight_cold_start(
     config: RunConfig, config_dir: Path, source: PromptSource, tokenizer: ChatTokenizer, context: int | None
 ) -> Iterator[Problem]:
-    """Read and render the data, tell what becomes of it, and see that it fits the model.
+    """Read and render the data, report how much is used, and check that it fits the model.
 
     Args:
         context: positions that the model has, if it says so.

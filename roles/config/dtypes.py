@@ -25,7 +25,7 @@ TINY_WIDTH = 128
 
 
 def setting(kind: str) -> str:
-    """The key of a role's dtype in roles.toml."""
+    """Return the key of a role's dtype in roles.toml."""
     return f"roles.{kind}.dtype"
 
 
@@ -38,7 +38,7 @@ def choose_dtypes(
     cpu: Callable[..., Choice] = cpu_dtype,
     gpus: Callable[[], list[float]] = gpu_capabilities,
 ) -> RunConfig:
-    """The config with a dtype in place of every `auto`, and why in `config.chosen`.
+    """Return the config with a dtype in place of every `auto`, and the reason in `config.chosen`.
 
     Roles that take published weights (rollout, evaluator, a judge that follows) share one dtype: the one that a
     table names, else what the rollouts' device computes fast. The others each use what their own device computes fast.
@@ -73,7 +73,7 @@ def choose_dtypes(
 
 
 class _Device:
-    """Finds the dtype that a role's device computes fast."""
+    """Chooses the dtype that a role's device computes fast."""
 
     def __init__(
         self,

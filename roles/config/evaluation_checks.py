@@ -1,4 +1,4 @@
-"""What [evaluation] may not ask for: across its keys, and with model and data at hand."""
+"""Checks of [evaluation]: across its keys, and with model and data loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLACE: KeyPath = ("evaluation",)
 
 
 def check_evaluation(config: RunConfig) -> Iterator[Problem]:
-    """What is wrong with [evaluation] as far as it shows without model or data."""
+    """Check [evaluation] without model or data."""
     table = config.table(EvaluationTable)
     evaluator = config.roles.get("evaluator")
     if isinstance(evaluator, EvaluatorSettings) and evaluator.count == 0 and env_settings(config) is None:
@@ -81,7 +81,7 @@ def _source(one: EvaluationSet, place: KeyPath) -> Iterator[Problem]:
 def preflight_evaluation(
     config: RunConfig, config_dir: Path, source: PromptSource, tokenizer: ChatTokenizer, context: int | None
 ) -> Iterator[Problem]:
-    """Read the sets, call their reward functions, and see that their prompts fit the model.
+    """Read the sets, call their reward functions, and check that their prompts fit the model.
 
     Args:
         context: positions that the model has, if it says so.

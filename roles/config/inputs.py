@@ -29,7 +29,7 @@ CODE_KEYS = ("function", "environment", "target")
 
 
 def missing_inputs(config: RLConfig, config_dir: Path) -> Iterator[Problem]:
-    """A problem for each model, data file, task, source file or name in it that is not there.
+    """Report each model, data file, task, source file or name in it that does not exist.
 
     Args:
         config_dir: what relative paths are relative to.
@@ -51,12 +51,12 @@ def missing_inputs(config: RLConfig, config_dir: Path) -> Iterator[Problem]:
 
 
 def _own_role(config: RLConfig, path: KeyPath) -> bool:
-    """Whether the key belongs to a user's own role, whose settings have no meaning known here."""
+    """Whether the key belongs to a user's own role, whose settings are not known here."""
     return path[0] == "roles" and getattr(config.roles[str(path[1])], "target", None) is not None
 
 
 def _texts(value: Any, at: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """Every text of a config with its key."""
+    """Yield every text of a config with its key."""
     if isinstance(value, str):
         yield at, value
     elif isinstance(value, BaseModel):
@@ -84,7 +84,7 @@ def _data(path: KeyPath, text: str, config_dir: Path) -> Iterator[Problem]:
 
 
 def _code(path: KeyPath, text: str, config_dir: Path) -> Iterator[Problem]:
-    """The file, and that it gives something this name. It is parsed, not imported: importing may take long."""
+    """Check that the file exists and defines the name. It is parsed, not imported, which may take long."""
     name, _, wanted = text.rpartition(":")
     file = (config_dir / Path(name).expanduser()).resolve()
     what = f"{dotted(path)} = {text!r}"
@@ -108,7 +108,7 @@ def _code(path: KeyPath, text: str, config_dir: Path) -> Iterator[Problem]:
 
 
 def _names(tree: ast.Module) -> set[str] | None:
-    """What a module's own code gives a name; None where that is only known when it runs."""
+    """Return the names that a module defines; None if that is only known when it runs."""
     found: set[str] = set()
     for node in _own(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -125,7 +125,7 @@ def _names(tree: ast.Module) -> set[str] | None:
 
 
 def _own(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that run when a module is imported: not those inside of functions and classes."""
+    """Yield the nodes that run when a module is imported: not those inside functions and classes."""
     for node in ast.iter_child_nodes(tree):
         yield node
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):

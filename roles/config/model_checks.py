@@ -1,4 +1,4 @@
-"""What of a config does not go with the model that it names. The model's folder is read, no weights are loaded."""
+"""Checks of a config against its model. The model's folder is read, no weights are loaded."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from relax_rt.transport.rpc.wire import DEFAULT_MAX_MESSAGE_BYTES
 
 ROUTING = ("roles", "rollout", "routing")
 TOKEN_BYTES = 8
-"""Of a token and its log-probability in the journal."""
+"""Bytes of a token and its log-probability in the journal."""
 EPISODE_TOKEN_BYTES = 64
-"""Of a token in the message by which a gateway hands over an episode, besides its routing row, at most."""
+"""Most bytes of a token in the message of an episode from a gateway, besides its routing row."""
 MUCH_MEMORY = 2 << 30
-"""Bytes of routing rows in one process that are worth a word."""
+"""Warn above this many bytes of routing rows in one process."""
 BLIND = {
     "reference": "the reference would compute log-probabilities without the pictures",
     "critic": "the critic would value what it does not see",
@@ -39,7 +39,7 @@ BLIND = {
 
 
 def check_engine_model(config: RLConfig, folder: Path) -> Iterator[Problem]:
-    """What of the engines of roles.rollout and roles.evaluator does not go with the model in this folder."""
+    """Check the engines of roles.rollout and roles.evaluator against the model in this folder."""
     for kind in ("rollout", "evaluator"):
         engine = config.roles.get(kind)
         if isinstance(engine, EngineSettings) and engine.engine == "sglang" and (why := unlike_the_model(folder)):
@@ -56,7 +56,7 @@ def check_engine_model(config: RLConfig, folder: Path) -> Iterator[Problem]:
 
 
 def _routing_capacity(config: RLConfig, shape: RoutingShape) -> Iterator[Problem]:
-    """Rows are the larger part of a sample: the queue must hold them, too."""
+    """Check that the queue holds routing rows too: they are the larger part of a sample."""
     rows = longest_tokens(config) * shape.row_bytes
     need = needed_bytes(config) + int(retained_batches(config) * batch_samples(config) * rows)
     have = (config.queue.capacity_mib + config.queue.spill_mib) * MIB
@@ -71,7 +71,7 @@ def _routing_capacity(config: RLConfig, shape: RoutingShape) -> Iterator[Problem
 
 
 def _messages(config: RLConfig, shape: RoutingShape) -> Iterator[Problem]:
-    """Rows of replies and episodes must fit into the messages that they come by."""
+    """Check that the routing rows of replies and episodes fit into one message."""
     env = env_settings(config)
     if env is None:
         return
@@ -105,7 +105,7 @@ def _memory_of_episodes(config: RLConfig, shape: RoutingShape) -> Iterator[str]:
 
 
 def engine_warnings(config: RLConfig, folder: Path) -> Iterator[str]:
-    """What may work but is probably not meant."""
+    """Return warnings about settings that work but are probably not meant."""
     table = config.role("rollout", RolloutSettings)
     if not table.routing:
         return
@@ -139,7 +139,7 @@ def _journal(config: RLConfig, table: RolloutSettings, shape: RoutingShape) -> I
 
 
 def check_pictures(config: RLConfig, folder: Path) -> Iterator[Problem]:
-    """What of the config does not go with the model in this folder, if it is one that sees."""
+    """Check the config against the model in this folder if it takes pictures."""
     if not sees(folder):
         return
     if find_spec("PIL") is None:
@@ -168,7 +168,7 @@ def check_pictures(config: RLConfig, folder: Path) -> Iterator[Problem]:
 
 
 def _picture_capacity(config: RLConfig) -> Iterator[Problem]:
-    """The queue must hold the pictures of episodes, too."""
+    """Check that the queue holds the pictures of episodes too."""
     if (env := env_settings(config)) is None:
         return
     program = is_program(env)
@@ -187,7 +187,7 @@ def _picture_capacity(config: RLConfig) -> Iterator[Problem]:
 
 
 def check_computed(config: RunConfig, folder: Path) -> Iterator[Problem]:
-    """What of the model in this folder is not computed, where an own backend computes it."""
+    """Report what the torch backend and the embedded engine cannot compute of this model."""
     engines = [table for table in config.roles.values() if isinstance(table, EngineSettings)]
     trainer = config.roles.get("trainer")
     own = any(table.engine == "embedded" for table in engines)

@@ -15,7 +15,7 @@ LEAST_S = 600.0
 
 
 def advice(config: RLConfig, loss: Mapping[str, Any]) -> str:
-    """The setting that helps against a loss.
+    """Return the setting that helps against a loss.
 
     Args:
         loss: fields of a Loss.
@@ -37,7 +37,7 @@ def advice(config: RLConfig, loss: Mapping[str, Any]) -> str:
 
 
 def slowest_s(config: RLConfig) -> float:
-    """The longest time for which a run may stand still although nothing is wrong, by its roles' own deadlines."""
+    """Return the longest time without progress that is still normal, by the roles' own deadlines."""
     reward, publication = config.reward, config.publication
     found = [
         LEAST_S,
@@ -58,7 +58,7 @@ def slowest_s(config: RLConfig) -> float:
 
 
 def stall_after_s(config: RLConfig) -> float | None:
-    """After how long without any movement the run ends; None: never."""
+    """Return after how long without progress the run ends; None: never."""
     progress = config.progress
     if progress.stall_after_s is not None:
         return progress.stall_after_s
@@ -66,7 +66,7 @@ def stall_after_s(config: RLConfig) -> float | None:
 
 
 def pausing(config: RLConfig) -> list[str]:
-    """Roles through which callers from outside may pause the run: a gateway, and roles of the user's own."""
+    """Return the roles whose outside callers may pause the run: a gateway, and roles of the user's own."""
     return [f"roles.{kind}" for kind, table in config.roles.items() if kind == "gateway" or _is_own(table)]
 
 

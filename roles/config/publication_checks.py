@@ -1,4 +1,4 @@
-"""What [publication] asks for, held against what the run has: refused with the reason before anything starts."""
+"""Checks of [publication] against the run's roles and machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _rollout_node(config: RunConfig) -> str | None:
 
 
 def check_publication(config: RunConfig) -> Iterator[Problem]:
-    """What shows without looking at the machine."""
+    """Check [publication] without looking at the machine."""
     table, several = config.table(PublicationTable), bool(config.supervision.nodes.listen)
     if table.carrier == "directory" and table.directory is None:
         message = 'carrier = "directory", and publication.directory is not set'
@@ -55,7 +55,7 @@ def check_publication(config: RunConfig) -> Iterator[Problem]:
 
 
 def _wire(config: RunConfig) -> Iterator[Problem]:
-    """Nothing is gained by sending as many bits as there are, or by rounding what is not sent."""
+    """Refuse a wire_dtype that saves nothing."""
     publication = config.table(PublicationTable)
     wire, carrier, path = (
         publication.wire_dtype,
@@ -81,7 +81,7 @@ def _wire(config: RunConfig) -> Iterator[Problem]:
 
 
 def wire_note(config: RunConfig) -> str:
-    """What wire_dtype does where nothing is sent; it may be meant, for the numerics of a run on several nodes."""
+    """Note a wire_dtype in a run that sends nothing; it may be meant, for the numerics of a run on several nodes."""
     table = config.table(PublicationTable)
     if table.wire_dtype is None or config.supervision.nodes.listen or table.carrier == "collective":
         return ""
@@ -92,7 +92,7 @@ def wire_note(config: RunConfig) -> str:
 
 
 def _adapters(config: RunConfig) -> Iterator[Problem]:
-    """Adapters need a trainer that has them, and somebody to send them to."""
+    """Refuse adapters without a trainer that has them or a node to send them to."""
     algorithm = config.table(AlgorithmTable)
     table, path = config.table(PublicationTable), ("publication", "adapters")
     if not table.adapters:
@@ -172,7 +172,7 @@ def _cuda_ipc(config: RunConfig) -> Iterator[Problem]:
 
 
 def _not_writable(folder: Path) -> str:
-    """Why nothing could be put into a folder, which need not be there yet; empty where it could."""
+    """Return why a folder, which need not exist yet, is not writable; empty if it is."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with TemporaryDirectory(prefix=".relax-", dir=there):
@@ -182,7 +182,7 @@ def _not_writable(folder: Path) -> str:
 
 
 def preflight_publication(config: RunConfig, config_dir: Path) -> Iterator[Problem]:
-    """Whether this machine has what the carrier needs."""
+    """Check that this machine has what the carrier needs."""
     table = config.table(PublicationTable)
     if table.directory is not None and (why := _not_writable(config_dir / Path(table.directory).expanduser())):
         message = f"publication.directory cannot be written: {why}"

@@ -1,4 +1,4 @@
-"""The whole roles.toml of an RL run: the tables of all rooms together."""
+"""The whole roles.toml of an RL run: the tables of all packages together."""
 
 from __future__ import annotations
 

@@ -68,10 +68,10 @@ class DataTable(Table):
     epochs: Annotated[int, Field(ge=1)] | None = None
     """End the run after so many passes over the training prompts (default: as many as the steps need)."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] = 512
-    """Of a rendered prompt; `overlong` says what becomes of longer ones."""
+    """Maximum tokens of a rendered prompt; `overlong` says how longer ones are handled."""
     overlong: Literal["drop", "truncate_left", "error"] = "drop"
-    """What becomes of a prompt with more tokens. truncate_left leaves out its oldest exchanges, then the beginning of
-    the last question; system message and marks of turns stay, and a prompt that is too long even so is dropped."""
+    """How to handle a longer prompt. truncate_left removes its oldest exchanges, then the beginning of the last
+    question; the system message and turn markers stay, and a prompt that is still too long is dropped."""
 
     def problems(self, path: KeyPath) -> Iterator[Problem]:
         """Refuse columns, sources and options that cannot be meant."""

@@ -21,14 +21,14 @@ class SampledTable(Table):
     pass_at: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
     """The k of pass@k: how likely one of k completions is right. Empty: 1 and `samples`."""
     greedy: bool = False
-    """Besides, complete each item once at temperature 0."""
+    """Also complete each item once at temperature 0."""
 
 
 class EvaluationSet(SampledTable):
     """A further held-out set. Exactly one of `task` and `path` is given; items that are trained on are left out."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,40}$")]
-    """Stands in records and summary."""
+    """Its name in records and the summary."""
     task: Filled | None = None
     """A reasoning-gym task."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -48,7 +48,7 @@ class EvaluationSet(SampledTable):
     template: str | None = None
     """The user message; unset: data.template."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Longer prompts are dropped; unset: data.max_prompt_tokens."""
+    """Drop longer prompts; unset: data.max_prompt_tokens."""
     reward: Filled | None = None
     """A function as `reward.function`, called within reward.timeout_s, that judges the completions; unset: those are
     right that are the answer and nothing else."""

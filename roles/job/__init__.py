@@ -1,1 +1,1 @@
-"""The RL job: the tables of roles.toml put together, and the checks before anything starts."""
+"""The RL job: its interface to the runtime, slow checks before a start, samples and debugging without a run."""

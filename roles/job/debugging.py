@@ -1,7 +1,7 @@
-"""The user's part of a run in one process, where breakpoints work: their environment and rewards, and the model.
+"""Debug environments and rewards in one process, where breakpoints work.
 
 Nothing is started: no supervisor, no worker, no queue. What the user's code raises is raised to the caller, from the
-user's own line; nothing has a deadline, so that a debugger may stay where it is.
+user's own line; nothing has a deadline, so that a debugger may stop anywhere.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CLOSE_S = 5.0
 
 @dataclass(frozen=True)
 class DebugResult:
-    """A prompt that was answered, or an episode that was played, and what it was worth.
+    """An answered prompt or a played episode, with its reward.
 
     Attributes:
         item: its id. split: train or held_out.
@@ -138,7 +138,7 @@ class Debug:
         self._tasks = DataTasks(self._source)
 
     async def close(self) -> None:
-        """Let the model go."""
+        """Release the model."""
         if self._model is not None:
             await self._model.close()
             self._model = None
@@ -146,7 +146,7 @@ class Debug:
     async def play(
         self, index: int = 0, *, split: Split = "train", words: Words | None = None, member: int = 0
     ) -> DebugResult:
-        """Answer one prompt, or play one episode, and reward it, all in this very task.
+        """Answer one prompt or play one episode, and reward it, all in the calling task.
 
         Args:
             index: place in the run's order of training prompts or tasks, or among the held-out ones.
@@ -231,13 +231,13 @@ class Debug:
         temperature = self.config.evaluation.temperature if split == "held_out" else None
         try:
             played = await player.play(f"{split} {index}", task, seed, temperature=temperature)
-            return self._shown(task.item, task.split, played)
+            return self._result(task.item, task.split, played)
         except EnvironmentFailed as error:
             # As it was raised, for a debugger to stand at the user's own line.
             raised = error.__cause__ or error
         raise raised
 
-    def _shown(self, item: str, split: str, played: PlayedEpisode) -> DebugResult:
+    def _result(self, item: str, split: str, played: PlayedEpisode) -> DebugResult:
         branches = played.episode.branches
         spell = self.tokenizer.spell
         return DebugResult(
@@ -260,7 +260,7 @@ class Debug:
 
 
 async def score_here(config: RLConfig, table: RewardTable, request: Request) -> Score:
-    """A completion's reward, each function called in this task without a deadline; what one raises is raised here.
+    """Return a completion's reward; functions are called in this task, without a deadline, and their errors raised.
 
     Raises:
         ValueError: one returned no reward.
@@ -290,7 +290,7 @@ def _info_for(
 
 
 class Scripted:
-    """An engine that says what it is told to, as tokens of the policy."""
+    """An engine that replies with given texts, as tokens of the policy."""
 
     def __init__(self, tokenizer: ChatTokenizer, words: Words) -> None:
         self._tokenizer, self._words = tokenizer, words
@@ -326,7 +326,7 @@ class LocalModel:
         self._asked = 0
 
     async def start(self) -> None:
-        """Load it.
+        """Load the model.
 
         Raises:
             RelaxError: it cannot be loaded.
@@ -347,7 +347,7 @@ class LocalModel:
         await self._engine.start(self._arrive, self._fail)
 
     async def generate(self, wanted: GenerationRequest) -> Outcome:
-        """One reply.
+        """Generate one reply.
 
         Raises:
             Refused: the model cannot take it. Whatever ended the engine.
@@ -390,7 +390,7 @@ class LocalModel:
                 future.set_exception(error)
 
     async def close(self) -> None:
-        """Let it go."""
+        """Close the engine."""
         await self._engine.close(CLOSE_S)
 
 

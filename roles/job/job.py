@@ -1,4 +1,4 @@
-"""The RL job: what a roles.toml of GRPO may say, what it needs, and what the queue holds it to."""
+"""The RL job: its tables and roles, what it needs, and the policy of the queue's ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slower checks before anything starts: model, data, reward function, and how they fit together."""
+"""Slow checks before a run starts: model, data, reward function, and how they fit together."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ Stage = tuple[str, Callable[[], Iterable[Problem]]]
 
 
 def preflight(config: RLConfig, config_dir: Path, *, golds: bool = True) -> list[Problem]:
-    """Model folder (a package is converted here), prompts, dry run of the reward; each as far as it does not rest on
-    another that is wrong. Warnings go to standard error.
+    """Check the model folder (a package is converted here), the prompts and the reward, each unless it depends on one
+    that is wrong. Warnings go to standard error.
 
     Args:
         golds: whether to score some right answers of the data.
@@ -176,7 +176,7 @@ def _prompts(
 
 
 def _named(data: DataTable) -> str:
-    """Where the prompts come from, in a few words."""
+    """Name where the prompts come from."""
     if not data.sources:
         return str(data.path or data.task)
     more = len(data.sources) - SOURCES
@@ -184,7 +184,7 @@ def _named(data: DataTable) -> str:
 
 
 def _without_prompts(config: RLConfig, config_dir: Path, *, data: bool) -> list[Problem]:
-    """What shows without the model and without rendered prompts.
+    """Check what needs neither the model nor rendered prompts.
 
     Args:
         data: the data was not looked at yet.
@@ -200,7 +200,7 @@ def _without_prompts(config: RLConfig, config_dir: Path, *, data: bool) -> list[
 
 
 def warnings(config: RLConfig) -> list[str]:
-    """What may work but is probably not meant."""
+    """Return warnings about settings that work but are probably not meant."""
     found = [note] if (note := wire_note(config)) else []
     if config.checkpoint.keep == 1:
         found.append("checkpoint.keep = 1: if the newest checkpoint is damaged, there is none before it to go on from")
@@ -238,7 +238,7 @@ def _slow_numbers(config: RLConfig) -> list[str]:
 
 
 def as_problem(error: RelaxError, default: KeyPath) -> Problem:
-    """An error as a problem of the setting that it names, else of `default`."""
+    """Return an error as a problem of the setting that it names, else of `default`."""
     named = SETTING.match(error.what)
     path: KeyPath = default
     if named:
@@ -247,7 +247,7 @@ def as_problem(error: RelaxError, default: KeyPath) -> Problem:
 
 
 def _division(config: RLConfig, folder: Path) -> list[Problem]:
-    """Whether gangs of Megatron-Core can compute the model, and divide it as they are told to."""
+    """Check that Megatron-Core gangs can compute the model and divide it as configured."""
     gangs = [t for t in config.roles.values() if isinstance(t, ShardedSettings) and t.backend == "megatron"]
     if not gangs:
         return []
@@ -265,7 +265,7 @@ def _golds_stage(config: RLConfig, config_dir: Path) -> Stage:
 
 
 def _golds(config: RLConfig, config_dir: Path) -> list[Problem]:
-    """Right answers that their own reward cannot read: a warning where they are some, a problem where they are most."""
+    """Report right answers that their own reward cannot read: some are a warning, most are a problem."""
     try:
         reports = answer_reports(reward_table(config), config.data, config_dir)
     except RelaxError as error:
@@ -278,7 +278,7 @@ def _golds(config: RLConfig, config_dir: Path) -> list[Problem]:
 
 
 def _positions(folder: Path) -> int | None:
-    """The model's context in tokens, if it says so."""
+    """Return the model's context in tokens, if its config has it."""
     values = json.loads((folder / "config.json").read_text())
     context = values.get("max_position_embeddings") or values.get("text_config", {}).get("max_position_embeddings")
     return context if isinstance(context, int) else None

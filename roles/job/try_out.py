@@ -1,4 +1,4 @@
-"""A few samples made and scored as a run would, without one: is the prompt, the mask, the reward what was meant?"""
+"""Generate and score a few samples as a run would, without one (`relax-rt sample`)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def newest_checkpoint(run_dir: Path) -> tuple[Path, int]:
 def sample(
     config: RLConfig, run_dir: Path | None, items: int, *, held_out: bool, prompts: Sequence[str]
 ) -> list[TriedSample]:
-    """See Job.sample. Training prompts are sampled as their group's first member is, held-out ones as the evaluator
+    """Implement Job.sample. Training prompts are sampled as their group's first member, held-out ones as the evaluator
     does: with its seed, temperature, dtype and threads.
 
     Raises:
@@ -123,7 +123,7 @@ def _of_the_data(config: RLConfig, tokenizer: ChatTokenizer, items: int, *, held
 
 
 def _own(config: RLConfig, tokenizer: ChatTokenizer, prompts: Sequence[str]) -> list[PromptToSample]:
-    """Each prompt put into the template as its question."""
+    """Put each prompt into the template as its question."""
 
     # A template of other fields of the items cannot be filled from a question alone.
     template = config.data.template if "{question}" in config.data.template else "{question}"
@@ -149,7 +149,7 @@ def _own(config: RLConfig, tokenizer: ChatTokenizer, prompts: Sequence[str]) -> 
 def _complete(
     folder: Path, config: RLConfig, asked: Sequence[PromptToSample], stop_ids: frozenset[int], *, evaluating: bool
 ) -> list[Completion]:
-    """One completion of each prompt."""
+    """Sample one completion of each prompt."""
     from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 
     table: EvaluatorSettings | RolloutSettings = (
@@ -186,7 +186,7 @@ def _score(
     asked: Sequence[PromptToSample],
     done: Sequence[Completion],
 ) -> tuple[list[Score | Failed], list[str]]:
-    """What the reward role would make of the completions, and what a judge said of them."""
+    """Score the completions as the reward role would; also return a judge's words."""
     from relax_rt.roles.rewards.judge import JudgeVerdict, with_verdict
 
     requests = []
@@ -224,7 +224,7 @@ async def _by_rewards(config: RLConfig, requests: Sequence[Request]) -> list[Sco
 
 
 def _verdicts(config: RLConfig, requests: Sequence[Request]) -> list[JudgeVerdict | Failed]:
-    """The judge's verdicts, by an engine of this process."""
+    """Get the judge's verdicts from an engine in this process."""
     from relax_rt.roles.rewards.judge import load_judging
     from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 

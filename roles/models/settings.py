@@ -25,7 +25,7 @@ class ModelTable(Table):
 
 
 class ShardedSettings(RoleSettings):
-    """What every role has whose slots are the ranks of one gang, with one model divided over them. `gpus` of a slot,
+    """Settings of roles whose slots are the ranks of one gang, with one model divided over them. `gpus` of a slot,
     unless given: 1 for megatron, none for torch."""
 
     backend: Literal["torch", "megatron"] = "torch"
@@ -33,28 +33,28 @@ class ShardedSettings(RoleSettings):
     """bfloat16: autocast over float32 master weights. auto: bfloat16 where the device computes it fast, else float32
     (docs/guides/dtype.md)."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """What computes it. auto: the GPU, where `gpus` gives the slot one and torch sees it, else the CPU (torch)."""
+    """Device to compute on. auto: the GPU, where `gpus` gives the slot one and torch sees it, else the CPU (torch)."""
     tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 4096
-    """Tokens that one forward pass of a replica takes; a longer sample goes alone."""
+    """Tokens of one forward pass of a replica; a longer sample is a micro-batch of its own."""
     tensor_parallel: Parallel = 1
-    """Ranks over which each layer is cut (megatron)."""
+    """Ranks over which each layer is sharded (megatron)."""
     pipeline_parallel: Parallel = 1
     """Stages into which the layers are divided (megatron)."""
     context_parallel: Parallel = 1
-    """Ranks over which each sequence is cut (megatron)."""
+    """Ranks over which each sequence is split (megatron)."""
     expert_parallel: Parallel = 1
-    """Ranks over which experts are dealt out (megatron)."""
+    """Ranks over which experts are distributed (megatron)."""
     expert_tensor_parallel: Parallel = 1
-    """Ranks over which each expert is cut (megatron)."""
+    """Ranks over which each expert is sharded (megatron)."""
     sequence_parallel: bool | None = None
-    """Cut also what lies between the tensor-parallel layers; unset: with tensor_parallel above 1 (megatron)."""
+    """Also split the activations between tensor-parallel layers; unset: if tensor_parallel is above 1 (megatron)."""
     attention: Literal["fused", "unfused"] = "fused"
     """fused: scores are never stored (FlashAttention and the like); unfused: they are (megatron)."""
     layers: Literal["auto", "transformer_engine", "local"] = "auto"
-    """Whose layers: TransformerEngine's, or Megatron-Core's own with torch's attention, which also run on a CPU. auto:
-    the former where it is installed and there is a GPU (megatron)."""
+    """Layer implementation: TransformerEngine's, or Megatron-Core's own with torch's attention, which also runs on a
+    CPU. auto: the former where it is installed and there is a GPU (megatron)."""
     expert_imbalance: Annotated[float, Field(ge=1, le=64)] = 1.25
-    """Tokens of the busiest expert rank by those of the mean one; memory is planned for it (megatron)."""
+    """Tokens of the busiest expert rank relative to the mean; memory is planned for it (megatron)."""
 
 
 class TrainedSettings(ShardedSettings):
@@ -63,9 +63,9 @@ class TrainedSettings(ShardedSettings):
     distributed_optimizer: bool = True
     """Divide master weights and moments over the ranks that hold the same parameters (megatron)."""
     optimizer_dtype: Dtype = "float32"
-    """Of the two moments; master weights are float32 (megatron)."""
+    """Dtype of the two moments; master weights are float32 (megatron)."""
     gradient_dtype: Dtype = "float32"
-    """Of the buffer in which gradients are added up and reduced (megatron)."""
+    """Dtype of the buffer in which gradients are accumulated and reduced (megatron)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes again instead of storing: nothing, the attention core, or whole layers
     (megatron)."""

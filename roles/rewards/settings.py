@@ -33,7 +33,7 @@ class JudgeTable(Table):
     temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
     """0 is greedy: the same words always get the same verdict."""
     max_new_tokens: Annotated[int, Field(ge=1, le=131_072)] = 64
-    """Of the judge's words."""
+    """Maximum tokens of the judge's reply."""
     timeout_s: Seconds = 120.0
     """For one verdict, the wait for a judge included. A sample whose verdict does not come fails, and is made again."""
 
@@ -48,7 +48,8 @@ class ComponentTable(Table):
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     name: str | None = None
-    """Of a reward: math, choice, exact, regex, tags, json, length, code, unit_tests, http, verifier, genrm, …"""
+    """Name of a built-in reward: math, choice, exact, regex, tags, json, length, code, unit_tests, http, verifier,
+    genrm, …"""
     function: str | None = None
     """Instead of name: `file.py:function` or `package.module:function`, as reward.function."""
     weight: float = 1.0

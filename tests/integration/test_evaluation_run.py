@@ -91,7 +91,8 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(config: Path, tmp_path: Path) -> Iterator[TinyRun]:
-    run = TinyRun(tmp_path / "run", config, **{"algorithm.steps": LAST})
+    sets = {"algorithm.steps": LAST, "roles.reward.hang_after_s": 2 * GIVE_UP_S}
+    run = TinyRun(tmp_path / "run", config, **sets)
     yield run
     run.end()
 

@@ -16,9 +16,9 @@ class SamplingTable(Table):
     """How completions are sampled. Truncating samplers are refused: their tokens have no behaviour log-probability."""
 
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
-    """What logits are divided by; greedy sampling would leave nothing to compare. Evaluations have their own."""
+    """Divides the logits; greedy sampling has no behaviour log-probabilities to compare. Evaluations have their own."""
     max_new_tokens: Annotated[int, Field(ge=1, le=131_072)] = 256
-    """Tokens of a completion at most; what is cut there is treated as algorithm.truncated says."""
+    """Maximum tokens of a completion; algorithm.truncated says how a completion cut there is trained."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Only 1.0, all tokens, can be trained on."""
     top_k: Annotated[int, Field(ge=0)] = 0
@@ -34,7 +34,7 @@ class SamplingTable(Table):
 
 
 class ColocationTable(Table):
-    """How long engines may take over turns, with mode = "colocate" or "hybrid"."""
+    """Deadlines of time slicing between engines and trainer, with mode = "colocate" or "hybrid"."""
 
     give_way_s: Seconds = 150.0
     """To end what is in flight, tokens kept, and to give memory back. An engine that takes longer ends and is started
@@ -70,7 +70,7 @@ class SglangTable(Table):
 
 
 class EngineSettings(RoleSettings):
-    """What every role with an inference engine has. `gpus` of a slot, unless given: tensor_parallel x data_parallel
+    """Settings of roles with an inference engine. `gpus` of a slot, unless given: tensor_parallel x data_parallel
     for sglang, none for embedded."""
 
     engine: Literal["embedded", "sglang"] = "embedded"
@@ -81,15 +81,15 @@ class EngineSettings(RoleSettings):
     max_sequences: Annotated[int, Field(ge=1, le=4096)] = 64
     """Sequences decoded at the same time."""
     tensor_parallel: Parallel = 1
-    """GPUs over which each layer of one replica is cut (sglang)."""
+    """GPUs over which each layer of one replica is sharded (sglang)."""
     data_parallel: Parallel = 1
     """Replicas within one engine (sglang)."""
     expert_parallel: Parallel = 1
-    """GPUs of a replica over which experts are dealt out; divides tensor_parallel (sglang)."""
+    """GPUs of a replica over which experts are distributed; divides tensor_parallel (sglang)."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
-    """Part of a GPU's memory for weights and KV cache together; the rest is for all else (sglang)."""
+    """Share of a GPU's memory for weights and KV cache together (sglang)."""
     prefill_tokens: Annotated[int, Field(ge=64, le=1 << 20)] = 8192
-    """Prompt tokens that one forward pass takes at most (sglang)."""
+    """Maximum prompt tokens of one forward pass (sglang)."""
     sglang: SglangTable = SglangTable()
     """The server, with engine = "sglang"."""
 

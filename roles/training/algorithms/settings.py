@@ -90,7 +90,7 @@ Mode = Literal["asynchronous", "colocate", "hybrid"]
 SHARING: frozenset[Mode] = frozenset({"colocate", "hybrid"})
 """Modes in which engines and trainer have their device in turns."""
 Schedule = Literal["constant", "linear", "cosine"]
-"""Of the learning rate, after the warm-up."""
+"""Learning-rate schedules after the warm-up."""
 Part = str | dict[str, Any]
 """A part of the objective: its name, `file.py:function` or `package.module:function`; or a table of `name` and options.
 """
@@ -108,10 +108,10 @@ class AlgorithmTable(Table):
     """Decides the defaults of advantage, loss, aggregation, corrections, clip_low, clip_high, normalise_std and
     updates_per_step."""
     advantage: Part = "grpo"
-    """What makes a token better than expected."""
+    """Advantage estimator."""
     loss: Part = "decoupled_ppo"
-    """What is minimised at each token. The default weighs what older weights or other numerics sampled by how likely it
-    is under the trainer's own."""
+    """Loss of each token. The default weighs samples of older weights or other numerics by their likelihood under the
+    trainer's own."""
     aggregation: Part = "token_mean"
     """How tokens add up: token_mean, sequence_mean, fixed_length, pair_mean."""
     corrections: list[Part] = Field(default_factory=list)
@@ -121,11 +121,12 @@ class AlgorithmTable(Table):
     entropy: Part | None = None
     """A term for the policy's entropy: bonus, adaptive."""
     filters: list[Part] = Field(default_factory=list)
-    """Which scored groups are left out, others being made for them: zero_variance, pass_rate, truncated."""
+    """Scored groups that are filtered out and replaced by others (dynamic sampling): zero_variance, pass_rate,
+    truncated."""
     refill: RefillOptions = RefillOptions()
     """How many groups a step may cost with `filters`."""
     sampler: Part | None = None
-    """Which prompts come next, by their history: curriculum, replay. Unset: the run's order."""
+    """Prompt sampling by the prompts' history: curriculum, replay. Unset: the run's order."""
     group_size: Annotated[int, Field(ge=1, le=1024)] = 8
     """Samples of one prompt; 1 where advantages compare no group (gae, reinforce_pp, distillation, sft)."""
     prompts_per_step: Annotated[int, Field(ge=1, le=65_536)] = 12
@@ -139,9 +140,9 @@ class AlgorithmTable(Table):
     steps: Annotated[int, Field(ge=1)] = 100
     """The run ends after this many steps."""
     mode: Mode = "asynchronous"
-    """Who has the devices. asynchronous: engines and trainer have their own. colocate: they share, in turns; a batch is
-    finished first (max_staleness = 0). hybrid: the same, but what is in flight when a batch is there waits for the
-    trainer and goes on afterwards (max_staleness of 1 or more)."""
+    """How engines and trainer use devices. asynchronous: each has its own. colocate: time slicing of shared devices; a
+    batch is finished first (max_staleness = 0). hybrid: the same, but sequences in flight when a batch is complete
+    wait for the trainer and continue afterwards (max_staleness of 1 or more)."""
     max_staleness: Annotated[float, Field(ge=0)] = 1
     """0 on-policy, 1 near-on-policy, n asynchronous, inf unbounded. Holds at consumption, checked by the queue."""
     on_straggler: Literal["wait", "requeue", "mask"] = "wait"
@@ -160,19 +161,19 @@ class AlgorithmTable(Table):
     min_group: Annotated[int, Field(ge=2, le=1024)] = 2
     """With on_failed_member = "shrink": smaller groups are dropped."""
     learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-6
-    """Of AdamW, after the warm-up."""
+    """AdamW learning rate after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the rate rises from 0."""
     learning_rate_schedule: Schedule = "constant"
-    """After the warm-up: stay, or go down to learning_rate_floor by the end of `steps`."""
+    """After the warm-up: stay constant, or decay to learning_rate_floor by the end of `steps`."""
     learning_rate_floor: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of linear and cosine: the rate that they go down to."""
+    """Learning rate at the end of a linear or cosine schedule."""
     weight_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of AdamW."""
+    """AdamW weight decay."""
     adam_betas: tuple[float, float] = (0.9, 0.999)
-    """Of AdamW: decay of the first and of the second moment."""
+    """AdamW decay of the first and of the second moment."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Longer gradients are shortened to this norm."""
+    """Maximum gradient norm (clipping)."""
     clip_low: Annotated[float, Field(gt=0, le=1)] | None = None
     """Ratios count down to 1 - clip_low; unset: the loss's own (0.2 of the default loss). Of a ratio to the proximal
     policy, as the default loss has it, this bounds the updates of a step after the first (updates_per_step)."""
@@ -266,12 +267,12 @@ class ColdStartTable(Table):
     learning_rate_schedule: Schedule = "constant"
     """As in [algorithm], over the steps of this phase: constant, linear, cosine."""
     learning_rate_floor: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of linear and cosine: the rate that they go down to."""
+    """Learning rate at the end of a linear or cosine schedule."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     max_tokens: Annotated[int, Field(ge=2)] = 2048
     """Longest sequence, prompt included."""
     overlong: Literal["drop", "error"] = "drop"
-    """What becomes of a longer one."""
+    """How to handle a longer sequence."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Share of the data, by hash of the question, that is not trained on but validated with; 0: none."""
     validate_every: Annotated[int, Field(ge=0)] = 0

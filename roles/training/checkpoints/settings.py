@@ -13,6 +13,6 @@ class CheckpointTable(Table):
     """Checkpoints: complete or absent, in Hugging Face format plus optimizer and queue mark."""
 
     every_steps: Annotated[int, Field(ge=1)] = 20
-    """Steps from one to the next; what was trained meanwhile stays in the queue."""
+    """Steps between checkpoints; samples trained since the last one stay in the queue."""
     keep: Annotated[int, Field(ge=1)] = 2
-    """Older ones are removed. With 1 there is none to go on from should the newest be damaged."""
+    """Checkpoints to keep; older ones are removed. With 1 there is no other to resume from if the newest is damaged."""

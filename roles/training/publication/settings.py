@@ -10,7 +10,7 @@ Communicator = Literal["nccl", "gloo"]
 
 
 class PublicationTable(Table):
-    """New weights on their way to the engines."""
+    """How new weights are published to the engines."""
 
     ack_timeout_s: Seconds = 60.0
     """From a commit, or from hearing of it, until an engine must have the weights whole. An engine that is late ends
