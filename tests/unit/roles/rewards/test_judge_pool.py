@@ -100,7 +100,7 @@ class Slot:
     def kill(self) -> None:
         self.dead = True
         self.engine.kill()
-        self._run.registry.core.gone(self.who, "killed")
+        self._run.registry.core.process_exited(self.who, "killed")
 
     async def load(self) -> Any:
         if self.dead:
