@@ -40,6 +40,7 @@ from relax_rt.roles.base.locations import model_folder
 from relax_rt.roles.base.progress import without_retired
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.base.sample import Sample
+from relax_rt.roles.base.versions import committed_versions
 from relax_rt.roles.data.order import sample_seed
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
@@ -50,7 +51,6 @@ from relax_rt.roles.rollout.engines.settings import RolloutSettings, SamplingTab
 from relax_rt.roles.rollout.router import Router
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.publication.follower import committed_versions
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import ABOUT, Ticket
 from relax_rt.transport.rpc.errors import RelaxError
@@ -112,7 +112,7 @@ class EnvRole(RLRole[EnvSettings]):
         "transformers",
         "relax_rt.roles.models.tokenizer",
         "relax_rt.roles.rollout.router",
-        "relax_rt.roles.training.publication.follower",
+        "relax_rt.roles.rollout.engines.weight_follower",
         "relax_rt.roles.agentic.player",
         "relax_rt.roles.agentic.evaluation",
         "relax_rt.roles.agentic.samples",

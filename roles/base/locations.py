@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.settings import ModelTable
 from relax_rt.transport.weights.stage_server import STAGE_DIR
+
+if TYPE_CHECKING:
+    pass
+
 
 MODEL_CODE = ("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3")
 """Code of the models that the examples train: transformers imports it only when such a model is made."""
@@ -29,3 +34,12 @@ def stage_folder(ctx: RoleContext) -> Path:
 def offers_folder(ctx: RoleContext) -> Path:
     """Where this node's engines say what memory they have for broadcasts."""
     return ctx.shm_dir / OFFERS_DIR
+
+
+def files_folder(ctx: RoleContext, directory: str | None) -> Path | None:
+    """Where the run's versions lie as files; None: they do not.
+
+    Args:
+        directory: `publication.directory`.
+    """
+    return None if directory is None else Path(ctx.config.config_dir) / Path(directory).expanduser() / ctx.run_id

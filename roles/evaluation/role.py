@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from relax_rt.roles.evaluation.sets import EvaluationSchedule, SetSpec
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.rollout.engines.base import Engine
-    from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
+    from relax_rt.roles.rollout.engines.weight_follower import EngineFailure, WeightFollower
 
 LOAD_ALLOWANCE_S = 120.0
 
@@ -56,7 +56,7 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
         "transformers",
         "relax_rt.roles.rollout.engines.embedded",
         "relax_rt.roles.models.tokenizer",
-        "relax_rt.roles.training.publication.follower",
+        "relax_rt.roles.rollout.engines.weight_follower",
         "relax_rt.roles.data.kept",
         "reasoning_gym",
         "relax_rt.roles.evaluation.scoring",
@@ -80,7 +80,7 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
         self.follower: WeightFollower
 
     async def setup(self) -> None:
-        from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
+        from relax_rt.roles.rollout.engines.weight_follower import EngineFailure, WeightFollower
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
         await asyncio.to_thread(self._load)
@@ -138,7 +138,7 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self) -> None:
-        from relax_rt.roles.training.publication.follower import committed_versions
+        from relax_rt.roles.base.versions import committed_versions
 
         lineage = VersionLineage(self.ctx)
         await self.ctx.ready()

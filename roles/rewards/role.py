@@ -24,7 +24,7 @@ from relax_rt.roles.rewards.judge import Judge, JudgeVerdict, Judging, LateVerdi
 from relax_rt.roles.rewards.scoring import Failed, Request, Score
 from relax_rt.roles.rewards.settings import RewardSettings, RewardTable
 from relax_rt.roles.rollout.router import Router
-from relax_rt.transport.queue.client import LeasedBatch, LeasedSample
+from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample
 from relax_rt.transport.queue.ledger.messages import ABOUT, Failure
 from relax_rt.transport.rpc.errors import ProtocolError, RelaxError
 

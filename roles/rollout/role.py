@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.rollout.engines.base import Chunk, Engine, GroupRequest
     from relax_rt.roles.rollout.engines.routing import RoutingShape
+    from relax_rt.roles.rollout.engines.weight_follower import EngineFailure, WeightFollower
     from relax_rt.roles.rollout.generation import GenerationService
     from relax_rt.roles.rollout.samples import SampleMaker
     from relax_rt.roles.rollout.work import Due, Job, Work
-    from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
     from relax_rt.transport.queue.partials import PartialCompletion
 
 ADMIT_WAIT_S = 0.25
@@ -66,7 +66,7 @@ class RolloutRole(RLRole[RolloutSettings]):
         "transformers",
         "relax_rt.roles.rollout.engines.embedded",
         "relax_rt.roles.models.tokenizer",
-        "relax_rt.roles.training.publication.follower",
+        "relax_rt.roles.rollout.engines.weight_follower",
         "relax_rt.roles.data.kept",
         "relax_rt.roles.rollout.samples",
         "relax_rt.roles.rollout.generation",
@@ -100,8 +100,8 @@ class RolloutRole(RLRole[RolloutSettings]):
         self.generation: GenerationService
 
     async def setup(self) -> None:
+        from relax_rt.roles.rollout.engines.weight_follower import EngineFailure, WeightFollower
         from relax_rt.roles.rollout.generation import MAX_REQUESTS, serve_generation
-        from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower
 
         if self.device is not None:
             await self.device.turns.enter()
@@ -213,8 +213,8 @@ class RolloutRole(RLRole[RolloutSettings]):
                     await self.queue.release_groups(list(self.queue.groups), LEFT, losses=int(self._doubtful))
 
     async def _follow(self) -> None:
+        from relax_rt.roles.base.versions import committed_versions
         from relax_rt.roles.training.checkpoints.cold_start import report_cold_start_wait
-        from relax_rt.roles.training.publication.follower import committed_versions
 
         self.ctx.progress.waiting("the first committed weights")
         await report_cold_start_wait(self.ctx)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.data.source import Places, PromptSource
+from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
 from relax_rt.roles.training.algorithms.registry import bind
 from relax_rt.roles.training.algorithms.samplers import PromptLookahead, PromptSampler
@@ -54,8 +56,6 @@ class PromptCurriculum:
             RelaxError: bad data.
         """
         from relax_rt.roles.base.locations import model_folder
-        from relax_rt.roles.data.source import Places, PromptSource
-        from relax_rt.roles.models.tokenizer import load_tokenizer
 
         table, base, seed = config.table(AlgorithmTable), Path(config.config_dir), config.run.seed
         assert table.sampler is not None

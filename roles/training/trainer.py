@@ -20,9 +20,12 @@ from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.models.opening import refused_for_good
 from relax_rt.roles.rollout.engines.communicator import communicator_of
 from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable
+from relax_rt.roles.rollout.engines.turns import TrainerTurns, TurnsApi
 from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable, ColdStartTable
 from relax_rt.roles.training.backend.settings import TrainerSettings
+from relax_rt.roles.training.checkpoints.digests import identity_of
 from relax_rt.roles.training.checkpoints.settings import CheckpointTable
+from relax_rt.roles.training.checkpoints.store import CheckpointStore
 from relax_rt.roles.training.critic.client import CriticClient
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.roles.training.waiting import wait_for_peer
@@ -32,7 +35,6 @@ from relax_rt.transport.rpc.errors import GivenUp, RelaxError
 from relax_rt.transport.weights.stage import WeightStage
 
 if TYPE_CHECKING:
-    from relax_rt.roles.rollout.engines.turns import TrainerTurns
     from relax_rt.roles.training.algorithms.objective import Objective
     from relax_rt.roles.training.backend.gang import Follower
     from relax_rt.roles.training.backend.interface import StepResult, TrainerBackend
@@ -342,8 +344,6 @@ class TrainerRole(RLRole[TrainerSettings]):
         if self._follower is not None:
             return
         if self.algorithm.mode in SHARING:
-            from relax_rt.roles.rollout.engines.turns import TrainerTurns, TurnsApi
-
             self.turns = TrainerTurns(self.ctx, self.table(ColocationTable).give_way_s)
             self.ctx.serve(TurnsApi, self.turns)
         self.stage = WeightStage(stage_folder(self.ctx), self.ctx.who.epoch)
@@ -389,8 +389,6 @@ class TrainerRole(RLRole[TrainerSettings]):
 
     async def _open_checkpoints(self) -> None:
         from relax_rt.roles.training.checkpointing import Checkpointer
-        from relax_rt.roles.training.checkpoints.digests import identity_of
-        from relax_rt.roles.training.checkpoints.store import CheckpointStore
         from relax_rt.roles.training.empty_steps import EmptySteps
 
         table = self.table(CheckpointTable)

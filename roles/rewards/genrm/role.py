@@ -11,13 +11,14 @@ from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.base.versions import committed_versions
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.settings import ModelTable
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 from relax_rt.roles.rollout.engines import make_engine
 from relax_rt.roles.rollout.engines.base import Chunk, Engine
+from relax_rt.roles.rollout.engines.weight_follower import EngineFailure, WeightFollower
 from relax_rt.roles.rollout.generation import GenerationService, serve_generation
-from relax_rt.roles.training.publication.follower import EngineFailure, WeightFollower, committed_versions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,7 +55,7 @@ class GenrmRole(RLRole[GenrmSettings]):
         "transformers",
         "relax_rt.roles.rollout.engines.embedded",
         "relax_rt.roles.rollout.generation",
-        "relax_rt.roles.training.publication.follower",
+        "relax_rt.roles.rollout.engines.weight_follower",
         *MODEL_CODE,
     )
     Settings: ClassVar[type[RoleSettings]] = GenrmSettings

@@ -29,6 +29,7 @@ from relax_rt.config.problems import BadInput, KeyPath, Problem, dotted
 from relax_rt.config.schema import Table
 from relax_rt.config.target import TargetError, load_target
 from relax_rt.config.validation import validate
+from relax_rt.roles.base.user_code import user_line
 from relax_rt.supervision.diagnosis import classify_exception
 from relax_rt.transport.base.targets import did_you_mean
 from relax_rt.transport.rpc.errors import Refused, RelaxError
@@ -62,8 +63,6 @@ def user_code(who: str, place: KeyPath, arguments: Sequence[Any]) -> Iterator[No
         UserPartFailed: it raised, or called sys.exit. What a lack of memory or the device makes it raise passes
             through: smaller micro-batches, or another start, may mend that.
     """
-    from relax_rt.roles.base.user_code import user_line
-
     try:
         yield
     except UserPartFailed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
@@ -70,8 +71,6 @@ def curriculum(choice: SamplerContext, history: PromptHistory, options: Curricul
     Returns:
         Its place in `choice.items`.
     """
-    import math
-
     count = len(choice.items)
     places = [choice.usual, *(int(choice.draw(i) * count) for i in range(1, options.candidates))]
 

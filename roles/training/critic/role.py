@@ -15,8 +15,9 @@ from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.base.sample import Sample, bare_meta
+from relax_rt.roles.models.opening import refused_for_good
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.critic.client import CriticReport, CriticSample, TrainingPosition
+from relax_rt.roles.training.critic.client import CriticApi, CriticReport, CriticSample, TrainingPosition
 from relax_rt.roles.training.critic.settings import CriticSettings
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 
@@ -46,8 +47,6 @@ class CriticRole(RLRole[CriticSettings]):
         super().__init__(ctx)
 
     async def setup(self) -> None:
-        from relax_rt.roles.training.critic.client import CriticApi
-
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
         model = await asyncio.to_thread(self._load)
         self.ctx.serve(CriticApi, CriticService(model, self._working, self._report))
@@ -55,7 +54,6 @@ class CriticRole(RLRole[CriticSettings]):
     def _load(self) -> CriticModel:
         from relax_rt.roles.base.locations import model_folder
         from relax_rt.roles.models.device import open_device
-        from relax_rt.roles.models.opening import refused_for_good
         from relax_rt.roles.training.batch.budget import TokenBudget
         from relax_rt.roles.training.critic.model import CriticModel
 

@@ -17,6 +17,7 @@ from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import offers_folder, stage_folder
 from relax_rt.roles.training.publication.settings import Communicator, PublicationTable
 from relax_rt.transport.rpc.errors import RelaxError
+from relax_rt.transport.weights.broadcast.communicator import BroadcastFailed
 from relax_rt.transport.weights.broadcast.machine import Limits
 from relax_rt.transport.weights.broadcast.receivers import Receivers, Reserved
 from relax_rt.transport.weights.manifest import Manifest
@@ -146,7 +147,6 @@ class WeightBroadcaster:
         self._group = group
 
     async def _send(self, manifest: Manifest, reserved: Reserved) -> None:
-        from relax_rt.transport.weights.broadcast.communicator import BroadcastFailed
         from relax_rt.transport.weights.broadcast.source import broadcast_version
 
         assert self._group is not None

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from relax_rt.config.problems import BadInput
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.base.locations import model_folder, stage_folder
-from relax_rt.roles.training.publication.carriers import files_folder
+from relax_rt.roles.base.locations import files_folder, model_folder, stage_folder
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError
@@ -63,7 +62,8 @@ class WeightFiles:
     @classmethod
     def of(cls, ctx: RoleContext) -> WeightFiles | None:
         """As the config says; None: no files. Blocks."""
-        table, folder = ctx.config.table(PublicationTable), files_folder(ctx)
+        table = ctx.config.table(PublicationTable)
+        folder = files_folder(ctx, table.directory)
         if folder is None or table.carrier not in ("auto", "directory"):
             return None
         return cls(ctx, folder, only_way=table.carrier == "directory", timeout_s=table.directory_timeout_s)

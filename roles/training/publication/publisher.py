@@ -16,12 +16,19 @@ from relax_rt.roles.training.backend.interface import TrainerBackend
 from relax_rt.roles.training.publication.adapters import AdapterVersions, VersionAdapters
 from relax_rt.roles.training.publication.broadcast import WeightBroadcaster
 from relax_rt.roles.training.publication.device import DeviceWeights
+from relax_rt.roles.training.publication.engine_tracker import (
+    EngineLate,
+    EngineLost,
+    EngineTracker,
+    TrackerReport,
+    VersionSettled,
+)
 from relax_rt.roles.training.publication.files import WeightFiles
-from relax_rt.roles.training.publication.machine import Late, Lost, Publication, Report, Settled
 from relax_rt.roles.training.publication.settings import Communicator, PublicationTable, wire_of
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, OutOfSpace, RelaxError, Unreachable
 from relax_rt.transport.weights.manifest import Layout, Manifest
+from relax_rt.transport.weights.payloads import wire_version
 from relax_rt.transport.weights.stage import WeightStage
 
 REGISTRY_WAIT_S = 600.0
@@ -86,7 +93,7 @@ class Publisher:
         self._committed, self._files = committed, files
         self._spread, self._device = WeightBroadcaster.of(ctx, table, communicator), DeviceWeights.of(ctx, table)
         self._adapted = AdapterVersions.of(table, backend, stage, dtype)
-        self._machine = Publication(engines, table.ack_timeout_s)
+        self._machine = EngineTracker(engines, table.ack_timeout_s)
         self._copied = threading.Event()
         self._copied.set()
         self._idle = threading.Event()
@@ -329,7 +336,6 @@ class Publisher:
         wire = wire_of(self._table.wire_dtype, self._dtype)
         if wire is None:
             return b""
-        from relax_rt.transport.weights.payloads import wire_version
 
         return wire_version(layout, view, wire)
 
@@ -358,21 +364,21 @@ class Publisher:
             revision = changes.revision
             self._report(self._machine.members(changes.members, time.monotonic()))
 
-    def _report(self, reports: list[Report]) -> None:
+    def _report(self, reports: list[TrackerReport]) -> None:
         for report in reports:
             match report:
-                case Late(who=who):
+                case EngineLate(who=who):
                     facts = {"version": report.version, "has": report.has, "after_s": round(report.after_s, 2)}
                     self._ctx.event("engine_late", engine=str(who), **facts)
                     self._ctx.log.warning("an engine is late with new weights", engine=str(who), **facts)
-                case Lost(who=who):
+                case EngineLost(who=who):
                     self._ctx.event(
                         "engine_lost", engine=str(who), version=report.version, has=report.has, why=report.why
                     )
-                case Settled():
+                case VersionSettled():
                     self._settled(report)
 
-    def _settled(self, report: Settled) -> None:
+    def _settled(self, report: VersionSettled) -> None:
         facts = self._facts.get(report.version, {})
         self._ctx.metrics(
             {

@@ -7,19 +7,24 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.base.sample import read_sample
+from relax_rt.roles.models.opening import refused_for_good
 from relax_rt.roles.models.settings import ModelTable
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.training.algorithms.settings import ColdStartTable
 from relax_rt.roles.training.reference.settings import ReferenceSettings
+from relax_rt.transport.queue.ledger.messages import Failure
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.roles.training.reference.model import FrozenModel
-    from relax_rt.transport.queue.client import LeasedBatch
+    from relax_rt.transport.queue.batch import LeasedBatch
     from relax_rt.transport.queue.ledger.messages import SampleKey
 
 TASK, COLUMN = "reference", "reference_logprobs"
@@ -79,7 +84,6 @@ class ReferenceRole(RLRole[ReferenceSettings]):
 
     def _load(self, folder: Path) -> None:
         from relax_rt.roles.models.device import open_device
-        from relax_rt.roles.models.opening import refused_for_good
         from relax_rt.roles.training.batch.budget import TokenBudget
         from relax_rt.roles.training.reference.model import FrozenModel
 
@@ -113,8 +117,6 @@ class ReferenceRole(RLRole[ReferenceSettings]):
             self._report(last=True)
 
     async def _judge(self, batch: LeasedBatch) -> None:
-        from relax_rt.transport.queue.ledger.messages import Failure
-
         began = time.monotonic()
         columns, failed = await asyncio.to_thread(self._compute, batch)
         await self.queue.complete(batch, columns, [Failure(key, why) for key, why in failed.items()])
@@ -135,10 +137,6 @@ class ReferenceRole(RLRole[ReferenceSettings]):
 
     def _compute(self, batch: LeasedBatch) -> tuple[dict[SampleKey, dict[str, Any]], dict[SampleKey, str]]:
         """Columns of the samples that can be judged, and why the others cannot."""
-        import numpy as np
-
-        from relax_rt.roles.base.sample import read_sample
-
         samples = {leased.key: read_sample(leased) for leased in batch.samples}
         failed: dict[SampleKey, str] = {}
         for key, sample in samples.items():

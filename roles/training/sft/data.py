@@ -21,6 +21,7 @@ from relax_rt.roles.data.files import read_rows
 from relax_rt.roles.data.items import Message, PromptItem, RawItem, answer_text
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.data.source import PromptSource, conversation, fill
+from relax_rt.roles.evaluation.sets import load_set
 from relax_rt.roles.evaluation.settings import EvaluationTable
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.training.algorithms.settings import ColdStartTable
@@ -341,7 +342,6 @@ def load_sft_data(config: RunConfig, config_dir: Path, source: PromptSource, tok
         Faults: rows that cannot be used. RelaxError: no file, or nothing to learn from.
     """
     data = config.table(DataTable)
-    from relax_rt.roles.evaluation.sets import load_set
 
     table, report = config.table(ColdStartTable), {"evaluated": 0, "overlong": 0}
     held_out = list(source.held_out)

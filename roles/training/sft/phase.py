@@ -17,6 +17,8 @@ from relax_rt.config.schema import RunConfig
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.data.order import epoch_order
 from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.data.source import PromptSource
+from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable, ColdStartTable
 from relax_rt.roles.training.checkpoints.cold_start import (
@@ -29,6 +31,7 @@ from relax_rt.roles.training.checkpoints.cold_start import (
     write_progress,
     write_reference_logprobs,
 )
+from relax_rt.roles.training.checkpoints.store import CheckpointState, CheckpointStore, read_state
 from relax_rt.roles.training.sft.data import Floats, SftData, SftItem, load_sft_data, sft_samples
 from relax_rt.transport.rpc.errors import Corrupt, GivenUp, Refused, RelaxError
 
@@ -37,7 +40,6 @@ if TYPE_CHECKING:
     from relax_rt.roles.training.algorithms.objective import Objective
     from relax_rt.roles.training.backend.interface import StepResult, TrainerBackend
     from relax_rt.roles.training.checkpoints.digests import ModelIdentity
-    from relax_rt.roles.training.checkpoints.store import CheckpointState
 
 
 READ_ALLOWANCE_S = 600.0
@@ -66,8 +68,6 @@ class ColdStartPhase:
     def __init__(
         self, ctx: RoleContext, config: RunConfig, backend: TrainerBackend, model: ModelIdentity | None = None
     ) -> None:
-        from relax_rt.roles.training.checkpoints.store import CheckpointStore
-
         self._ctx, self._config, self._backend, self._table = ctx, config, backend, config.table(ColdStartTable)
         self._store = CheckpointStore(cold_start_folder(ctx.run_dir), ctx.who.epoch, KEEP, model)
         self._objective: Objective
@@ -115,7 +115,6 @@ class ColdStartPhase:
 
     def _taken_up(self, folder: Path) -> None:
         from relax_rt.roles.training.checkpoints.resume import verify_files
-        from relax_rt.roles.training.checkpoints.store import read_state
 
         state = read_state(folder)
         self._store.check(folder, state)
@@ -150,8 +149,6 @@ class ColdStartPhase:
     def _prepare(self) -> None:
         """Data and objective; the backend follows it, with log-probabilities of the model's own distribution."""
         from relax_rt.roles.base.locations import model_folder
-        from relax_rt.roles.data.source import PromptSource
-        from relax_rt.roles.models.tokenizer import load_tokenizer
         from relax_rt.roles.training.algorithms.objective import Objective
 
         ctx, config = self._ctx, self._config
@@ -305,8 +302,6 @@ class ColdStartPhase:
 
     async def _save(self, mark: ColdStartProgress, *, wait: bool = True) -> None:
         """Copy the state aside and write it, while training goes on unless it is to be waited for."""
-        from relax_rt.roles.training.checkpoints.store import CheckpointState
-
         await self._saved()
         self._ctx.progress.extend(SAVE_ALLOWANCE_S, "cold start: taking a checkpoint")
         await asyncio.to_thread(self._backend.snapshot)

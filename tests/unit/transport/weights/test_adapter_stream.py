@@ -21,7 +21,7 @@ from test_carriers import Context  # noqa: E402
 
 from relax_rt.cluster.nodes.links import Links  # noqa: E402
 from relax_rt.interfaces.role import RoleContext  # noqa: E402
-from relax_rt.roles.training.publication.carriers import source_for  # noqa: E402
+from relax_rt.roles.rollout.engines.weight_sources import source_for  # noqa: E402
 from relax_rt.transport.base.versions import VersionRecord  # noqa: E402
 from relax_rt.transport.rpc.errors import OutOfSpace, Unreachable  # noqa: E402
 from relax_rt.transport.weights import manifest, stream  # noqa: E402

@@ -18,7 +18,7 @@ from test_follower import Context  # noqa: E402
 from relax_rt.interfaces.role import RoleContext  # noqa: E402
 from relax_rt.roles.base.locations import stage_folder  # noqa: E402
 from relax_rt.roles.rollout.engines.base import Engine, EngineLoad, KvPolicy, Swap  # noqa: E402
-from relax_rt.roles.training.publication.follower import WeightFollower  # noqa: E402
+from relax_rt.roles.rollout.engines.weight_follower import WeightFollower  # noqa: E402
 from relax_rt.transport.base.versions import ROOT, VersionRecord  # noqa: E402
 from relax_rt.transport.rpc.errors import Corrupt, Gone, OutOfSpace, Refused, RelaxError  # noqa: E402
 from relax_rt.transport.weights.manifest import Manifest  # noqa: E402

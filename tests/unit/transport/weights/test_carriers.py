@@ -20,14 +20,14 @@ from relax_rt.cluster.nodes.links import Links
 from relax_rt.config.problems import BadInput
 from relax_rt.config.schema import SupervisionTable
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.base.locations import offers_folder, stage_folder
+from relax_rt.roles.base.locations import files_folder, offers_folder, stage_folder
 from relax_rt.roles.config.checks import check
 from relax_rt.roles.config.publication_checks import check_publication, preflight_publication
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
+from relax_rt.roles.rollout.engines.weight_sources import FallbackSource, source_for
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.publication import files as weight_files
-from relax_rt.roles.training.publication.carriers import FallbackSource, files_folder, source_for
 from relax_rt.roles.training.publication.device import DeviceWeights
 from relax_rt.roles.training.publication.files import WeightFiles
 from relax_rt.roles.training.publication.settings import PublicationTable
@@ -300,7 +300,7 @@ async def test_waiting_for_another_node_is_shown_and_logged_once(
 
 def test_other_carriers_have_no_folder(tmp_path: Path) -> None:
     ctx = cast(RoleContext, Context(tmp_path))
-    assert files_folder(ctx) is None and WeightFiles.of(ctx) is None
+    assert files_folder(ctx, None) is None and WeightFiles.of(ctx) is None
 
 
 def test_what_neither_carrier_has_is_the_error_of_the_first(tmp_path: Path) -> None:

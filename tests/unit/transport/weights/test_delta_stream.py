@@ -19,7 +19,7 @@ from weight_versions import fill
 
 from relax_rt.cluster.nodes.links import Links
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.training.publication.carriers import source_for
+from relax_rt.roles.rollout.engines.weight_sources import source_for
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone
 from relax_rt.transport.weights import stage_server as served_module

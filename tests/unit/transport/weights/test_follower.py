@@ -17,7 +17,7 @@ from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import stage_folder
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rollout.engines.base import Engine, EngineLoad, KvPolicy, Swap
-from relax_rt.roles.training.publication.follower import EngineOut, WeightFollower
+from relax_rt.roles.rollout.engines.weight_follower import EngineRemoved, WeightFollower
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Refused, Unreachable
@@ -138,11 +138,11 @@ class World:
     async def out(self, record: VersionRecord, match: str) -> None:
         """Following this ends the engine, says why, and nothing is acknowledged."""
         told = list(self.ctx.ready_at)
-        with pytest.raises(EngineOut, match=match):
+        with pytest.raises(EngineRemoved, match=match):
             await asyncio.wait_for(self.follower.follow(record), 5 * TIMEOUT_S)
         assert self.ctx.ready_at == told
         assert self.ctx.kinds()[-1] == "engine_removed"
-        with pytest.raises(EngineOut, match="out already"):
+        with pytest.raises(EngineRemoved, match="out already"):
             await self.follower.follow(record)
 
 

@@ -11,21 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_rt.interfaces.registry import Member
-from relax_rt.roles.training.publication.machine import (
+from relax_rt.roles.rollout.engines.version_machine import (
     RETRY_S,
-    Acknowledge,
+    AcknowledgeVersion,
     Action,
-    Fetch,
-    Late,
-    Lost,
-    Out,
-    Overtaken,
-    Pause,
-    Publication,
-    Receiver,
-    Report,
-    Settled,
-    Swap,
+    FetchVersion,
+    RemoveEngine,
+    SwapVersion,
+    VersionMachine,
+    VersionOvertaken,
+    WaitForVersion,
+)
+from relax_rt.roles.training.publication.engine_tracker import (
+    EngineLate,
+    EngineLost,
+    EngineTracker,
+    TrackerReport,
+    VersionSettled,
 )
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.identity import Incarnation
@@ -49,22 +51,22 @@ def member(slot: str, epoch: int, version: int, state: str = "ready", detail: st
 
 
 def test_an_engine_gets_from_commit_to_acknowledgement() -> None:
-    engine = Receiver(TIMEOUT_S)
-    assert engine.follow(record(1), 0.0) == Fetch(record(1), full=False)
-    assert engine.fetched(1, 2.0) == Swap(record(1))
+    engine = VersionMachine(TIMEOUT_S)
+    assert engine.follow(record(1), 0.0) == FetchVersion(record(1), full=False)
+    assert engine.fetched(1, 2.0) == SwapVersion(record(1))
     assert engine.whole is None, "not before it samples from it"
-    assert engine.swapped(1, 1, 3.0) == Acknowledge(record(1))
+    assert engine.swapped(1, 1, 3.0) == AcknowledgeVersion(record(1))
     assert engine.whole == record(1)
-    assert engine.follow(record(2), 4.0) == Fetch(record(2), full=False)
+    assert engine.follow(record(2), 4.0) == FetchVersion(record(2), full=False)
     assert engine.whole == record(1), "generation goes on at the version before"
 
 
 def test_an_engine_that_says_yes_and_did_not_load_is_out() -> None:
-    engine = Receiver(TIMEOUT_S)
+    engine = VersionMachine(TIMEOUT_S)
     engine.follow(record(4), 0.0)
     engine.fetched(4, 1.0)
     answer = engine.swapped(4, 3, 2.0)
-    assert isinstance(answer, Out)
+    assert isinstance(answer, RemoveEngine)
     assert "samples from version 3" in answer.why
     assert engine.whole is None
     assert engine.follow(record(5), 3.0) is None, "out is for good"
@@ -72,72 +74,74 @@ def test_an_engine_that_says_yes_and_did_not_load_is_out() -> None:
 
 @pytest.mark.parametrize(("failure", "out"), [("refused", True), ("failed", True), ("corrupt", False), ("gone", False)])
 def test_a_fetch_that_failed_is_tried_again_in_full_where_that_can_help(failure: str, out: bool) -> None:
-    engine = Receiver(TIMEOUT_S)
+    engine = VersionMachine(TIMEOUT_S)
     engine.follow(record(1), 0.0)
     answer = engine.failed(1, failure, "the reason", 1.0)  # type: ignore[arg-type]
     if out:
-        assert answer == Out(record(1), "the reason")
+        assert answer == RemoveEngine(record(1), "the reason")
         return
-    assert answer == Pause(RETRY_S)
-    assert engine.tick(1.2) == Fetch(record(1), full=True)
+    assert answer == WaitForVersion(RETRY_S)
+    assert engine.tick(1.2) == FetchVersion(record(1), full=True)
 
 
 def test_what_can_never_be_fetched_ends_the_engine_at_its_deadline_with_the_last_reason() -> None:
-    engine = Receiver(TIMEOUT_S)
+    engine = VersionMachine(TIMEOUT_S)
     now, answer = 0.0, engine.follow(record(1), 0.0)
-    while isinstance(answer, Fetch | Pause):
+    while isinstance(answer, FetchVersion | WaitForVersion):
         now += 0.2
-        answer = engine.failed(1, "corrupt", "flipped bits", now) if isinstance(answer, Fetch) else engine.tick(now)
+        answer = (
+            engine.failed(1, "corrupt", "flipped bits", now) if isinstance(answer, FetchVersion) else engine.tick(now)
+        )
         assert now < TIMEOUT_S + 1
-    assert isinstance(answer, Out)
+    assert isinstance(answer, RemoveEngine)
     assert "flipped bits" in answer.why
     assert "10 s" in answer.why
 
 
 def test_a_version_that_is_gone_is_given_up_for_a_newer_one() -> None:
-    engine = Receiver(TIMEOUT_S)
+    engine = VersionMachine(TIMEOUT_S)
     engine.follow(record(1), 0.0)
     engine.failed(1, "gone", "retired", 1.0)
     engine.committed(2)
-    assert engine.tick(1.2) == Overtaken(record(1))
-    assert engine.follow(record(2), 1.3) == Fetch(record(2), full=False)
+    assert engine.tick(1.2) == VersionOvertaken(record(1))
+    assert engine.follow(record(2), 1.3) == FetchVersion(record(2), full=False)
 
 
 def test_newer_versions_give_an_engine_that_can_take_none_no_more_time() -> None:
-    engine = Receiver(TIMEOUT_S)
+    engine = VersionMachine(TIMEOUT_S)
     now, version, answer = 0.0, 0, None
-    while not isinstance(answer, Out):
+    while not isinstance(answer, RemoveEngine):
         version += 1
         now += 100.0  # nothing is asked of it meanwhile: that is not its time
-        assert engine.follow(record(version), now) == Fetch(record(version), full=False)
+        assert engine.follow(record(version), now) == FetchVersion(record(version), full=False)
         now += 1.5
-        assert isinstance(engine.failed(version, "corrupt", "flipped bits", now), Pause)
+        assert isinstance(engine.failed(version, "corrupt", "flipped bits", now), WaitForVersion)
         engine.committed(version + 1)
         answer = engine.tick(now + RETRY_S)
-        assert isinstance(answer, Overtaken | Out)
+        assert isinstance(answer, VersionOvertaken | RemoveEngine)
     assert version == 6, "1.7 s each"
     assert "flipped bits" in answer.why
 
 
 def test_a_failed_swap_is_the_end_whatever_failed() -> None:
     for failure in ("gone", "corrupt", "refused", "failed"):
-        engine = Receiver(TIMEOUT_S)
+        engine = VersionMachine(TIMEOUT_S)
         engine.follow(record(1), 0.0)
         engine.fetched(1, 1.0)
         answer = engine.failed(1, failure, "lost half way", 2.0)
-        assert isinstance(answer, Out)
+        assert isinstance(answer, RemoveEngine)
         assert "lost half way" in answer.why
 
 
 @pytest.mark.parametrize("stage", ["fetching", "swapping"])
 def test_an_engine_that_is_stuck_is_out_at_its_deadline(stage: str) -> None:
-    engine = Receiver(TIMEOUT_S)
+    engine = VersionMachine(TIMEOUT_S)
     engine.follow(record(1), 0.0)
     if stage == "swapping":
         engine.fetched(1, 1.0)
     assert engine.tick(TIMEOUT_S) is None
     answer = engine.tick(TIMEOUT_S + 0.1)
-    assert isinstance(answer, Out)
+    assert isinstance(answer, RemoveEngine)
     assert "not whole after 10 s" in answer.why
     assert engine.left_s(TIMEOUT_S) == 0
 
@@ -146,23 +150,23 @@ def test_an_engine_that_is_stuck_is_out_at_its_deadline(stage: str) -> None:
 
 
 def test_a_publication_settles_when_all_have_it() -> None:
-    trainer = Publication({"rollout"}, TIMEOUT_S)
+    trainer = EngineTracker({"rollout"}, TIMEOUT_S)
     trainer.members([member("rollout/0", 1, 3), member("rollout/1", 2, 3), member("reward/0", 9, 0)], 0.0)
     assert trainer.committed(4, 1.0) == []
     assert trainer.members([member("rollout/0", 1, 4)], 2.0) == []
     assert trainer.patience_s(2.0) == pytest.approx(9.0)
-    assert trainer.members([member("rollout/1", 2, 4)], 3.0) == [Settled(4, 2, 0, 0, 2.0)]
+    assert trainer.members([member("rollout/1", 2, 4)], 3.0) == [VersionSettled(4, 2, 0, 0, 2.0)]
     assert trainer.patience_s(3.0) == 0.0
 
 
 def test_a_late_engine_is_told_once_and_the_rest_settle_without_it() -> None:
-    trainer = Publication({"rollout"}, TIMEOUT_S)
+    trainer = EngineTracker({"rollout"}, TIMEOUT_S)
     trainer.members([member("rollout/0", 1, 1), member("rollout/1", 2, 1)], 0.0)
     trainer.committed(2, 0.0)
     trainer.members([member("rollout/0", 1, 2)], 1.0)
     assert trainer.tick(TIMEOUT_S) == []
-    late = Late(Incarnation("rollout/1", 2), 2, 1, TIMEOUT_S + 1)
-    assert trainer.tick(TIMEOUT_S + 1) == [late, Settled(2, 1, 1, 0, TIMEOUT_S + 1)]
+    late = EngineLate(Incarnation("rollout/1", 2), 2, 1, TIMEOUT_S + 1)
+    assert trainer.tick(TIMEOUT_S + 1) == [late, VersionSettled(2, 1, 1, 0, TIMEOUT_S + 1)]
     assert trainer.tick(TIMEOUT_S + 2) == []
     assert trainer.patience_s(1.0) == 0.0, "nobody waits for an engine that is late"
     trainer.members([member("rollout/1", 2, 2)], 30.0)
@@ -170,21 +174,21 @@ def test_a_late_engine_is_told_once_and_the_rest_settle_without_it() -> None:
 
 
 def test_an_engine_that_never_catches_up_is_late_although_versions_keep_coming() -> None:
-    trainer = Publication({"rollout"}, TIMEOUT_S)
+    trainer = EngineTracker({"rollout"}, TIMEOUT_S)
     trainer.members([member("rollout/0", 1, 1)], 0.0)
-    reports: list[Report] = []
+    reports: list[TrackerReport] = []
     for version in range(2, 15):
         reports += trainer.committed(version, float(version))
-    assert [r for r in reports if isinstance(r, Late)] == [Late(Incarnation("rollout/0", 1), 13, 1, 11.0)]
+    assert [r for r in reports if isinstance(r, EngineLate)] == [EngineLate(Incarnation("rollout/0", 1), 13, 1, 11.0)]
 
 
 def test_the_dead_are_not_waited_for_and_their_successors_count_anew() -> None:
-    trainer = Publication({"rollout"}, TIMEOUT_S)
+    trainer = EngineTracker({"rollout"}, TIMEOUT_S)
     trainer.members([member("rollout/0", 1, 1), member("rollout/1", 2, 1)], 0.0)
     trainer.committed(2, 0.0)
     trainer.members([member("rollout/0", 1, 2)], 1.0)
     died = trainer.members([member("rollout/1", 2, 1, "gone", "SIGKILL")], 2.0)
-    assert died == [Lost(Incarnation("rollout/1", 2), 2, 1, "gone: SIGKILL"), Settled(2, 1, 0, 0, 2.0)]
+    assert died == [EngineLost(Incarnation("rollout/1", 2), 2, 1, "gone: SIGKILL"), VersionSettled(2, 1, 0, 0, 2.0)]
     trainer.members([member("rollout/1", 5, 0, "starting")], 3.0)
     assert trainer.whole(2) == [Incarnation("rollout/0", 1)]
     assert trainer.members([member("rollout/1", 2, 2)], 3.5) == [], "a word of the dead incarnation"
@@ -201,7 +205,7 @@ class Engine:
     """One incarnation, with the truth about it that neither machine sees."""
 
     who: Incarnation
-    receiver: Receiver = field(default_factory=lambda: Receiver(TIMEOUT_S))
+    receiver: VersionMachine = field(default_factory=lambda: VersionMachine(TIMEOUT_S))
     action: Action | None = None
     samples: int = 0
     verified: set[int] = field(default_factory=set)
@@ -221,10 +225,10 @@ class Transaction:
         self.news: set[str] = set()
         self.ever: dict[Incarnation, Engine] = {}
         self.living: dict[str, Engine] = {}
-        self.trainer = Publication({"rollout"}, TIMEOUT_S)
+        self.trainer = EngineTracker({"rollout"}, TIMEOUT_S)
         self.late: list[tuple[Incarnation, int]] = []
         self.actions: set[type] = set()
-        self.reports: list[Report] = []
+        self.reports: list[TrackerReport] = []
         for number in range(SLOTS):
             self.begin(f"rollout/{number}")
 
@@ -243,15 +247,15 @@ class Transaction:
             return
         engine.action = action
         self.actions.add(type(action))
-        if isinstance(action, Acknowledge):
+        if isinstance(action, AcknowledgeVersion):
             version = action.record.version
             assert version in engine.verified
             assert engine.samples == version
             self.put(Member(engine.who, state="ready", policy_version=version))
             engine.action, engine.trying_s = None, 0.0
-        elif isinstance(action, Out):
+        elif isinstance(action, RemoveEngine):
             self.end(engine, action.why)
-        elif isinstance(action, Overtaken):
+        elif isinstance(action, VersionOvertaken):
             engine.action = None
 
     def end(self, engine: Engine, why: str) -> None:
@@ -275,9 +279,9 @@ class Transaction:
         receiver.committed(self.committed)
         if engine.action is None and self.committed > engine.samples:
             self.take(engine, receiver.follow(record(self.committed), self.now))
-        elif isinstance(engine.action, Fetch | Swap):
+        elif isinstance(engine.action, FetchVersion | SwapVersion):
             version = engine.action.record.version
-            swapping = isinstance(engine.action, Swap)
+            swapping = isinstance(engine.action, SwapVersion)
             if outcome not in ("ok", "lies"):
                 engine.samples = HALF_LOADED if swapping else engine.samples
                 self.take(engine, receiver.failed(version, outcome, outcome, self.now))
@@ -312,16 +316,16 @@ class Transaction:
         self.reported(self.trainer.members([self.registry[slot] for slot in sorted(slots)], self.now))
 
     def a_new_trainer_begins(self) -> None:
-        self.trainer = Publication({"rollout"}, TIMEOUT_S)
+        self.trainer = EngineTracker({"rollout"}, TIMEOUT_S)
         self.news, self.late = set(), []
         self.reported(self.trainer.members(self.registry.values(), self.now))
         self.committed_at = self.now
         self.reported(self.trainer.committed(self.committed, self.now))
 
-    def reported(self, reports: list[Report]) -> None:
+    def reported(self, reports: list[TrackerReport]) -> None:
         self.reports += reports
         for report in reports:
-            if isinstance(report, Late):
+            if isinstance(report, EngineLate):
                 assert report.after_s > TIMEOUT_S
                 assert (report.who, report.has) not in self.late, "told twice"
                 self.late.append((report.who, report.has))
@@ -395,4 +399,14 @@ def test_the_walk_goes_everywhere() -> None:
         for _ in range(150):
             world.step(chance)
         seen |= world.actions | {type(report) for report in world.reports}
-    assert seen == {Fetch, Swap, Acknowledge, Pause, Overtaken, Out, Late, Lost, Settled}
+    assert seen == {
+        FetchVersion,
+        SwapVersion,
+        AcknowledgeVersion,
+        WaitForVersion,
+        VersionOvertaken,
+        RemoveEngine,
+        EngineLate,
+        EngineLost,
+        VersionSettled,
+    }

@@ -1,4 +1,5 @@
-"""How an engine of this node gets a committed version: by where it is, and by what the config says."""
+"""Where an engine gets a committed version from: its node and [publication] decide (stage, stream, broadcast,
+files)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from relax_rt.cluster.nodes.api import HEAD
 from relax_rt.cluster.nodes.links import Links
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.base.locations import offers_folder, stage_folder
+from relax_rt.roles.base.locations import files_folder, offers_folder, stage_folder
 from relax_rt.roles.rollout.engines.communicator import communicator_of
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.training.publication.settings import PublicationTable
@@ -36,19 +37,14 @@ MakeSource = Callable[[VersionRecord, VersionRecord | None], WeightSource]
 """Makes a source of a version, off the event loop; with the version that the engine samples from, it may be a delta
 to that one."""
 
-_FELL = (Gone, Corrupt, Unreachable, DeadlineExceeded, OutOfSpace)
+_FALLBACK_ERRORS = (Gone, Corrupt, Unreachable, DeadlineExceeded, OutOfSpace)
 """What another carrier may do better."""
-
-
-def files_folder(ctx: RoleContext) -> Path | None:
-    """Where the run's versions lie as files, if they do."""
-    named = ctx.config.table(PublicationTable).directory
-    return None if named is None else Path(ctx.config.config_dir) / Path(named).expanduser() / ctx.run_id
 
 
 def source_for(ctx: RoleContext) -> MakeSource:
     """The carriers of this node. Call it on the role's event loop."""
-    table, folder = ctx.config.table(PublicationTable), files_folder(ctx)
+    table = ctx.config.table(PublicationTable)
+    folder = files_folder(ctx, table.directory)
     if table.carrier == "directory" and folder is not None:
         return lambda record, _: DirectorySource(folder, record)
     links = Links.from_environment()
@@ -187,7 +183,7 @@ class FallbackSource:
         also: tuple[type[RelaxError], ...] = (),
     ) -> None:
         self._second, self._told = second, told
-        self._fell: tuple[type[RelaxError], ...] = (*_FELL, *also)
+        self._fell: tuple[type[RelaxError], ...] = (*_FALLBACK_ERRORS, *also)
         self._fallen = False
         try:
             self._use(first())
@@ -202,7 +198,7 @@ class FallbackSource:
         self.payload, self.nbytes = source.payload, source.nbytes
 
     def copy_into(self, into: memoryview) -> None:
-        """See WeightSource."""
+        """Copy the version, by the first source or, where that fails, by the second."""
         try:
             self._source.copy_into(into)
         except self._fell as error:
@@ -214,7 +210,7 @@ class FallbackSource:
 
     @contextmanager
     def mapped(self) -> Iterator[memoryview]:
-        """See WeightSource."""
+        """Map the version of the source in use."""
         with self._source.mapped() as view:
             yield view
 

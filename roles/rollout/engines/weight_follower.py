@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import Awaitable
 
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.rollout.engines.base import Engine, KvPolicy
 from relax_rt.roles.rollout.engines.base import Swap as Swapped
-from relax_rt.roles.training.publication.carriers import MakeSource, source_for
-from relax_rt.roles.training.publication.machine import (
-    Acknowledge,
+from relax_rt.roles.rollout.engines.version_machine import (
+    AcknowledgeVersion,
     Action,
-    Failure,
-    Fetch,
-    Out,
-    Overtaken,
-    Pause,
-    Receiver,
-    Swap,
+    FetchFailure,
+    FetchVersion,
+    RemoveEngine,
+    SwapVersion,
+    VersionMachine,
+    VersionOvertaken,
+    WaitForVersion,
 )
+from relax_rt.roles.rollout.engines.weight_sources import MakeSource, source_for
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError, Unreachable
@@ -30,27 +30,8 @@ WATCH_S = 20.0
 RETRY_S = 0.2
 
 
-class EngineOut(RelaxError):
+class EngineRemoved(RelaxError):
     """This engine could not be brought to a version whole. Its role ends, and a successor starts anew."""
-
-
-async def committed_versions(ctx: RoleContext) -> AsyncIterator[VersionRecord]:
-    """Each newly committed version, the newest only; waits (visibly) for the first. Ends when the role stops.
-
-    A registry that is away is waited for: engines go on with what they have.
-    """
-    revision, seen = 0, 0
-    while not ctx.stopping.is_set():
-        try:
-            changes = await ctx.registry.watch(revision, WATCH_S)
-        except (Unreachable, DeadlineExceeded) as error:
-            ctx.log.warning("the registry is away; keeping the current weights", error=str(error))
-            await asyncio.sleep(RETRY_S)
-            continue
-        revision = changes.revision
-        if changes.committed is not None and changes.committed.version > seen:
-            seen = changes.committed.version
-            yield changes.committed
 
 
 class WeightFollower:
@@ -69,7 +50,7 @@ class WeightFollower:
     ) -> None:
         self._ctx, self._engine, self._kv = ctx, engine, kv
         self._source = source or source_for(ctx)
-        self._machine = Receiver(ctx.config.table(PublicationTable).ack_timeout_s)
+        self._machine = VersionMachine(ctx.config.table(PublicationTable).ack_timeout_s)
         self._swap, self._fetch_s = Swapped(0, 0.0, 0), 0.0
         self._fetched: WeightSource | None = None
         self._empty = False
@@ -85,25 +66,25 @@ class WeightFollower:
         action = self._machine.follow(record, began)
         while True:
             match action:
-                case Fetch():
+                case FetchVersion():
                     action = await self._fetch(action)
-                case Swap():
+                case SwapVersion():
                     action = await self._swap_in(action.record)
-                case Pause(seconds=seconds):
+                case WaitForVersion(seconds=seconds):
                     await asyncio.sleep(seconds)
                     self._machine.committed(await self._newest())
                     action = self._machine.tick(time.monotonic())
-                case Acknowledge():
+                case AcknowledgeVersion():
                     await self._acknowledge(action.record, time.monotonic() - began)
                     return True
-                case Overtaken():
+                case VersionOvertaken():
                     self._ctx.event("weights_skipped", version=record.version, why="a newer version took its place")
                     return False
-                case Out(why=why):
+                case RemoveEngine(why=why):
                     self._ctx.event("engine_removed", version=record.version, has=self.record.version, why=why)
-                    raise EngineOut(f"{self._ctx.who} cannot get to policy version {record.version}", why=why)
+                    raise EngineRemoved(f"{self._ctx.who} cannot get to policy version {record.version}", why=why)
                 case None:
-                    raise EngineOut(f"{self._ctx.who} at policy version {record.version}", why="it is out already")
+                    raise EngineRemoved(f"{self._ctx.who} at policy version {record.version}", why="it is out already")
 
     async def again(self, record: VersionRecord) -> bool:
         """`follow`, for an engine that has let go of its weights: also to the version that it had.
@@ -114,7 +95,7 @@ class WeightFollower:
         self._empty = True
         return await self.follow(record)
 
-    async def _fetch(self, action: Fetch) -> Action | None:
+    async def _fetch(self, action: FetchVersion) -> Action | None:
         record, began = action.record, time.monotonic()
         holds = None if action.full or self._empty or not self.record.version else self.record
 
@@ -149,7 +130,7 @@ class WeightFollower:
 
     async def _attempt(
         self, work: Awaitable[None], foreseen: tuple[type[Exception], ...] = (RelaxError, OSError)
-    ) -> tuple[Failure, str] | None:
+    ) -> tuple[FetchFailure, str] | None:
         """Have the engine do something within its time; answers with how it failed."""
         left = self._machine.left_s(time.monotonic())
         try:
