@@ -28,7 +28,7 @@ from relax_rt.cluster.nodes.membership import JoinRecord, MembershipEnd, node_pa
 from relax_rt.config.checks import check_listen
 from relax_rt.config.version import VERSION
 from relax_rt.process import procfs
-from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, clean_stale_runs, update_run
+from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, clean_stale_runs, members_of_run, update_run
 from relax_rt.transport.rpc.address import parse_address
 from relax_rt.transport.rpc.backoff import Backoff, BackoffPolicy
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError, Unreachable
@@ -262,7 +262,7 @@ class Joiner:
         finally:
             self._keeper = None
         left = procfs.kill_until_none(
-            lambda: (procfs.descendants(os.getpid()) - others) | procfs.members_of_run(paths.run_id), reap=True
+            lambda: (procfs.descendants(os.getpid()) - others) | members_of_run(paths.run_id), reap=True
         )
         return code, left
 

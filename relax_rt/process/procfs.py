@@ -170,10 +170,9 @@ def has_environment(pid: int, *pairs: str, limit_s: float = 1.0) -> bool:
         time.sleep(0.001)
 
 
-def members_of_run(run_id: str) -> set[int]:
-    """Return the living processes with this run id in their environment, except ourselves."""
-    tag = f"RELAX_RUN_ID={run_id}"
-    return {pid for pid in pids() if pid != os.getpid() and has_environment(pid, tag) and start_time(pid)}
+def with_environment(*pairs: str) -> set[int]:
+    """Return the living processes that were started with all of these ``NAME=value`` pairs, except ourselves."""
+    return {pid for pid in pids() if pid != os.getpid() and has_environment(pid, *pairs) and start_time(pid)}
 
 
 def kill_until_none(find: Callable[[], Iterable[int]], *, reap: bool, limit_s: float = 20.0) -> list[int]:

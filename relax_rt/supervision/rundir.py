@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,6 +87,11 @@ class RunPaths(NamedTuple):
             shutil.rmtree(directory, ignore_errors=True)
 
 
+def members_of_run(run_id: str) -> set[int]:
+    """Return the living processes of a run, except ourselves: those that have its id in their environment."""
+    return procfs.with_environment(f"RELAX_RUN_ID={run_id}")
+
+
 def owner_of(pid: int) -> dict[str, Any]:
     """Return what identifies a process: its pid alone is unique only in this namespace, boot and lifetime."""
     return {
@@ -158,7 +164,7 @@ def end_run(paths: RunPaths, by: str, cause: str) -> None:
     An agent that ended in order has recorded its end itself.
     """
     procfs.kill_until_none(
-        lambda: (procfs.descendants(os.getpid()) | procfs.members_of_run(paths.run_id)) - {os.getpid()}, reap=True
+        lambda: (procfs.descendants(os.getpid()) | members_of_run(paths.run_id)) - {os.getpid()}, reap=True
     )
     paths.remove_private()
     run = read_run(paths.run_dir) or {}
@@ -193,14 +199,14 @@ def _is_stale(run_id: str) -> bool:
     if owner is not None:
         return owner_lives(owner) is False
     # Without an owner it is being made right now, or is left of a removal.
-    return time.time() - max(s.st_mtime for s in stats) > FRESH_S and not procfs.members_of_run(run_id)
+    return time.time() - max(s.st_mtime for s in stats) > FRESH_S and not members_of_run(run_id)
 
 
 def clean_stale_runs() -> list[str]:
     """Kill and remove what dead runs of this user left behind; return their ids."""
     cleaned = []
     for paths in stale_runs():
-        procfs.kill_until_none(lambda run_id=paths.run_id: procfs.members_of_run(run_id), reap=False)  # type: ignore[misc]
+        procfs.kill_until_none(partial(members_of_run, paths.run_id), reap=False)
         paths.remove_private()
         run = read_run(paths.run_dir) or {}
         if run.get("run_id") == paths.run_id and run.get("status") in RUNNING:

@@ -25,7 +25,7 @@ from relax_rt.transport.base.versions import VersionRecord
 if TYPE_CHECKING:
     from relax_rt.roles.training.algorithms.objective import Objective
     from relax_rt.roles.training.backend.interface import TrainerBackend
-    from relax_rt.transport.queue.client import LeasedBatch, LeasedSample
+    from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample
 
 
 class StepTimer:

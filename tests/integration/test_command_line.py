@@ -21,7 +21,7 @@ import pytest
 from live_run import WAIT_S, environment, until
 
 from relax_rt.process import procfs
-from relax_rt.supervision.rundir import RunPaths, read_run
+from relax_rt.supervision.rundir import RunPaths, members_of_run, read_run
 
 pytestmark = pytest.mark.integration
 RELAX = [sys.executable, "-m", "relax_rt.cli.main"]
@@ -78,7 +78,7 @@ class Toys:
         agent = int((record.get("agent") or {}).get("pid", 0))
         if agent and paths.socket_dir.exists() and procfs.start_time(agent):
             os.kill(agent, signal.SIGKILL)
-        procfs.kill_until_none(lambda: procfs.members_of_run(paths.run_id), reap=False)
+        procfs.kill_until_none(lambda: members_of_run(paths.run_id), reap=False)
         paths.remove_private()
 
 

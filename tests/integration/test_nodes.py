@@ -18,6 +18,7 @@ from relax_rt.cluster.nodes.join_key import make_key
 from relax_rt.cluster.nodes.table import patience_s
 from relax_rt.process import procfs
 from relax_rt.supervision import control
+from relax_rt.supervision.rundir import members_of_run
 from relax_rt.transport.rpc.errors import Refused
 
 pytestmark = pytest.mark.integration
@@ -144,14 +145,14 @@ def test_keeper_and_agent_killed_at_once_leave_nothing(tmp_path: Path, nodes: No
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         assert sorted(run.event("node_left", node="b")["slots"]) == sorted(there)
-        assert procfs.members_of_run(left.run_id) == set() and not left.socket_dir.exists()
+        assert members_of_run(left.run_id) == set() and not left.socket_dir.exists()
         assert run.event("node_joined", node="b", nth=1)["node_epoch"] == 2
 
 
 def test_a_host_that_dies_at_once_is_lost_when_its_lease_is_over(tmp_path: Path, nodes: Nodes) -> None:
     with two_hosts(tmp_path, nodes, WORKERS) as (run, far):
         there = spread(run)
-        victims = {far.process.pid, far.keeper_pid, far.agent_pid} | procfs.members_of_run(far.paths.run_id)
+        victims = {far.process.pid, far.keeper_pid, far.agent_pid} | members_of_run(far.paths.run_id)
         for pid in victims:
             os.kill(pid, signal.SIGSTOP)
         for pid in victims:

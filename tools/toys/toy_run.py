@@ -16,7 +16,7 @@ from relax_rt.observe.events import EventFollower
 from relax_rt.process import procfs
 from relax_rt.supervision import control
 from relax_rt.supervision.api import RunStatus
-from relax_rt.supervision.rundir import RunPaths, read_run
+from relax_rt.supervision.rundir import RunPaths, members_of_run, read_run
 from relax_rt.transport.rpc.errors import RelaxError
 
 HERE = Path(__file__).resolve().parent
@@ -82,7 +82,7 @@ class ToyRun:
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
         if run_id:
-            procfs.kill_until_none(lambda: procfs.members_of_run(run_id), reap=False)
+            procfs.kill_until_none(lambda: members_of_run(run_id), reap=False)
             RunPaths(run_id, self.run_dir).remove_private()
         self._follower.close()
 
@@ -132,5 +132,5 @@ class ToyRun:
         """What of the run is still there."""
         run_id = (read_run(self.run_dir) or {}).get("run_id", "")
         paths = RunPaths(run_id, self.run_dir)
-        left = [f"process {pid}" for pid in procfs.members_of_run(run_id)] if run_id else []
+        left = [f"process {pid}" for pid in members_of_run(run_id)] if run_id else []
         return left + [str(d) for d in (paths.socket_dir, paths.shm_dir) if run_id and d.exists()]

@@ -16,7 +16,7 @@ from netns import Nodes
 
 from relax_rt.process import procfs
 from relax_rt.supervision import control
-from relax_rt.supervision.rundir import RunPaths, read_run
+from relax_rt.supervision.rundir import RunPaths, members_of_run, read_run
 
 LEASE_S = 5.0
 """A node that is not heard of for so long is lost: longer than a slow machine makes its agent wait for a core."""
@@ -74,7 +74,7 @@ class Far:
     def left(self) -> list[str]:
         """What of this host's part is still there."""
         _ = self.paths
-        rest = [f"process {pid}" for run_id in self.run_ids for pid in procfs.members_of_run(run_id)]
+        rest = [f"process {pid}" for run_id in self.run_ids for pid in members_of_run(run_id)]
         places = [RunPaths(run_id, self.run_dir) for run_id in self.run_ids]
         return rest + [str(d) for p in places for d in (p.socket_dir, p.shm_dir) if d.exists()]
 
@@ -88,7 +88,7 @@ class Far:
             if pid and procfs.start_time(pid):
                 os.kill(pid, signal.SIGKILL)
         for run_id in self.run_ids:
-            procfs.kill_until_none(lambda run_id=run_id: procfs.members_of_run(run_id), reap=False)  # type: ignore[misc]
+            procfs.kill_until_none(lambda run_id=run_id: members_of_run(run_id), reap=False)  # type: ignore[misc]
             # On a host that died at once no keeper is left to do it.
             RunPaths(run_id, self.run_dir).remove_private()
         self.process.wait()

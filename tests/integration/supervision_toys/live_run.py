@@ -14,7 +14,7 @@ from typing import Any
 from relax_rt.observe.events import EventFollower
 from relax_rt.process import procfs
 from relax_rt.supervision import control
-from relax_rt.supervision.rundir import RunPaths, read_run
+from relax_rt.supervision.rundir import RunPaths, members_of_run, read_run
 
 TOYS = Path(__file__).parent
 WAIT_S = 120.0
@@ -79,7 +79,7 @@ class LiveRun:
             if pid and procfs.start_time(pid):
                 os.kill(pid, signal.SIGKILL)
         for run_id in self.run_ids:
-            procfs.kill_until_none(lambda run_id=run_id: procfs.members_of_run(run_id), reap=False)  # type: ignore[misc]
+            procfs.kill_until_none(lambda run_id=run_id: members_of_run(run_id), reap=False)  # type: ignore[misc]
             RunPaths(run_id, self.run_dir).remove_private()
         self.process.wait()
         self._follower.close()
@@ -135,7 +135,7 @@ class LiveRun:
     def left(self) -> list[str]:
         """What of the run is still there."""
         self.run_ids.add(self.paths.run_id)
-        rest = [f"process {pid}" for pid in procfs.members_of_run(self.paths.run_id)]
+        rest = [f"process {pid}" for pid in members_of_run(self.paths.run_id)]
         return rest + [str(d) for d in (self.paths.socket_dir, self.paths.shm_dir) if d.exists()]
 
     def is_gone(self) -> bool:

@@ -31,7 +31,7 @@ def subreaper() -> Iterator[None]:
     procfs.become_subreaper()
     yield
     procfs.prctl(procfs.PR_SET_CHILD_SUBREAPER, 0)
-    assert procfs.members_of_run(RUN_ID) == set()
+    assert procfs.with_environment(f"RELAX_RUN_ID={RUN_ID}") == set()
 
 
 def open_descriptors(pid: int) -> int:
