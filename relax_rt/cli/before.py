@@ -111,7 +111,7 @@ def _problems(golds: Sequence[GoldReport], config: Path, overrides: Sequence[str
 
 
 def _show_schema(config: Path, *, as_json: bool) -> int:
-    """Of the job that the config names, if there is one."""
+    """Print the config schema of the job that the config names, of the default job without one."""
     run = read_source(config, ())[0].data.get("run") if config.is_file() else None
     name = run.get("job") if isinstance(run, dict) else None
     job = load_job(name if isinstance(name, str) else RunTable.model_fields["job"].default)
@@ -151,7 +151,7 @@ def sample(
 
 
 def _sampled_from(config: Path | None, run: Path | None, overrides: Sequence[str]) -> tuple[RunConfig, Path | None]:
-    """The config to sample with, and the run whose checkpoint is taken, if one is."""
+    """The config to sample with, and the run whose checkpoint is used, if any."""
     if run is not None and config is not None:
         raise BadInput(f"both {config} and --run {run}", why="a run has its own config", hint="give one of them")
     if config is None and run is None and DEFAULT_CONFIG.is_file():
@@ -191,7 +191,8 @@ def plan(
 
 
 def _on_inventory(config: Path, overrides: Sequence[str], path: Path, *, as_json: bool) -> int:
-    """Print the plan for an inventory's machines; loading tells every reason why the run does not fit on them."""
+    """Print the plan for an inventory's machines; loading the config reports every reason why the run does not fit on
+    them."""
     nodes = load_inventory(path)
     loaded = load_config(config, overrides, inventory=nodes)
     job = load_job(loaded.run.job)

@@ -76,10 +76,10 @@ def chaos(
 
 
 def _may_be_harmed(run_dir: Path) -> list[str]:
-    """The slots of a run that lives and allows it.
+    """The slots of a living run that allows faults.
 
     Raises:
-        NoRun: it does not live.
+        NoRun: it is not alive.
         Refused: it was started with chaos = false.
     """
     found = control.find_run(run_dir)
@@ -94,7 +94,7 @@ def _may_be_harmed(run_dir: Path) -> list[str]:
 
 
 def _supervision(run_dir: Path) -> SupervisionTable:
-    """As the run was started; its job's package need not be importable here."""
+    """The [supervision] table of the run; its job's package need not be importable here."""
     return SupervisionTable.model_validate((read_json(run_dir / RESOLVED_CONFIG) or {}).get("supervision", {}))
 
 
@@ -131,7 +131,7 @@ def _intensity(run_dir: Path) -> Intensity:
 
 
 def _tell(outcome: Outcome) -> None:
-    """One line for each strike, beside the result and not in it."""
+    """Print one line for each strike to stderr, apart from the result."""
     strike = outcome.strike
     lasts = f" for {strike.seconds:g} s" if strike.seconds else ""
     what = f"{strike.number:>4}  {strike.fault} {strike.slot}{lasts}"

@@ -37,7 +37,7 @@ JOINING = Group("As a further node of a run", sort_key=2)
 @Parameter(name="*", group=JOINING)
 @dataclass(frozen=True)
 class Joining:
-    """What is given with --join."""
+    """The options of --join."""
 
     join: Annotated[str | None, Parameter(help="HOST:PORT where the run's head listens: take part in its run.")] = None
     key: Annotated[
@@ -174,7 +174,7 @@ def _join(given: Joining) -> int:
     """Take part until the run ends; returns the exit code.
 
     Raises:
-        BadInput: the address or the key is none.
+        BadInput: the address or the key is not valid.
         RelaxError: the head was not reached, or refuses this node.
     """
     try:
