@@ -74,7 +74,7 @@ class ScoreRequest(msgspec.Struct, frozen=True):
     requests: list[Request]
 
 
-class Result(msgspec.Struct, frozen=True, tag=True):
+class ScoreResult(msgspec.Struct, frozen=True, tag=True):
     """The result of one completion: either `score`, or why it `failed`."""
 
     number: int
@@ -157,9 +157,11 @@ def _score(link: WorkerLink, message: ScoreRequest, caller: Caller, *, group: bo
         sent.add(index)
         if isinstance(result, Failed):
             reason = result.reason[:MAX_REASON_CHARS]
-            link.send(Result(message.number, index, failed=reason, excess=result.excess, unreadable=result.unreadable))
+            link.send(
+                ScoreResult(message.number, index, failed=reason, excess=result.excess, unreadable=result.unreadable)
+            )
         else:
-            link.send(Result(message.number, index, result))
+            link.send(ScoreResult(message.number, index, result))
 
     if group:
         for index, result in enumerate(caller.group(message.requests)):

@@ -168,7 +168,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         from relax_rt.roles.training.step import take_updates
 
         def before_update() -> None:
-            batch.stage_wait_s += self.publisher.weights_may_change()
+            batch.stage_wait_s += self.publisher.wait_copied()
 
         number, over = self.step + 1, self.settings.mismatch
         if self.algorithm.updates_per_step > 1:
@@ -204,7 +204,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         if self._curriculum is not None:
             await self._curriculum.after_step(batch.samples, self.step)
         if publishes:
-            await self.publisher.begin(self.weights)
+            await self.publisher.publish(self.weights)
         self._early_checkpoint = advice.checkpoint_now
 
     def _check_skipped(self, result: StepResult) -> None:
@@ -232,7 +232,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         async with self.turns.training():
             yield
             # The engines come back to the new weights, not to the old ones first.
-            await self.publisher.through()
+            await self.publisher.wait_committed()
 
     @property
     def _streams(self) -> bool:
@@ -307,8 +307,8 @@ class TrainerRole(RLRole[TrainerSettings]):
             raise
         await self.collector.release("the run ends")
         await self.checkpoints.save_rest(self.step)
-        await self.publisher.through()
-        await self.publisher.filed()
+        await self.publisher.wait_committed()
+        await self.publisher.wait_files()
         await asyncio.to_thread(self.backend.close)
         self.ctx.event("training_finished", step=self.step, target=self.algorithm.steps)
 
@@ -435,7 +435,7 @@ class TrainerRole(RLRole[TrainerSettings]):
             # Before anything is admitted.
             await self._curriculum.choose(self.step)
         await self.queue.rollback(found.ledger_step if found is not None else self.step, self.weights)
-        await self.publisher.begin(self.weights)
+        await self.publisher.publish(self.weights)
         self._report_phase("its groups are gathered")
         return True
 

@@ -72,7 +72,7 @@ class Ctx:
         self.registry.core.announce(self.who, 1, f"unix://{self.who.slot}", 10.0, 0.0)
 
     def gone(self) -> None:
-        self.registry.core.gone(self.who, "killed")
+        self.registry.core.process_exited(self.who, "killed")
 
 
 class Engine:
