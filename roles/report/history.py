@@ -258,7 +258,7 @@ def read_history(run_dir: Path) -> History:
 
 
 def _generating_s(reports: Sequence[tuple[float, bool]], start: float, end: float) -> float:
-    """Return the seconds of a session in which a rollout generated: idle time after its start is not slow generation."""
+    """Return the seconds of a session in which a rollout generated; idle time after a start does not count."""
     within = [(t, more) for t, more in reports if start <= t <= end]
     if not within:
         return 0.0
