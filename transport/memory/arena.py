@@ -257,6 +257,8 @@ class ArenaWriter:
         return [extent for _, extent in places]
 
     def _allocate(self, sizes: list[int]) -> list[tuple[Slab, Extent]]:
+        # Only the bookkeeping runs under the lock. The copies run outside it, in several threads at once: an extent has
+        # one writer until its reference is sent, and readers see it only after the broker has entered the put.
         places: list[tuple[Slab, Extent]] = []
         with self._lock:
             if self._closed:

@@ -101,7 +101,7 @@ class Callers(msgspec.Struct):
         return home.node if home is not None and not is_spilled(owner + "-") else self.node
 
     def alive(self, owner: str) -> bool:
-        """Whether the incarnation with this key (see slab_names.owner_key) may call."""
+        """Whether the incarnation with this key (see refs.owner_key) may call."""
         return owner in self.replies
 
     def ended(self, owner: str) -> bool:
