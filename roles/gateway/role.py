@@ -142,8 +142,6 @@ class GatewayRole(RLRole[GatewaySettings]):
         self.template = load_chat_template(folder, self.tokenizer, chat_format, self.ctx.log.warning)
 
     def _ledger(self, session: str, tokens: int) -> TokenLedger:
-        from relax_rt.roles.agentic.tokens.ledger import TokenLedger
-
         table = self.settings
         return TokenLedger(
             self.template,

@@ -43,6 +43,7 @@ from relax_rt.roles.rollout.engines.sglang.weight_loading import Held, Loader, O
 from relax_rt.roles.rollout.engines.sglang.weights import Recipe, by_expert, check_layout, published_tensors, recipes
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, Refused, RelaxError, Unreachable
+from relax_rt.transport.weights.manifest import layout_of
 from relax_rt.transport.weights.source import WeightSource
 
 MAX_WAITING = 4096
@@ -171,8 +172,6 @@ class SglangEngine:
             raise self._failed or self._server.explain(late) from error
 
     def _find_recipes(self, names: dict[str, str]) -> dict[str, Recipe]:
-        from relax_rt.transport.weights.manifest import layout_of
-
         layout = layout_of((name, dtype, shape, 0) for name, (dtype, shape) in self._model.items())
         return recipes(names, layout)
 
