@@ -24,6 +24,7 @@ from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 from relax_rt.roles.rewards.scoring import Failed, Request, Score
 from relax_rt.roles.rollout.engines.base import GroupRequest, generate
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
+from relax_rt.roles.training.checkpoints.digests import verify_digests
 from relax_rt.roles.training.checkpoints.store import find_checkpoints
 from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError
 
@@ -55,7 +56,6 @@ def newest_checkpoint(run_dir: Path) -> tuple[Path, int]:
         RelaxError: the run has no checkpoint yet, none can be read, or the weights are not those that were written, as
             far as it says.
     """
-    from relax_rt.roles.training.checkpoints.digests import verify_digests
 
     found = find_checkpoints(run_dir / "checkpoints")
     for folder, state, _ in found:

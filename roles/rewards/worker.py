@@ -10,17 +10,15 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from relax_rt.process.worker import WorkerLink
+from relax_rt.roles.data.gym import GymTask
 from relax_rt.roles.rewards.library.functions import RewardFunction, load_reward, make_function
 from relax_rt.roles.rewards.scoring import SCORE, Caller, Failed, Request, Score, run_together
 from relax_rt.transport.rpc.errors import RelaxError
-
-if TYPE_CHECKING:
-    from relax_rt.roles.data.gym import GymTask
 
 MAX_REPLY_BYTES = 4 << 20
 MAX_REASON_CHARS = 2000
@@ -141,8 +139,6 @@ def task_verifier(task: TaskSpec | None) -> Callable[[str, dict[str, Any]], floa
 
 @functools.cache
 def _gym_task(encoded: str) -> GymTask:
-    from relax_rt.roles.data.gym import GymTask
-
     spec = msgspec.json.decode(encoded, type=TaskSpec)
     return GymTask(spec.task, spec.options, spec.size)
 

@@ -18,15 +18,15 @@ from relax_rt.roles.base.locations import MODEL_CODE, model_folder, stage_folder
 from relax_rt.roles.base.progress import NoProgress, no_progress
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.models.opening import refused_for_good
-from relax_rt.roles.rollout.engines.communicator import communicator_of
 from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable
-from relax_rt.roles.rollout.engines.turns import TrainerTurns, TurnsApi
+from relax_rt.roles.rollout.engines.time_slicing import TimeSlicingApi, TrainerTimeSlicing
 from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable, ColdStartTable
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.checkpoints.digests import identity_of
 from relax_rt.roles.training.checkpoints.settings import CheckpointTable
 from relax_rt.roles.training.checkpoints.store import CheckpointStore
 from relax_rt.roles.training.critic.client import CriticClient
+from relax_rt.roles.training.publication.communicator import communicator_of
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.roles.training.waiting import wait_for_peer
 from relax_rt.transport.base.versions import ROOT, VersionRecord
@@ -86,7 +86,7 @@ class TrainerRole(RLRole[TrainerSettings]):
     publisher: Publisher
     checkpoints: Checkpointer
     critic: CriticClient | None = None
-    turns: TrainerTurns | None = None
+    time_slicing: TrainerTimeSlicing | None = None
     _follower: Follower | None = None
     _group_filter: GroupFilter | None = None
     _curriculum: PromptCurriculum | None = None
@@ -226,10 +226,10 @@ class TrainerRole(RLRole[TrainerSettings]):
     @asynccontextmanager
     async def _own_device(self) -> AsyncIterator[None]:
         """Around all that the trainer computes in a step: engines that share its device release it meanwhile."""
-        if self.turns is None:
+        if self.time_slicing is None:
             yield
             return
-        async with self.turns.training():
+        async with self.time_slicing.training():
             yield
             # The engines come back to the new weights, not to the old ones first.
             await self.publisher.wait_committed()
@@ -344,8 +344,8 @@ class TrainerRole(RLRole[TrainerSettings]):
         if self._follower is not None:
             return
         if self.algorithm.mode in SHARING:
-            self.turns = TrainerTurns(self.ctx, self.table(ColocationTable).give_way_s)
-            self.ctx.serve(TurnsApi, self.turns)
+            self.time_slicing = TrainerTimeSlicing(self.ctx, self.table(ColocationTable).give_way_s)
+            self.ctx.serve(TimeSlicingApi, self.time_slicing)
         self.stage = WeightStage(stage_folder(self.ctx), self.ctx.who.epoch)
         self.resources.callback(self.stage.close)
         await self.open_queue(fetch_s=FETCH_S)
