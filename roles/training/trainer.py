@@ -18,6 +18,7 @@ from relax_rt.roles.base.locations import MODEL_CODE, model_folder, stage_folder
 from relax_rt.roles.base.progress import NoProgress, no_progress
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.models.opening import refused_for_good
+from relax_rt.roles.rollout.engines.communicator import communicator_of
 from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable
 from relax_rt.roles.rollout.engines.time_slicing import TimeSlicingApi, TrainerTimeSlicing
 from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable, ColdStartTable
@@ -26,7 +27,6 @@ from relax_rt.roles.training.checkpoints.digests import identity_of
 from relax_rt.roles.training.checkpoints.settings import CheckpointTable
 from relax_rt.roles.training.checkpoints.store import CheckpointStore
 from relax_rt.roles.training.critic.client import CriticClient
-from relax_rt.roles.training.publication.communicator import communicator_of
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.roles.training.waiting import wait_for_peer
 from relax_rt.transport.base.versions import ROOT, VersionRecord

@@ -14,8 +14,8 @@ from relax_rt.cluster.nodes.api import HEAD
 from relax_rt.cluster.nodes.links import Links
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import files_folder, offers_folder, stage_folder
+from relax_rt.roles.rollout.engines.communicator import communicator_of
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
-from relax_rt.roles.training.publication.communicator import communicator_of
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError, Unreachable
