@@ -41,7 +41,7 @@ def validate(
     config: Config = DEFAULT_CONFIG,
     *,
     overrides: Overrides = None,
-    quick: Annotated[bool, Parameter(help="Only what shows within a second, without reading model or data.")] = False,
+    quick: Annotated[bool, Parameter(help="Only the quick checks, which do not read model or data.")] = False,
     every: Annotated[
         bool,
         Parameter(
@@ -51,10 +51,10 @@ def validate(
     schema: Annotated[bool, Parameter(help="Check nothing: print every key with its meaning and default.")] = False,
     json: Json = False,
 ) -> int:
-    """Check a config as a whole: every problem at once, each with its place.
+    """Check a config as a whole and report every problem with its line.
 
-    First what shows without reading anything; only if that is right, the model, the data and the reward. Exit code: 0
-    nothing is wrong, 2 something is.
+    The model, the data and the reward are read only if the quick checks find nothing. Exit code: 0 the config is valid,
+    2 it is not.
     """
     if schema:
         return _show_schema(config, as_json=json)
@@ -133,7 +133,7 @@ def sample(
     overrides: Overrides = None,
     json: Json = False,
 ) -> int:
-    """Rendered prompt, tokens, loss mask, completion and reward of a few samples, without training."""
+    """Show rendered prompt, tokens, loss mask, completion and reward of a few samples, without training."""
     if items < 1:
         raise BadInput(f"-n {items}", why="at least one prompt must be sampled")
     if prompts and held_out:
@@ -175,7 +175,7 @@ def plan(
     overrides: Overrides = None,
     json: Json = False,
 ) -> int:
-    """What a run will need and do, before it starts: on this machine, or on the machines of an inventory."""
+    """Show what a run will need and do, before it starts: on this machine, or on the machines of an inventory."""
     try:
         if inventory is not None:
             return _on_inventory(config, overrides or (), inventory, as_json=json)
@@ -213,7 +213,7 @@ def doctor(
     overrides: Overrides = None,
     json: Json = False,
 ) -> int:
-    """Check this machine, and that a run fits on it: each line ok, warn or fail, with what to do. 1 if any failed."""
+    """Check this machine, and whether a run fits on it: ok, warn or fail, with advice. 1 if any check failed."""
     if config is None and DEFAULT_CONFIG.is_file():
         config = DEFAULT_CONFIG
     loaded = load_config(config, overrides or (), inputs=True) if config is not None else None
