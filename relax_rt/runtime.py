@@ -1,4 +1,4 @@
-"""A run inside a program of one's own::
+"""A run inside your own program::
 
     async with relax_rt.Runtime.from_toml("roles.toml") as run:
         async with run.router() as router:          # tokens of the run's engines
@@ -7,11 +7,10 @@
             print(step["step"], step["reward_mean"])
         print(await run.wait())
 
-The run is what `relax-rt up` starts, in processes of its own; this program has a connection to it. It ends with the
-block, however that is left: in order, or at once when the wait for that is cancelled too. It ends also when this
-program dies.
-`from_toml(…, debug=True)` starts nothing and plays single prompts or episodes in this very process instead.
-The loop is the program's own, so that it works in a notebook (`await run.start()`, `await run.close()`) and in pytest.
+The run is the one that `relax-rt up` starts, in its own processes; this program holds a connection to it. The run ends
+with the block: in order, or at once when that wait is cancelled too. It also ends when this program dies.
+`from_toml(…, debug=True)` starts no run: it plays single prompts or episodes in this process.
+Everything runs on the program's own event loop, so it works in a notebook (`await run.start()`, `await run.close()`).
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ ROUTER, DEBUG = "relax_rt.roles.rollout.router", "relax_rt.roles.job.debugging"
 GATEWAY = "relax_rt.roles.gateway.access"
 POLL_S = 0.1
 STOP_S = 60.0
-"""For a run to end in order, beside what supervision.drain_timeout_s gives its roles; then it is ended at once."""
+"""Time for a run to end in order, on top of supervision.drain_timeout_s; after that it is ended at once."""
 KILL_S = 30.0
-LEASH = """
+WATCHER = """
 import os, select, signal, sys
 fd = os.pidfd_open(int(sys.argv[1]))
 for seconds in (None, float(sys.argv[2]), 30):
@@ -52,62 +51,62 @@ for seconds in (None, float(sys.argv[2]), 30):
         break
     signal.pidfd_send_signal(fd, signal.SIGINT)
 """
-"""Waits until its input ends, and so this program, and interrupts the run then: once, and again when it had its time
-to end in order."""
+"""A process that interrupts the run when its input ends, as it does when this program dies: once, and again when the
+time to end in order is over."""
 
 
-class Debugged(Protocol):
-    """What ``Runtime.from_toml(…, debug=True)`` gives: see relax_rt.roles.job.debugging.Debug."""
+class DebugRun(Protocol):
+    """Result of ``Runtime.from_toml(…, debug=True)``, implemented by relax_rt.roles.job.debugging.Debug."""
 
-    async def __aenter__(self) -> Debugged: ...
+    async def __aenter__(self) -> DebugRun: ...
     async def __aexit__(self, *_: object) -> None: ...
     async def start(self) -> None:
         """Read config, tokenizer and data."""
 
     async def close(self) -> None:
-        """Let the model go."""
+        """Free the model."""
 
     async def play(self, index: int = 0, *, split: Any = "train", words: Any = None, member: int = 0) -> Any:
         """Answer a prompt, or play an episode, and reward it."""
 
 
-class Served(Protocol):
-    """What `Runtime.gateway` gives: see relax_rt.roles.gateway.access.Endpoint."""
+class GatewayEndpoint(Protocol):
+    """Result of `Runtime.gateway`, implemented by relax_rt.roles.gateway.access.Endpoint."""
 
     @property
     def base_url(self) -> str:
-        """For clients of OpenAI's API."""
+        """Base URL for clients of OpenAI's API."""
 
     @property
     def anthropic_url(self) -> str:
-        """For clients of Anthropic's API."""
+        """Base URL for clients of Anthropic's API."""
 
     @property
     def api_key(self) -> str:
-        """For both."""
+        """API key for both."""
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Names that the policy is called by."""
+        """Model names of the policy."""
 
 
 class Runtime:
-    """A run that this program has begun; see the module.
+    """A run that this program starts and ends; the module's docstring has an example.
 
     Args:
         config: roles.toml.
         overrides: ``a.b=c`` pairs put over it, as `--set`.
-        name: how this program is called at the run's ends: a word, no slash.
+        name: this program's name in the run: a word without a slash.
 
     Attributes:
-        run_dir, run_id: of the run, once it is started.
+        run_dir, run_id: of the run, once it has started.
         discovery: a connection to it, once it is ready.
     """
 
     def __init__(self, config: str | Path, overrides: Sequence[str] = (), *, name: str = "program") -> None:
         self._config, self._overrides, self._name = Path(config), tuple(overrides), name
         self._keeper: subprocess.Popen[bytes] | None = None
-        self._leash: subprocess.Popen[bytes] | None = None
+        self._watcher: subprocess.Popen[bytes] | None = None
         self._stop_s = STOP_S
         self._stack = contextlib.AsyncExitStack()
         self.run_dir = Path()
@@ -119,19 +118,19 @@ class Runtime:
     def from_toml(cls, path: str | Path, overrides: Sequence[str] = (), *, name: str = "program") -> Runtime: ...
     @overload
     @classmethod
-    def from_toml(cls, path: str | Path, overrides: Sequence[str] = (), *, debug: Literal[True]) -> Debugged: ...
+    def from_toml(cls, path: str | Path, overrides: Sequence[str] = (), *, debug: Literal[True]) -> DebugRun: ...
     @classmethod
     def from_toml(
         cls, path: str | Path, overrides: Sequence[str] = (), *, name: str = "program", debug: bool = False
-    ) -> Runtime | Debugged:
-        """The run of a roles.toml; nothing is started yet.
+    ) -> Runtime | DebugRun:
+        """Make a run from a roles.toml; nothing is started yet.
 
         Args:
             debug: play single prompts or episodes in this process instead, where breakpoints work.
         """
         if debug:
-            # By its name: the runtime knows nothing of RL until somebody asks for it.
-            debugged: Debugged = importlib.import_module(DEBUG).Debug(path, overrides)
+            # Imported by name: the runtime does not depend on roles.
+            debugged: DebugRun = importlib.import_module(DEBUG).Debug(path, overrides)
             return debugged
         return cls(path, overrides, name=name)
 
@@ -152,29 +151,29 @@ class Runtime:
         if self._keeper is not None:
             raise RelaxError("starting a run twice", hint="make another Runtime")
         try:
-            await self._begin()
+            await self._launch()
             await self._ready()
             self.discovery = await self._stack.enter_async_context(connect(self.run_dir, name=self._name))
         except BaseException:
             await self.close()
             raise
 
-    async def _begin(self) -> None:
-        def begin() -> None:
+    async def _launch(self) -> None:
+        def launch_run() -> None:
             config = load_config(self._config, self._overrides, inputs=True)
             launch.check_start(config)
             preflight_config(config, self._config, self._overrides)
             self._stop_s = config.supervision.drain_timeout_s + STOP_S
             paths, self._keeper = launch.start(self._config, self._overrides)
             self.run_dir, self.run_id = paths.run_dir, paths.run_id
-            argv = [sys.executable, "-I", "-S", "-c", LEASH, str(self._keeper.pid), str(self._stop_s)]
-            self._leash = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
+            argv = [sys.executable, "-I", "-S", "-c", WATCHER, str(self._keeper.pid), str(self._stop_s)]
+            self._watcher = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
 
-        task = asyncio.create_task(asyncio.to_thread(begin))
+        task = asyncio.create_task(asyncio.to_thread(launch_run))
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
-            # A thread cannot be called off, and what it has started must be known.
+            # A thread cannot be cancelled, and the keeper that it started must be known to `close`.
             with contextlib.suppress(RelaxError):
                 await task
             raise
@@ -199,7 +198,7 @@ class Runtime:
         return self._keeper is None or self._keeper.poll() is not None
 
     async def status(self) -> RunStatus:
-        """How the run does; once it is over, how it ended.
+        """Status of the run; once it is over, of its end.
 
         Raises:
             NoRun: it was not started. Unreachable: its agent does not answer.
@@ -207,16 +206,16 @@ class Runtime:
         return await asyncio.to_thread(control.status, self.run_dir)
 
     async def wait(self) -> RunStatus:
-        """Until the run has ended by itself.
+        """Wait until the run has ended by itself.
 
         Returns:
             How it ended: `status` is finished, stopped, killed, failed or "agent died".
         """
-        await self._gone()
+        await self._wait_keeper()
         return await self.status()
 
     async def records(self, kind: str = "step") -> AsyncIterator[dict[str, Any]]:
-        """Records of the run's metrics as they come, from its beginning on, until it has ended.
+        """Iterate over the run's metrics records, from its start until it has ended.
 
         Args:
             kind: step, evaluation, rollout, … (docs/reference/metrics.md); empty: all.
@@ -241,31 +240,31 @@ class Runtime:
         return self.discovery.actor(name, api)
 
     def router(self, role: str = "rollout") -> AbstractAsyncContextManager[Any]:
-        """A Router: tokens of the run's engines, for as long as the block lasts; see docs/explanation/router.md."""
-        # By its name: the runtime knows nothing of RL until somebody asks for it.
+        """A Router to the run's engines, for the duration of the block (docs/explanation/router.md)."""
+        # Imported by name: the runtime does not depend on roles.
         router: AbstractAsyncContextManager[Any] = importlib.import_module(ROUTER).Router(self.discovery, role)
         return router
 
-    def gateway(self, slot: str = "gateway/0") -> Served:
-        """Where the policy speaks OpenAI's and Anthropic's API, for a run with [roles.gateway]. A
+    def gateway(self, slot: str = "gateway/0") -> GatewayEndpoint:
+        """Address and key of OpenAI's and Anthropic's API to the policy, for a run with [roles.gateway]. A
         gateway that was started again may have another address: ask again.
 
         Raises:
-            RelaxError: none serves now.
+            RelaxError: no gateway serves now.
         """
-        # By its name: the runtime knows nothing of RL until somebody asks for it.
-        served: Served = importlib.import_module(GATEWAY).endpoint(self.run_dir, slot)
+        # Imported by name: the runtime does not depend on roles.
+        served: GatewayEndpoint = importlib.import_module(GATEWAY).endpoint(self.run_dir, slot)
         return served
 
     async def close(self) -> None:
-        """End the run, if it has not ended, and wait for it: in order, or, once that is cancelled, at once."""
+        """End the run and wait for it: in order, or at once when that wait is cancelled."""
         try:
             await self._stack.aclose()
             await self._end()
         finally:
-            if self._leash is not None and self._ended:
-                self._leash.kill()
-                self._leash.communicate()
+            if self._watcher is not None and self._ended:
+                self._watcher.kill()
+                self._watcher.communicate()
 
     async def _end(self) -> None:
         if self._ended:
@@ -273,7 +272,7 @@ class Runtime:
         self._interrupt()
         try:
             async with asyncio.timeout(self._stop_s):
-                await self._gone()
+                await self._wait_keeper()
         except TimeoutError:
             await self._end_at_once()
         except asyncio.CancelledError:
@@ -284,18 +283,18 @@ class Runtime:
         self._interrupt()
         try:
             async with asyncio.timeout(KILL_S):
-                await self._gone()
+                await self._wait_keeper()
         except TimeoutError:
             assert self._keeper is not None
-            # Its agent sees to the rest.
+            # The agent ends the run when its keeper is dead.
             self._keeper.kill()
-            await self._gone()
+            await self._wait_keeper()
 
-    async def _gone(self) -> None:
+    async def _wait_keeper(self) -> None:
         if self._ended:
             return
         assert self._keeper is not None
-        # Not waited for yet, so that the number is its own.
+        # The keeper is not reaped yet, so its pid cannot have been reused.
         pidfd, gone, loop = os.pidfd_open(self._keeper.pid), asyncio.Event(), asyncio.get_running_loop()
         loop.add_reader(pidfd, gone.set)
         try:
@@ -306,6 +305,6 @@ class Runtime:
         self._keeper.wait()
 
     def _interrupt(self) -> None:
-        """As Ctrl-C does: the first time the run is drained, the second time ended."""
+        """Interrupt the run as Ctrl-C does: the first time it drains, the second time it ends at once."""
         if self._keeper is not None and self._keeper.poll() is None:
             self._keeper.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The serving end: a role whose public async methods are its interface, and the mailbox its calls pass through."""
+"""The serving side of actors: a role whose public async methods are its interface, and the mailbox of its calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relax_rt.transport.rpc.interface import methods_of
 REPORT_EVERY_S = 0.5
 DRAIN_S = 5.0
 IDLE = "calls"
-_OF_REFERENCES = ("with_options", "all")
+_REFERENCE_METHODS = ("with_options", "all")
 
 
 class Actor(Role):
@@ -28,19 +28,19 @@ class Actor(Role):
                 return self.model(text)
 
     ``[roles.reward] target = "mine.py:Reward"`` runs it; ``ctx.actor("reward", Reward).score("…")`` calls it.
-    State lives in the object and goes with its process. Parameters and results are annotated with what msgspec can
+    State lives in the object and is lost with its process. Parameters and results are annotated with what msgspec can
     carry. `setup` and `teardown` are awaited before the first call and after the last.
     """
 
     tier = 30
     max_concurrency: ClassVar[int] = 64
-    """Calls and streams at work at once; 1: one after the other."""
+    """Calls and streams that run at once; 1: one after the other."""
     mailbox: ClassVar[int] = 1024
-    """Calls that may wait for their turn; more than that are kept back by connection, up to its bound."""
+    """Calls that may wait; further ones wait in their connections, up to the connection's bound."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for name in _OF_REFERENCES:
+        for name in _REFERENCE_METHODS:
             if name in vars(cls):
                 raise TypeError(f"{cls.__name__}.{name}: the name belongs to references; choose another")
 
@@ -68,17 +68,17 @@ class Actor(Role):
         return found
 
     async def run(self) -> None:
-        """Answer calls until asked to stop, then finish those at work."""
+        """Answer calls until asked to stop, then finish the running ones."""
         await self.ctx.ready()
         await self._mailbox.report()
         await self._mailbox.close(DRAIN_S)
 
     def with_options(self, *, timeout_s: float | None = None, window: int | None = None) -> Self:
-        """On a reference: the same one with another deadline or window.
+        """On a reference: a copy with another deadline or window.
 
         Args:
             timeout_s: deadline of a call, and of each item of a stream, seconds.
-            window: items of a stream that may be under way.
+            window: items of a stream that may be in flight.
         """
         self._only_references("with_options")
 
@@ -91,14 +91,14 @@ class Actor(Role):
 
 
 class Mailbox:
-    """What is offered in the actor's place: its methods, each of which waits for its turn."""
+    """Serves the actor's methods, at most `max_concurrency` at once."""
 
     def __init__(self, actor: Actor) -> None:
-        self.at_work = 0
-        self.given = 0
-        """Streams at work whose last item is with the consumer: it is he who has not asked for the next."""
+        self.running = 0
+        self.with_consumer = 0
+        """Running streams whose last item is with the consumer, which has not asked for the next one."""
         self.done = 0
-        """Calls that have ended and items that were made."""
+        """Calls that ended and stream items that were produced."""
         self._actor = actor
         self._closed = False
         self._turn = asyncio.Semaphore(type(actor).max_concurrency)
@@ -108,7 +108,7 @@ class Mailbox:
             setattr(self, name, self._stream(handler) if method.stream else self._call(handler))
 
     async def report(self) -> None:
-        """Show what goes on to the watchdog until the actor is asked to stop: idle is not hung."""
+        """Report progress to the watchdog until the actor is asked to stop; an idle actor is not hung."""
         ctx = self._actor.ctx
         stop = asyncio.create_task(ctx.stopping.wait())
         reported, waiting = 0, ""
@@ -117,7 +117,7 @@ class Mailbox:
                 if self.done != reported:
                     ctx.progress.advance(self.done - reported)
                     reported = self.done
-                if (now := "" if self.at_work > self.given else IDLE) != waiting:
+                if (now := "" if self.running > self.with_consumer else IDLE) != waiting:
                     ctx.progress.waiting(now)
                     waiting = now
                 await asyncio.wait({stop}, timeout=REPORT_EVERY_S)
@@ -125,11 +125,11 @@ class Mailbox:
             stop.cancel()
 
     async def close(self, grace_s: float) -> None:
-        """Begin no more calls, and wait for those at work."""
+        """Start no more calls, and wait up to grace_s for the running ones."""
         self._closed = True
         try:
             async with asyncio.timeout(grace_s):
-                while self.at_work:
+                while self.running:
                     self._idle.clear()
                     await self._idle.wait()
         except TimeoutError:
@@ -139,14 +139,14 @@ class Mailbox:
         await self._turn.acquire()
         if self._closed:
             self._turn.release()
-            raise ShuttingDown(f"{self._actor.ctx.who}", why="it is stopping and begins no more calls")
-        self.at_work += 1
+            raise ShuttingDown(f"{self._actor.ctx.who}", why="it is stopping and starts no more calls")
+        self.running += 1
 
     def _leave(self) -> None:
-        self.at_work -= 1
+        self.running -= 1
         self.done += 1
         self._turn.release()
-        if not self.at_work:
+        if not self.running:
             self._idle.set()
 
     def _call(self, handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -155,7 +155,7 @@ class Mailbox:
             try:
                 return await handler(*args, **kwargs)
             except ShuttingDown as error:
-                raise _passed_on(error) from error
+                raise _as_unreachable(error) from error
             finally:
                 self._leave()
 
@@ -168,13 +168,13 @@ class Mailbox:
             try:
                 async for item in items:
                     self.done += 1
-                    self.given += 1
+                    self.with_consumer += 1
                     try:
                         yield item
                     finally:
-                        self.given -= 1
+                        self.with_consumer -= 1
             except ShuttingDown as error:
-                raise _passed_on(error) from error
+                raise _as_unreachable(error) from error
             finally:
                 try:
                     if (aclose := getattr(items, "aclose", None)) is not None:
@@ -185,6 +185,6 @@ class Mailbox:
         return stream
 
 
-def _passed_on(error: ShuttingDown) -> Unreachable:
-    """What a handler was told by another actor: to our caller it must not look as if we had not begun."""
+def _as_unreachable(error: ShuttingDown) -> Unreachable:
+    """Another actor refused a handler's call. For our own caller the call has started, so it is no refusal."""
     return Unreachable(error.what, why=error.why, hint=error.hint)

@@ -1,4 +1,4 @@
-"""From a name to who answers: one slot through all its incarnations, or the least busy ready member of a role."""
+"""Routes calls by name: to one slot through all its incarnations, or to the least busy ready member of a role."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ CALL_TIMEOUT_S = 60.0
 DIAGNOSIS_WAIT_S = 2.0
 DIAGNOSIS_WAIT_AT_LEAST_S = 0.25
 CONNECT_S = 1.0
-"""A member that cannot be reached for this long is passed over for another."""
+"""A member that cannot be reached for this long is skipped for another."""
 AVOID_S = 1.0
-"""A member that was lost is not tried again for this long, unless it has a new incarnation."""
-LOOK_AGAIN_S = 0.05
+"""A lost member is not tried again for this long, unless it has a new incarnation."""
+RECHECK_S = 0.05
 DEATHS = 3
-"""Incarnations that may die with one idempotent call, or stream, before it is given up."""
+"""Incarnations that may die with one idempotent call, or stream, before it fails."""
 
 
 class Target:
-    """A slot that calls go to."""
+    """A slot's connection, and whether its incarnation failed lately."""
 
     def __init__(self, slot: str, client: Client) -> None:
         self.slot = slot
@@ -41,20 +41,20 @@ class Target:
         self._bad_until = 0.0
 
     def usable(self, epoch: int, now: float) -> bool:
-        """It is worth a try."""
+        """Whether this incarnation may be tried."""
         return epoch != self._bad_epoch or now >= self._bad_until
 
     def failed(self, epoch: int, now: float) -> None:
-        """This incarnation was lost or could not be reached."""
+        """Avoid this incarnation for AVOID_S: it was lost or could not be reached."""
         self._bad_epoch, self._bad_until = epoch, now + AVOID_S
 
 
 class Directory:
-    """Makes references, and keeps what they share.
+    """Makes references, and keeps the connections and members that they share.
 
     Args:
         client: the connection to a slot; asked once for each, and closed by whoever made it.
-        registry: tells who is there; None without one, then only single slots can be referred to.
+        registry: None in a run without one; then only single slots can be referred to.
     """
 
     def __init__(self, client: Callable[[str], Client], registry: RegistryApi | None) -> None:
@@ -67,13 +67,13 @@ class Directory:
     def actor(self, name: str, api: type[T], *, timeout_s: float = CALL_TIMEOUT_S, window: int = DEFAULT_WINDOW) -> T:
         """A reference to the actor in a slot (``reward/0``) or to those of a role (``reward``).
 
-        It is made without a look at who is there: calls wait, within their deadline, for someone who bears the name.
+        Nothing is checked yet: calls wait, within their deadline, for a member of that name.
 
         Args:
             name: slot or role.
             api: the actor's class.
             timeout_s: deadline of a call, and of each item of a stream, seconds.
-            window: items of one stream that may be under way.
+            window: items of one stream that may be in flight.
 
         Raises:
             Refused: the name is empty, the class is no interface, or an option is out of range.
@@ -85,14 +85,14 @@ class Directory:
         return cast(T, Reference(route, api, Options(timeout_s, window)))
 
     def target(self, slot: str) -> Target:
-        """A slot's connection and the calls on it, shared by all references."""
+        """The target of a slot, shared by all references."""
         found = self._targets.get(slot)
         if found is None:
             found = self._targets[slot] = Target(slot, self._client(slot))
         return found
 
     def members(self, what: str) -> Members:
-        """All members, followed from now on in the background.
+        """All members, watched from now on in the background.
 
         Raises:
             Refused: there is no registry; `what` needs one.
@@ -103,27 +103,27 @@ class Directory:
             self._members = Members(self._registry, "")
         if self._following is None or self._following.done():
             self._following = asyncio.create_task(self._members.follow())
-            self._following.add_done_callback(self._ended)
+            self._following.add_done_callback(self._watch_ended)
         return self._members
 
-    def _ended(self, following: asyncio.Task[None]) -> None:
-        """It is not to end, but someone may have cancelled all tasks: it is begun again when it is next needed."""
+    def _watch_ended(self, following: asyncio.Task[None]) -> None:
+        """Record why the watch ended: someone may have cancelled all tasks. It starts again when it is next needed."""
         if self._members is not None:
             cause = "it was cancelled" if following.cancelled() else repr(following.exception())
-            self._members.away = f"nobody follows the members: {cause}"
+            self._members.away = f"the members are not watched: {cause}"
 
     async def explained(self, died: ActorDied, left_s: float) -> ActorDied:
-        """The error with the end of the incarnation, waited for a bounded time."""
+        """The error with the diagnosis of the dead incarnation, if that arrives within a bounded time."""
         if not died.who or self._registry is None:
             return died
-        end = await self.end_of(_incarnation(died.who), _patience_s(left_s))
+        end = await self.end_of(_incarnation(died.who), _report_wait_s(left_s))
         known = f"{died.who} ended: {end}" if end else f"how {died.who} ended is not known yet"
         told = ActorDied(died.what, why=f"{known}; {died.why}", hint=died.hint)
         told.who, told.diagnosis = died.who, end
         return told
 
     async def end_of(self, who: Incarnation, wait_s: float) -> str:
-        """How an incarnation ended, in words; empty if that is not known in time."""
+        """How an incarnation ended; empty if that is not known in time."""
         members = self.members(f"the end of {who}")
         try:
             await members.until(lambda known: known.end_of(who) is not None, f"the end of {who}", timeout_s=wait_s)
@@ -132,7 +132,7 @@ class Directory:
         return members.end_of(who) or ""
 
     async def alive(self, names: Collection[str], left_s: float) -> list[str]:
-        """Those of some incarnations that live, as the registry says once the news of their ends has had its time."""
+        """Which of these incarnations live, as the registry says after a wait for reports of their ends."""
         if self._registry is None:
             return []
         whos = [_incarnation(name) for name in names]
@@ -142,21 +142,21 @@ class Directory:
             return all(known.end_of(who) is not None for who in whos)
 
         try:
-            await members.until(ended, "the ends of those that were lost", timeout_s=_patience_s(left_s))
+            await members.until(ended, "the ends of those that were lost", timeout_s=_report_wait_s(left_s))
         except DeadlineExceeded:
-            # Nothing is known of anyone while the registry is away.
+            # While the registry is away nothing is known.
             return [] if members.away else [str(who) for who in whos if members.lives(who)]
         return []
 
     async def close(self) -> None:
-        """End the following of members."""
+        """Stop watching the members."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait({self._following})
 
 
 class SlotRoute:
-    """Calls whoever fills a slot."""
+    """Calls the current incarnation of a slot."""
 
     def __init__(self, directory: Directory, slot: str) -> None:
         self.name = slot
@@ -194,8 +194,8 @@ class RoleRoute:
         self._turn = 0
 
     async def call(self, method: Method, values: tuple[Any, ...], timeout_s: float) -> Any:
-        """Call a member; one that is lost before the call is sent, or under a call that may be repeated, is passed
-        over for another until the deadline, or until too many have died with it."""
+        """Call a member. One that is lost before the call is sent, or during an idempotent call, is replaced by another
+        until the deadline, or until DEATHS members have died with the call."""
         payload = method.encode_arguments(values)
         loop = asyncio.get_running_loop()
         budget_s = timeout_s + method.wait_s(values)
@@ -255,11 +255,11 @@ class RoleRoute:
         deadline = asyncio.get_running_loop().time() + timeout_s
         members = self._directory.members(what)
         while not (ready := members.ready_of(self.name)):
-            await self._changed(members, what, deadline, 10.0)
+            await self._await_change(members, what, deadline, 10.0)
         return [SlotRoute(self._directory, member.who.slot) for member in ready]
 
     async def _pick(self, what: str, deadline: float) -> tuple[Target, int]:
-        """The target to call, connected and counted as called, and the epoch it was chosen with.
+        """Choose the target to call, connect it and count the call; returns it with its epoch.
 
         Raises:
             Unreachable: no member is ready and can be reached, in time.
@@ -269,10 +269,10 @@ class RoleRoute:
         while True:
             found = self._least_busy(members, loop.time())
             if found is None:
-                await self._changed(members, what, deadline, LOOK_AGAIN_S)
+                await self._await_change(members, what, deadline, RECHECK_S)
                 continue
             target, epoch = found
-            # Counted from here on: others who choose meanwhile see it.
+            # Counted before connecting, so that concurrent calls see it.
             target.outstanding += 1
             if target.client.connected:
                 return found
@@ -292,7 +292,7 @@ class RoleRoute:
     def _least_busy(self, members: Members, now: float) -> tuple[Target, int] | None:
         ready = members.ready_of(self.name)
         best: tuple[Target, int] | None = None
-        # Begun at another one each time, so that equals take turns.
+        # Start at another member each time, so that equally busy ones take turns.
         self._turn += 1
         for n in range(len(ready)):
             who = ready[(self._turn + n) % len(ready)].who
@@ -301,7 +301,7 @@ class RoleRoute:
                 best = target, who.epoch
         return best
 
-    async def _changed(self, members: Members, what: str, deadline: float, at_most_s: float) -> None:
+    async def _await_change(self, members: Members, what: str, deadline: float, at_most_s: float) -> None:
         """Wait for news of the members.
 
         Raises:
@@ -321,6 +321,6 @@ def _incarnation(text: str) -> Incarnation:
     return Incarnation(slot, int(epoch))
 
 
-def _patience_s(left_s: float) -> float:
-    """How long news of an end is waited for, with so much left until the deadline."""
+def _report_wait_s(left_s: float) -> float:
+    """How long to wait for the report of an end when left_s remain until the deadline."""
     return min(DIAGNOSIS_WAIT_S, max(left_s, DIAGNOSIS_WAIT_AT_LEAST_S))

@@ -1,4 +1,4 @@
-"""The calling end: what looks like the actor, and is a name and a way to find who bears it."""
+"""The calling side of actors: a proxy with the actor's methods that routes each call by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Options(msgspec.Struct, frozen=True):
 
     Attributes:
         timeout_s: deadline of a call, and of each item of a stream.
-        window: items of a stream that may be under way.
+        window: items of a stream that may be in flight.
     """
 
     timeout_s: float
@@ -25,7 +25,7 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class Route(Protocol):
-    """Finds who is to answer."""
+    """Sends calls to a slot or to a member of a role."""
 
     name: str
 
@@ -37,7 +37,7 @@ class Route(Protocol):
 
 
 class Reference:
-    """Looks like an actor of class `api`; its methods are made when first used."""
+    """A proxy with the methods of actor class `api`, created at their first use."""
 
     def __init__(self, route: Route, api: type, options: Options) -> None:
         check_options(f"a reference to {route.name}", options.timeout_s, options.window)

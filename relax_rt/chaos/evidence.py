@@ -24,11 +24,11 @@ MAX_SHOWN = 12
 
 
 class Write(msgspec.Struct, frozen=True):
-    """A change that the queue accepted, as its journal has it.
+    """A change that the queue accepted, from its journal.
 
     Attributes:
-        n: place in the ledger's order. who: ``slot#epoch`` of the caller, empty for the queue's own.
-        what: the kind of change, ``put``; ``gone`` tells that `about` had ended.
+        n: position in the journal. who: ``slot#epoch`` of the caller, empty for the queue itself.
+        what: the kind of change, as ``put``. about: the process that had ended, for a change that reports an end.
     """
 
     n: int
@@ -38,7 +38,7 @@ class Write(msgspec.Struct, frozen=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A checkpoint folder as it lies on disk."""
+    """A checkpoint folder on disk."""
 
     folder: str
     step: int
@@ -48,19 +48,19 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 class Evidence(msgspec.Struct, kw_only=True):
-    """All that is known of a run.
+    """The records of a run.
 
     Attributes:
-        events: the event log in the order written. complete: none of its segments was dropped.
-        steps: the trainer's own records, in the order written. made: the rollouts' own.
-        evaluations: the evaluator's own.
-        writes: what the queue's journal still holds.
-        checkpoints: the folders there are.
-        has_journal: the queue has left one. journal_error: why it cannot be read.
+        events: the event log, in order. complete: none of its segments was removed.
+        steps: the trainer's records, in order. made: the rollouts' records of the samples they produced.
+        evaluations: the evaluator's records.
+        writes: the changes that the queue's journal still holds.
+        checkpoints: the folders on disk.
+        has_journal: the queue wrote a journal. journal_error: why it cannot be read.
         ended: the run is over. status: of run.json.
-        recovered: of a run that goes on: every slot is ready or has ended; None: nobody looked.
-        target: steps of the job, batch: samples of a step, max_staleness: its bound; None for a job without them.
-        leftovers: what of an ended run is still there.
+        recovered: of a living run: every slot is ready or has ended; None: not checked.
+        target: steps of the job; batch: samples of a step; max_staleness: its bound; None for a job without them.
+        leftovers: what an ended run left behind.
     """
 
     events: list[Event]
@@ -81,27 +81,27 @@ class Evidence(msgspec.Struct, kw_only=True):
     leftovers: list[str] = []
 
     def lines(self, numbers: Iterable[int]) -> list[str]:
-        """Events by their place, as evidence."""
+        """Events by position, as evidence."""
         return [line(n, self.events[n]) for n in numbers]
 
     @property
     def reached(self) -> bool:
-        """The run ended with what it was for."""
+        """The run ended with its target reached."""
         return self.ended and self.status == "finished"
 
     @property
     def trains(self) -> bool:
-        """Its job trains: steps, and what they were made of, are to be on record."""
+        """The job trains: steps and their samples must be on record."""
         return bool(self.target or self.batch)
 
     @property
     def last_step(self) -> int:
-        """The highest step on record."""
+        """The highest recorded step."""
         return max((int(record["step"]) for record in self.steps), default=0)
 
 
 class Breach(msgspec.Struct, frozen=True):
-    """A promise that was not kept.
+    """A broken guarantee.
 
     Attributes:
         check: the name of the check. what: what is wrong.
@@ -114,11 +114,11 @@ class Breach(msgspec.Struct, frozen=True):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What one check found.
+    """The result of one check.
 
     Attributes:
-        looked_at: how many things it judged, of which kind. why_not: it could judge nothing, for this reason.
-        not_shown: what was done to the run without showing what it was for; no promise is broken by it.
+        looked_at: how many things it judged; of: of which kind. why_not: why it could judge nothing.
+        not_shown: faults that did not show what they were injected for; no guarantee is broken by that.
     """
 
     check: str
@@ -139,7 +139,7 @@ GONE = "gone without a word"
 
 
 def gather(run_dir: Path) -> Evidence:
-    """Everything that is recorded of a run, alive or ended.
+    """Read the records of a run, alive or ended.
 
     Raises:
         NoRun: the directory holds no run.
@@ -169,7 +169,7 @@ def gather(run_dir: Path) -> Evidence:
 
 
 def _how_it_is(run_dir: Path) -> tuple[FoundRun, bool, str]:
-    """The run, whether it is over, and its status. The keeper of a dead agent has a moment to say what happened."""
+    """The run, whether it is over, and its status. Waits a moment for the keeper of a dead agent to write the end."""
     end = time.monotonic() + END_TOLD_WITHIN_S
     while True:
         run = find_run(run_dir)
@@ -182,7 +182,7 @@ def _how_it_is(run_dir: Path) -> tuple[FoundRun, bool, str]:
 
 
 def job(config: dict[str, Any]) -> dict[str, Any]:
-    """Target, batch and staleness bound of a resolved config, as far as its job has them."""
+    """Target, batch and staleness bound of a resolved config, where its job has them."""
     table = config.get("algorithm")
     if not isinstance(table, dict):
         return {}
@@ -209,10 +209,10 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def queue_writes(folder: Path, *, patient: bool) -> tuple[bool, list[Write], str]:
-    """Whether there is a journal, what the queue accepted as far as it still has it, and why it cannot be read.
+    """Whether there is a journal, the changes it still holds, and why it cannot be read.
 
     Args:
-        patient: the queue may be living and just have replaced a segment: look again.
+        patient: the queue may be alive and replacing a segment: read again after an error.
     """
     if not any(folder.glob(SEGMENTS)):
         return False, [], ""
@@ -227,7 +227,7 @@ def queue_writes(folder: Path, *, patient: bool) -> tuple[bool, list[Write], str
 
 
 def _read_copy(folder: Path) -> list[Write]:
-    """Reading a journal would mend it: a copy is read."""
+    """Read a copy of the journal, because opening a journal repairs it."""
     decode = msgspec.msgpack.Decoder(JournalEntry).decode
     with tempfile.TemporaryDirectory(prefix="relax-chaos-journal-") as copy:
         for pattern in (SNAPSHOTS, SEGMENTS):

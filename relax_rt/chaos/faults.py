@@ -17,16 +17,16 @@ Means = Literal["signal", "inside", "disk", "epoch"]
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """One way to harm a run.
+    """A kind of fault.
 
     Attributes:
         what: one line for people.
         means: signal, to the role's process group; inside, carried out by the role's own host; disk, on the run
             directory's file system; epoch, by issuing a newer epoch for the slot while its process is stopped.
-        seconds: how long it lasts if nothing else is said; 0: it is over at once.
+        seconds: default duration; 0: instantaneous.
         longest_s: upper limit.
-        amount, unit: how much of it, if that has a meaning.
-        order: its name on the way to the role, for means inside.
+        amount, unit: its size, where it has one.
+        order: its name in the message to the role, for means inside.
     """
 
     name: str
@@ -75,10 +75,10 @@ _UNIT_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 
 
 def seconds(text: str) -> float:
-    """A duration as people write it: ``500ms``, ``5s``, ``2.5m``, ``1h``, or bare seconds.
+    """Parse a duration: ``500ms``, ``5s``, ``2.5m``, ``1h``, or seconds.
 
     Raises:
-        BadInput: it is none.
+        BadInput: it is not a duration.
     """
     found = _TIME.match(text.strip())
     if found is None:
@@ -112,7 +112,7 @@ def faults_named(text: str) -> list[Fault]:
 
 
 class Once(msgspec.Struct, frozen=True):
-    """One fault asked for by hand: ``stop:rollout/0:12s``."""
+    """A fault given on the command line: ``stop:rollout/0:12s``."""
 
     fault: Fault
     target: str
@@ -120,10 +120,10 @@ class Once(msgspec.Struct, frozen=True):
 
 
 def once_named(text: str, slots: Sequence[str]) -> Once:
-    """``fault:slot`` or ``fault:slot:duration``; the slot may be a role's name, meaning its first.
+    """Parse ``fault:slot`` or ``fault:slot:duration``; a role's name means its first slot.
 
     Raises:
-        BadInput: the fault or the slot is unknown, or it lasts too long.
+        BadInput: the fault or the slot is unknown, or the duration is too long.
     """
     name, _, rest = text.partition(":")
     target, _, lasts = rest.partition(":")
@@ -136,10 +136,10 @@ def once_named(text: str, slots: Sequence[str]) -> Once:
 
 
 def lasting(fault: Fault, wanted_s: float) -> float:
-    """The fault's duration.
+    """Check a fault's duration.
 
     Raises:
-        BadInput: longer than it may be.
+        BadInput: it is longer than the fault allows.
     """
     if wanted_s > fault.longest_s:
         raise BadInput(f"{fault.name} for {wanted_s:g} s", why=f"it lasts at most {fault.longest_s:g} s")
@@ -157,7 +157,7 @@ def _slot_named(target: str, slots: Sequence[str]) -> str:
 
 
 def roles_named(text: str, slots: Iterable[str]) -> dict[str, list[str]]:
-    """The slots of each role that a comma-separated list names (roles, or single slots); all if it is empty.
+    """The slots of each role in a comma-separated list of roles and slots; all roles if it is empty.
 
     Raises:
         BadInput: one is unknown.
@@ -189,11 +189,11 @@ class Strike(msgspec.Struct, frozen=True, kw_only=True):
     """One fault of a schedule.
 
     Attributes:
-        number: from 1; with the seed it names the strike.
+        number: from 1; together with the seed it identifies the strike.
         at_s: time since the schedule began, for schedules by time.
-        at_step: it falls when this training step is the newest, for schedules by step; 0: by time.
+        at_step: the training step at which it is due, for schedules by step; 0: by time.
         slot: empty for a fault of the whole run (disk).
-        seconds: how long it lasts. amount: how much, in the fault's unit.
+        seconds: its duration. amount: its size, in the fault's unit.
     """
 
     number: int
@@ -208,14 +208,14 @@ class Strike(msgspec.Struct, frozen=True, kw_only=True):
 def poisson(
     seed: int, mean_s: float, for_s: float, faults: Sequence[Fault], slots: Mapping[str, Sequence[str]]
 ) -> list[Strike]:
-    """Faults with exponentially distributed pauses: a role is drawn uniformly, then one of its slots, then a fault.
+    """Faults at exponentially distributed intervals: a role is drawn uniformly, then one of its slots, then a fault.
 
     Args:
         mean_s: mean time between two faults. for_s: length of the schedule.
         slots: the slots of each role.
 
     Raises:
-        BadInput: a time that is not positive, or more faults than anybody could want.
+        BadInput: a time is not positive, or the schedule has too many faults.
     """
     if mean_s <= 0 or for_s <= 0:
         raise BadInput(f"faults every {mean_s:g} s for {for_s:g} s", why="both must be longer than nothing")
@@ -233,13 +233,13 @@ def poisson(
 def by_steps(
     seed: int, share: float, first: int, last: int, faults: Sequence[Fault], slots: Mapping[str, Sequence[str]]
 ) -> list[Strike]:
-    """Faults in a share of the training steps, the steps drawn without repetition.
+    """Faults in a share of the training steps, drawn without repetition.
 
     Args:
         share: of the steps from `first` to `last`, both included.
 
     Raises:
-        BadInput: no share, or no steps.
+        BadInput: the share is out of range, or there are no steps.
     """
     if not 0 < share <= 1:
         raise BadInput(f"faults in {share:g} of the steps", why="a share lies above 0 and is at most 1")
@@ -253,7 +253,7 @@ def by_steps(
 
 
 def at_once(seed: int, wanted: Sequence[Once]) -> list[Strike]:
-    """The faults asked for by hand, all at the beginning."""
+    """The faults given on the command line, all at the start."""
     signs = random.Random(f"amounts {seed}")
     return [
         Strike(number=n, fault=one.fault.name, slot=one.target, seconds=one.seconds, amount=_amount(one.fault, signs))
@@ -262,9 +262,9 @@ def at_once(seed: int, wanted: Sequence[Once]) -> list[Strike]:
 
 
 def _evened(seed: int, strikes: list[Strike], slots: Mapping[str, Sequence[str]]) -> list[Strike]:
-    """The same strikes, each kind of role with at least two of them if there are enough for that.
+    """The same strikes, with at least two for each kind of role if there are enough.
 
-    What a kind lacks is taken from the one that is struck most, at random; times and faults stay as they were drawn.
+    A kind with too few takes them at random from the kind that has most; times and faults stay as drawn.
     """
     roles = {role: list(found) for role, found in sorted(slots.items()) if found}
     counts = Counter(dict.fromkeys(roles, 0))
@@ -283,7 +283,7 @@ def _evened(seed: int, strikes: list[Strike], slots: Mapping[str, Sequence[str]]
 
 
 class _Draw:
-    """Draws what and whom; each from a stream of its own, so that another list of faults leaves the targets alone."""
+    """Draws targets and faults from separate random streams: another list of faults leaves the targets alone."""
 
     def __init__(self, seed: int, faults: Sequence[Fault], slots: Mapping[str, Sequence[str]]) -> None:
         if not faults or not any(slots.values()):
@@ -309,6 +309,6 @@ class _Draw:
 
 
 def _amount(fault: Fault, dice: random.Random) -> float:
-    """Clocks jump either way."""
+    """Clocks jump in either direction."""
     back = dice.random() < 0.5
     return -fault.amount if fault.name == "clock_jump" and back else fault.amount

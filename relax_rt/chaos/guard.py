@@ -12,7 +12,7 @@ import sys
 
 
 def main() -> None:
-    """Note until the input ends, then continue what is left."""
+    """Track stopped groups until the input ends, then continue them."""
     os.setsid()
     stopped: set[int] = set()
     for text in sys.stdin:

@@ -39,11 +39,11 @@ STEP_BYTES = 64 * MIB
 
 
 class Filling:
-    """Holds the file system of a folder full, down to a small reserve, until it is closed.
+    """Fills the file system of a folder, down to a small reserve, until it is closed.
 
     Raises:
-        Refused: more than `most_bytes` would be needed: others live on that file system too.
-        OSError: no file can be made there.
+        Refused: it would take more than `most_bytes`: others use that file system too.
+        OSError: no file can be created there.
     """
 
     def __init__(self, folder: Path, *, most_bytes: int = MOST_BYTES, reserve_bytes: int = RESERVE_BYTES) -> None:
@@ -80,7 +80,7 @@ class Filling:
             self.nbytes += step
 
     def close(self) -> None:
-        """Give the space back."""
+        """Free the space."""
         self._file.close()
 
 
@@ -92,7 +92,7 @@ class _Slot:
 
 
 class Intensity:
-    """Failures of each slot within its restart period.
+    """Counts failures of each slot within its restart period.
 
     Args:
         max_restarts, period_s: of ``[supervision.restart]``.
@@ -103,7 +103,7 @@ class Intensity:
         self._slots: dict[str, _Slot] = {}
 
     def take(self, event: dict[str, Any]) -> None:
-        """Take one event of the log."""
+        """Process one event of the log."""
         kind, name, at = event.get("kind"), event.get("slot"), event.get("m")
         if kind == "run_started":
             self._slots.clear()
@@ -122,7 +122,7 @@ class Intensity:
                 slot.failures.append(slot.good_s)
 
     def left(self, name: str, now: float) -> int:
-        """Restarts that the slot still has, if it fails at `now` (monotonic seconds)."""
+        """Restarts that the slot has left if it fails at `now` (monotonic seconds)."""
         slot = self._slots.get(name)
         if slot is None:
             return self._max
@@ -138,10 +138,10 @@ PASSING = (ProcessLookupError, Unreachable, DeadlineExceeded)
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of a strike: carried out, or withheld for a reason.
+    """Result of a strike: carried out, or withheld for a reason.
 
     Attributes:
-        passing: what it was withheld for passes by itself: it may fall a little later.
+        passing: the reason is temporary: the strike may be tried again a little later.
     """
 
     strike: Strike
@@ -151,7 +151,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Withheld(Exception):
-    """A strike that is not carried out; the reason is its text. passing: see Outcome."""
+    """A strike that is not carried out; its text is the reason. passing: as in Outcome."""
 
     def __init__(self, why: str, *, passing: bool = False) -> None:
         super().__init__(why)
@@ -166,12 +166,12 @@ class _Undo(msgspec.Struct):
 
 
 class Injector:
-    """Does harm to one run. Use it as a context manager: what lasts is undone when it is left.
+    """Injects faults into one run. As a context manager it undoes lasting faults at its exit.
 
     Args:
         run_dir: of a living run.
-        seed: told in the events, so that a strike can be found again.
-        intensity: keeps harm within the restarts that each slot has left; None: not kept.
+        seed: written into the events, so that a strike can be reproduced.
+        intensity: withholds strikes on slots that have no restart left; None: never.
         most_disk_bytes: a fault `disk` that needs more is withheld.
     """
 
@@ -201,14 +201,14 @@ class Injector:
 
     @property
     def next_undo(self) -> float | None:
-        """When something is to be undone (monotonic seconds); None: nothing lasts."""
+        """When the next lasting fault ends (monotonic seconds); None: none lasts."""
         return min((one.due for one in self._undo), default=None)
 
     def strike(self, strike: Strike, *, put_off: bool = False) -> Outcome:
-        """Carry a strike out, unless the slot has no process, or no restart left.
+        """Carry a strike out, unless the slot has no process or no restart left.
 
         Args:
-            put_off: if what hinders it passes, the caller will try again: nothing is told of it now.
+            put_off: the caller retries after a temporary obstacle: do not report it now.
         """
         fault = FAULTS[strike.fault]
         self._announced = False
@@ -224,7 +224,7 @@ class Injector:
         return Outcome(strike, pid=pid)
 
     def undo(self, now: float) -> None:
-        """End what has lasted long enough."""
+        """End the faults whose time is over."""
         for one in [one for one in self._undo if one.due <= now]:
             self._undo.remove(one)
             told = self._told(one.strike, one.slot)
@@ -286,7 +286,7 @@ class Injector:
         self._later(strike, slot, lambda: os.kill(slot.pid, 0))
 
     def _enough(self, strike: Strike) -> Strike:
-        """Memory beyond the role's own limit, where it has one: less would show nothing of it."""
+        """Memory above the role's own limit, if it has one: less would show nothing of the limit."""
         if strike.fault != "memory":
             return strike
         roles = (read_json(self.run_dir / RESOLVED_CONFIG) or {}).get("roles", {})
@@ -337,7 +337,7 @@ class Injector:
         return fields | {"seconds": strike.seconds, "amount": strike.amount}
 
     def _note(self, word: str) -> None:
-        """Have the guard know which groups are stopped: it continues them when this process is killed."""
+        """Tell the guard which groups are stopped: it continues them if this process is killed."""
         if self._guard is None:
             # By path, without the site packages: it must be there before the first stop.
             self._guard = subprocess.Popen([sys.executable, "-I", "-S", str(guard.__file__)], stdin=subprocess.PIPE)
@@ -347,18 +347,18 @@ class Injector:
 
 
 def _passes(error: Exception) -> bool:
-    """Whether what hinders a strike is over soon, as the way of a slot from one process to the next."""
+    """Whether the obstacle to a strike is temporary, as a slot between two processes."""
     return error.passing if isinstance(error, Withheld) else isinstance(error, PASSING)
 
 
 def _check_ours(status: RunStatus, slot: SlotStatus) -> None:
-    """The pid was told by the agent a moment ago; by now it may be another program's."""
+    """Check that the pid still belongs to the run: it was reported a moment ago and may have been reused."""
     if not procfs.has_environment(slot.pid, f"RELAX_RUN_ID={status.run_id}"):
         raise Withheld(f"process {slot.pid} is none of this run (any more)", passing=True)
 
 
 async def _overtake(status: RunStatus, slot: SlotStatus) -> int:
-    """What the head does when it replaces a process that it cannot reach: issue an epoch, tell the queue."""
+    """Replace a process as the head does when it cannot reach it: issue an epoch, and tell the queue."""
     addresses = {one.slot: one.address for one in status.slots}
     registry = Client(addresses[REGISTRY], make_hello(status.run_id, Incarnation(CHAOS_SLOT, 0)))
     clients = [registry]

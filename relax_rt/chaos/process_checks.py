@@ -24,7 +24,7 @@ PROCESS_EXITED = str(ProcessExited.__struct_config__.tag)
 
 
 def by_slot(found: list[Life]) -> dict[str, list[Life]]:
-    """Lives of each slot, in the order of their starts."""
+    """Lives of each slot, in order of their starts."""
     slots: dict[str, list[Life]] = {}
     for life in found:
         slots.setdefault(life.slot, []).append(life)
@@ -45,9 +45,9 @@ def one_incarnation(evidence: Evidence) -> Found:
 
 
 def _words_of_the_dead(evidence: Evidence, found: list[Life]) -> Found:
-    """What a process wrote itself must lie before its exit was told: the agent does not grade itself.
+    """Events of a process must precede the report of its exit: the agent's report is checked against them.
 
-    Also where no exit was told: a process of an earlier session has ended before the next one began.
+    This also holds where no exit was reported: a process of an earlier session has ended before the next one began.
     """
     ends = _ends(evidence, found)
     for number, event in enumerate(evidence.events):
@@ -58,7 +58,7 @@ def _words_of_the_dead(evidence: Evidence, found: list[Life]) -> Found:
 
 
 def _records_of_the_dead(evidence: Evidence, found: list[Life]) -> Found:
-    """The same of their records in the metrics."""
+    """The same for their metrics records."""
     ends = _ends(evidence, found)
     for record in [*evidence.steps, *evidence.made]:
         end = ends.get(str(record.get("by")))
@@ -68,7 +68,7 @@ def _records_of_the_dead(evidence: Evidence, found: list[Life]) -> Found:
 
 
 def _ends(evidence: Evidence, found: list[Life]) -> dict[str, tuple[float, int, str]]:
-    """By when each process was gone for sure, by which event, and what that was."""
+    """When each process was certainly dead, by which event, and which kind of event that was."""
     starts = [(float(e.get("m", 0.0)), n) for n, e in enumerate(evidence.events) if e.get("kind") == "run_started"]
     ends: dict[str, tuple[float, int, str]] = {}
     for life in found:
@@ -128,7 +128,7 @@ def deaths_answered(evidence: Evidence) -> Found:
 
 
 def _let_go(events: list[Event], life: Life) -> bool:
-    """The log tells why no process came after this one: the run ended or its agent did, or the slot was given up."""
+    """The log says why no process followed: the run or its agent ended, or the slot used up its restarts."""
     role, session = life.slot.partition("/")[0], -1
     for event in events:
         kind = event.get("kind")
@@ -148,7 +148,7 @@ def _let_go(events: list[Event], life: Life) -> bool:
 
 
 def faults_seen(evidence: Evidence) -> Found:
-    """What was done on purpose is told by others: a kill by the agent, a fault inside a role by the role itself."""
+    """Each injected fault is confirmed by others: a kill by the agent, a fault inside a role by the role itself."""
     yield from _begun(evidence)
     known = {(life.slot, life.pid): life for life in lives(evidence.events)}
     end_m = max((float(e.get("m", 0.0)) for e in evidence.events), default=0.0)
@@ -189,7 +189,7 @@ def _begun(evidence: Evidence) -> Found:
 
 
 def late_writes(evidence: Evidence) -> Found:
-    """Nothing that a fenced incarnation writes is accepted: by the registry, the queue, the checkpoint folder."""
+    """No write of a fenced incarnation is accepted: by the registry, the queue, the checkpoint folder."""
     yield from _late_in_registry(evidence)
     yield from _late_in_queue(evidence)
     yield from _journal_unread(evidence)
@@ -212,7 +212,7 @@ def _late_in_registry(evidence: Evidence) -> Found:
 
 
 def _late_checkpoints(evidence: Evidence) -> Found:
-    """A folder that an incarnation wrote although a newer one had begun already, from an earlier step than it is of."""
+    """A folder written by an incarnation although a newer one had started from an earlier step."""
     first: dict[int, Event] = {}
     for record in evidence.steps:
         first.setdefault(int(record.get("epoch", 0)), record)
@@ -232,7 +232,7 @@ def _late_checkpoints(evidence: Evidence) -> Found:
 
 
 def _refusals(evidence: Evidence) -> Found:
-    """Who was overtaken is to have been refused something; that nothing of it was accepted may be mere silence."""
+    """An overtaken process must have been refused something; that nothing was accepted may mean that it was silent."""
     found = {(life.slot, life.epoch): life for life in lives(evidence.events)}
     for number, event in enumerate(evidence.events):
         if event.get("kind") != "slot_overtaken":
@@ -245,7 +245,7 @@ def _refusals(evidence: Evidence) -> Found:
 
 
 def _journal_unread(evidence: Evidence) -> Found:
-    """A journal that cannot be read proves nothing, and the queue itself could not recover from it."""
+    """A journal that cannot be read proves nothing, and the queue could not recover from it."""
     if evidence.journal_error:
         yield Breach("late_writes", f"the queue's journal cannot be read: {evidence.journal_error}")
     elif not evidence.has_journal:
@@ -255,7 +255,7 @@ def _journal_unread(evidence: Evidence) -> Found:
 
 
 def _late_in_queue(evidence: Evidence) -> Found:
-    """The journal is the queue's own; who was fenced when is counted here anew."""
+    """Check the queue's own journal; which incarnations were fenced is derived here independently."""
     newest: dict[str, int] = {}
     ended: dict[str, int] = {}
     for write in evidence.writes:
@@ -275,7 +275,7 @@ def _late_in_queue(evidence: Evidence) -> Found:
 
 
 def supervisor_sound(evidence: Evidence) -> Found:
-    """The supervisor itself met nothing that cannot be."""
+    """The supervisor met no impossible state."""
     for number, event in enumerate(evidence.events):
         if event.get("kind") == "run_started":
             yield 1

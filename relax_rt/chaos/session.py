@@ -24,13 +24,13 @@ PUT_OFF_S, PATIENCE_S = 0.2, 30.0
 
 
 class Session(msgspec.Struct, kw_only=True):
-    """What came of it.
+    """The result of a schedule.
 
     Attributes:
-        outcomes: of each strike that fell due. left: strikes that never did.
-        deferred: strikes that were put off; by step: how often one was.
-        over: the run ended meanwhile. recovered: every slot was ready or had ended, at the end.
-        interrupted: somebody wanted it to stop.
+        outcomes: of each strike that was due. left: strikes that were never due.
+        deferred: strikes that were put off; by step: how often.
+        over: the run ended in the meantime. recovered: at the end every slot was ready or had ended.
+        interrupted: the user stopped it.
     """
 
     outcomes: list[Outcome] = []
@@ -50,7 +50,7 @@ class StepWatch:
         self.step = 0
 
     def look(self) -> int:
-        """The newest step that was recorded; after a fall-back it is lower than before."""
+        """The newest recorded step; after a fall-back it is lower than before."""
         for record in self._tail.poll():
             if record.get("kind") == "step":
                 self.step = int(record["step"])
@@ -70,12 +70,12 @@ def play(
     defer: bool = False,
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Session:
-    """Carry a schedule out on a living run, until its end or the run's.
+    """Carry out a schedule on a living run, until the schedule or the run ends.
 
     Args:
-        settle_s: how long the run may take to recover after the last strike.
-        defer: a strike that finds no process falls as soon as there is one, within PATIENCE_S; one by step at the next
-            step. Slot and fault stay as they were drawn.
+        settle_s: time for the run to recover after the last strike.
+        defer: a strike that finds no process waits for one, up to PATIENCE_S; by step, until the next step. Slot and
+            fault stay as drawn.
     """
     began = time.monotonic()
     session = Session()
@@ -141,7 +141,7 @@ def _pause(injector: Injector, by_time: Sequence[Strike], began: float, *, fine:
 
 
 def settled(run_dir: Path, settle_s: float) -> bool:
-    """Wait until every slot is ready or has ended, and stays so for a moment. An ended run has settled."""
+    """Wait until every slot is ready or has ended, and stays so for a moment. An ended run is settled."""
     end = time.monotonic() + settle_s
     since: float | None = None
     while time.monotonic() < end:

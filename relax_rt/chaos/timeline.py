@@ -17,7 +17,7 @@ REGISTRY = "registry/0"
 
 
 def line(number: int, event: Event) -> str:
-    """An event in one line, with its place in the log, as evidence."""
+    """An event as one line with its position in the log, for evidence."""
     who = str(event.get("slot") or event.get("role") or "")
     epoch = event.get("epoch")
     name = who + (f"#{epoch}" if who and epoch else "")
@@ -29,12 +29,12 @@ def line(number: int, event: Event) -> str:
 
 
 class Life(msgspec.Struct, kw_only=True):
-    """One process of a slot, in seconds of the machine's monotonic clock; None where the log tells of no such thing.
+    """One process of a slot, in seconds of the machine's monotonic clock; None where the log has no such event.
 
     Attributes:
         session: which `up` of the run it belongs to, from 0.
-        diagnosis: of its end. lines: the events that tell of it, by place in the log.
-        over: its agent died with it, and no exit was told.
+        diagnosis: of its end. lines: positions of its events in the log.
+        over: its agent died with it, and no exit was reported.
     """
 
     slot: str
@@ -52,12 +52,12 @@ class Life(msgspec.Struct, kw_only=True):
 
     @property
     def failed(self) -> bool:
-        """It ended, and not in good order."""
+        """It ended, and not in order."""
         return self.diagnosis is not None and self.diagnosis.get("kind") != "clean"
 
 
 def lives(events: Sequence[Event]) -> list[Life]:
-    """Every process that the log tells of, in the order of their starts."""
+    """Every process in the log, in order of their starts."""
     found: list[Life] = []
     present: dict[str, Life] = {}
     session = -1
@@ -99,12 +99,12 @@ def _is_by(event: Event, life: Life) -> bool:
 
 
 class Recovery(msgspec.Struct, kw_only=True):
-    """What came after a fault that ended a process, in seconds from the fault on; None: it never did.
+    """What followed a fault that ended a process, in seconds from the fault; None: it never happened.
 
     Attributes:
-        exited_s: the exit was in the event log. ready_s: the next process of the slot was ready.
+        exited_s: the exit was in the event log. ready_s: the slot's next process was ready.
         worked_s: it had done its first new work.
-        wait_s: of this, the restart was held back on purpose (back-off).
+        wait_s: part of this that the restart waited on purpose (back-off).
     """
 
     number: int
@@ -124,7 +124,7 @@ class Recovery(msgspec.Struct, kw_only=True):
 
 
 def recoveries(events: Sequence[Event]) -> list[Recovery]:
-    """How the run came back from each fault that a process ended of: the last one before its end, if it ended badly."""
+    """The recovery from each fault that ended a process: of several, the last fault before the end counts."""
     by_slot: dict[str, list[Life]] = {}
     for life in lives(events):
         by_slot.setdefault(life.slot, []).append(life)
@@ -149,7 +149,7 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
 
 
 def _come_back(one: Recovery, after: Sequence[Life]) -> None:
-    """The first process that was ready, and the first that worked; one may have died before it did."""
+    """The first process that was ready, and the first that worked; one may die before it works."""
     for life in after:
         if life.ready is not None and one.ready_s is None:
             one.ready_s = life.ready - one.at
@@ -163,7 +163,7 @@ def _injected(events: Sequence[Event]) -> list[Event]:
 
 
 def carried_out(events: Sequence[Event]) -> list[tuple[int, Event]]:
-    """The faults that were injected, by place in the log, without those that were told of as failed afterwards."""
+    """The injected faults by position in the log, without those that were reported as failed."""
     found: dict[int, Event] = {}
     by_number: dict[Any, int] = {}
     for number, event in enumerate(events):
@@ -179,7 +179,7 @@ def carried_out(events: Sequence[Event]) -> list[tuple[int, Event]]:
 
 
 def begun(events: Sequence[Event]) -> set[int]:
-    """Places of the faults that a role has confirmed by an event of its own."""
+    """Positions of the faults that a role has confirmed by its own event."""
     found: dict[int, Event] = {}
     told: set[int] = set()
     for number, event in enumerate(events):
@@ -191,7 +191,7 @@ def begun(events: Sequence[Event]) -> set[int]:
 
 
 def _asked_for(word: Event, found: dict[int, Event]) -> int:
-    """Place of the newest fault that a role's word is about; it does not know the number, only what was asked of it."""
+    """Position of the newest fault that a role's event is about; the event has the order, not the number."""
     for number, event in reversed(found.items()):
         fault = FAULTS.get(str(event.get("name")))
         same = (event.get("slot"), event.get("epoch")) == (word.get("slot"), word.get("epoch"))
@@ -232,12 +232,12 @@ MIN_GAPS = 5
 
 
 class Ettr(msgspec.Struct, frozen=True, kw_only=True):
-    """The ratio, and what it is made of.
+    """The effective training time ratio and its parts.
 
     Attributes:
-        value: None when it cannot be told, for the reason in `why`.
-        measured: both wall-clocks were measured; otherwise the undisturbed one is an estimate from this run's own
-            undisturbed steps, which knows nothing of checkpoints and of what slow steps cost.
+        value: None when it cannot be computed, for the reason in `why`.
+        measured: both wall-clocks were measured; otherwise the undisturbed one is estimated from this run's own
+            undisturbed steps, without checkpoints and slow steps.
         first, last: the steps between which the time was taken.
         undisturbed_s, disturbed_s: the two wall-clocks.
     """
@@ -262,12 +262,12 @@ def path_of(steps: Sequence[Record]) -> dict[int, Record]:
 
 
 def at(record: Record) -> float:
-    """When a record was written, seconds: by the monotonic clock where it is told, as a role's wall clock may jump."""
+    """Time of a record in seconds: by the monotonic clock where it has one, because a role's wall clock may jump."""
     return float(record["m"] if "m" in record else record["t"])
 
 
 def elapsed_s(steps: Sequence[Record], first: int, last: int) -> float | None:
-    """Wall-clock from the first time that step `first` was done to the time when `last` stood for good."""
+    """Wall-clock from the first completion of step `first` to the final completion of `last`."""
     path = path_of(steps)
     began = [at(r) for r in steps if r["step"] == first]
     if last not in path or not began:
@@ -279,7 +279,7 @@ def ettr(steps: Sequence[Record], baseline: Sequence[Record] | None, faults: Seq
     """The ratio of a run.
 
     Args:
-        steps: its step records, in the order written.
+        steps: its step records, in order.
         baseline: those of an undisturbed run of the same config; None: estimate.
         faults: begin and end of each disturbance, recovery included, on the clock of the records (see `at`).
     """

@@ -23,14 +23,14 @@ OF_CHECKPOINTS = ("checkpoint ", "none of the checkpoints ")
 
 
 def told(record: Event) -> str:
-    """A trainer's record in one line, as evidence."""
+    """A trainer's record as one line, for evidence."""
     return (
         f"step record {record.get('by')} step={record.get('step')} version={record.get('version')} t={record['t']:.3f}"
     )
 
 
 def steps_once(evidence: Evidence) -> Found:
-    """Each step of the path to the end was taken once, none is left out, and a finished run has reached its target."""
+    """Each step of the path to the end was taken once, none is missing, and a finished run has reached its target."""
     path = path_of(evidence.steps)
     yield len(path)
     numbers = sorted(path)
@@ -45,7 +45,7 @@ def steps_once(evidence: Evidence) -> Found:
 
 
 def _within_one_life(steps: list[Event]) -> Found:
-    """One incarnation takes its steps one after the other."""
+    """One incarnation takes its steps in order."""
     last: dict[int, Event] = {}
     for record in steps:
         epoch = int(record.get("epoch", 0))
@@ -83,7 +83,7 @@ def trained_once(evidence: Evidence) -> Found:
 
 
 def trained_what_was_made(evidence: Evidence) -> Found:
-    """What was trained is what a rollout made: same content, same versions, by the rollouts' own records."""
+    """Trained samples equal those that a rollout produced: same content, same versions, by the rollouts' records."""
     made: dict[str, list[tuple[str, list[int]]]] = {}
     for record in evidence.made:
         for key, digest, versions in record.get("samples", []):
@@ -104,7 +104,7 @@ def trained_what_was_made(evidence: Evidence) -> Found:
 
 
 def _uneven(check: str, record: Event, *columns: str) -> Breach | None:
-    """A record whose columns are not of one length tells of no sample which is which."""
+    """A record whose columns differ in length cannot be attributed to samples."""
     sizes = {name: len(record.get(name, [])) for name in columns}
     if len(set(sizes.values())) == 1:
         return None
@@ -113,9 +113,9 @@ def _uneven(check: str, record: Event, *columns: str) -> Breach | None:
 
 
 def commits(evidence: Evidence) -> dict[int, int]:
-    """Place in the log of each version's commit: told by the registry, or by the trainer that had its answer.
+    """Position in the log of each version's commit: reported by the registry, or by the trainer that got its answer.
 
-    A registry that is killed between the commit and its event leaves only the trainer's word.
+    A registry that is killed between the commit and its event leaves only the trainer's event.
     """
     found: dict[int, int] = {}
     for kind in ("published", "version_committed"):
@@ -124,7 +124,8 @@ def commits(evidence: Evidence) -> dict[int, int]:
 
 
 class _Tree:
-    """Versions as the registry committed them and the trainer recorded them; distances are counted anew here."""
+    """Versions as the registry committed them and the trainer recorded them; distances are computed here
+    independently."""
 
     def __init__(self, evidence: Evidence) -> None:
         changed = {int(r["version"]): bool(r.get("changed", True)) for r in evidence.steps}
@@ -146,7 +147,7 @@ class _Tree:
         return found
 
     def distance(self, a: int, b: int) -> int | None:
-        """Publications that changed the weights between two versions; None when they have nothing in common."""
+        """Publications that changed the weights between two versions; None without a common ancestor."""
         up_a, up_b = self._above(a), self._above(b)
         return min((up_a[v] + up_b[v] for v in up_a.keys() & up_b.keys()), default=None)
 
@@ -208,10 +209,10 @@ def versions_grow(evidence: Evidence) -> Found:
 
 
 def fallen_behind(evidence: Evidence) -> Iterator[Breach]:
-    """Lives of the trainer that do again what a checkpoint covers: they begin before the newest that was told of as
-    complete before them, and no event says that it was refused.
+    """Lives of the trainer that repeat what a checkpoint covers, although no event says that it was refused.
 
-    To begin later is no breach: a kill between a checkpoint's rename and its event leaves it untold.
+    They start before the newest checkpoint that was reported complete before them. Starting later is no breach: a kill
+    between a checkpoint's rename and its event leaves it unreported.
     """
     begun, said = _begun(evidence.events), dict[int, int]()
     for number, event in enumerate(evidence.events):
@@ -246,7 +247,7 @@ def _epoch_of(event: Event) -> int:
 
 
 def _begun(events: list[Event]) -> dict[int, int]:
-    """Place of the first event that tells of each life of the trainer."""
+    """Position of the first event of each life of the trainer."""
     found: dict[int, int] = {}
     for number, event in enumerate(events):
         if event.get("kind") == "slot_spawned" and event.get("slot") == TRAINER:
@@ -257,8 +258,8 @@ def _begun(events: list[Event]) -> dict[int, int]:
 
 
 def _standing(words: list[tuple[int, Event]], epoch: int, begun: int) -> list[int]:
-    """Places of the events of checkpoints that a life had to go on from, one of them: told of before it began, and not
-    refused since, by others or itself."""
+    """Positions of the events of checkpoints from which a life had to resume: reported before it started and not
+    refused since."""
     found: dict[str, int] = {}
     for number, event in words:
         before, kind = number < begun, event["kind"]
@@ -272,7 +273,7 @@ def _standing(words: list[tuple[int, Event]], epoch: int, begun: int) -> list[in
 
 
 def _left_to_a_person(event: Event) -> bool:
-    """The trainer has ended the run for its checkpoints: whoever mends it may have moved them, which no event tells."""
+    """The trainer ended the run because of its checkpoints: a person may have moved them, which no event reports."""
     end = event.get("diagnosis") or {}
     return (
         event["kind"] == "slot_exited"

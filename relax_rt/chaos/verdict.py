@@ -37,12 +37,12 @@ MUST_SEE_OF_TRAINING = {"steps_once", "trained_once", "trained_what_was_made", "
 
 
 def check(evidence: Evidence) -> list[Finding]:
-    """Every check on what is known of a run; a check that has nothing to judge says why."""
+    """Run every check on the records of a run; a check that has nothing to judge says why."""
     return [_finding(name, *how, evidence) for name, how in CHECKS.items()]
 
 
 def breaches(findings: list[Finding]) -> list[Breach]:
-    """All that is wrong."""
+    """All breaches of these findings."""
     return [breach for finding in findings for breach in finding.breaches]
 
 
@@ -88,7 +88,7 @@ def _not_to_judge(name: str, evidence: Evidence) -> str:
 
 
 def _must_see(name: str, evidence: Evidence) -> bool:
-    """A check that saw nothing where there had to be something has not been passed: the records are gone."""
+    """A check that saw nothing where there had to be something is not passed: the records are missing."""
     if name in MUST_SEE_OF_TRAINING and evidence.trains and evidence.steps:
         return evidence.complete or name not in ("staleness_held", "versions_grow")
     return name in MUST_SEE and evidence.complete
@@ -98,12 +98,12 @@ Figures = dict[str, float | int]
 
 
 class RoleFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """How one kind of role came back, in seconds from each fault that ended its process.
+    """Recovery times of one kind of role, in seconds from each fault that ended its process.
 
     Attributes:
         exited: until the exit was seen. ready: until a replacement was ready, back-off included; wait: the back-off
             alone. worked: until its first new work.
-        lost: faults after which no replacement was ready while the log lasts.
+        lost: faults after which no replacement was ready within the log.
     """
 
     role: str
@@ -116,14 +116,14 @@ class RoleFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it.
+    """The verdict on a run.
 
     Attributes:
-        ok: no promise was broken.
-        recovered: of a run that goes on: every slot has come back; None: it has ended, or nobody looked.
-        left: strikes of the schedule that never fell, because the run ended before.
-        injected: faults by name, without the `failed` ones that were not carried out after all.
-        struck: by kind of role, how often each fault; kinds never struck are there too.
+        ok: no guarantee was broken.
+        recovered: of a living run: every slot has come back; None: it has ended, or this was not checked.
+        left: strikes that were never due, because the run ended before.
+        injected: faults by name, without the `failed` ones that were not carried out.
+        struck: by kind of role, how often each fault; kinds that were never struck are included.
     """
 
     ok: bool
@@ -141,16 +141,16 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shown(self) -> bool:
-        """No promise was broken, and all that was to be done to the run was done."""
+        """No guarantee was broken, and every fault was injected and shown."""
         return self.ok and not self.left
 
 
 def judge(evidence: Evidence, baseline: Sequence[dict[str, Any]] | None = None, *, left: int = 0) -> Verdict:
-    """The verdict on what is known of a run.
+    """The verdict on the records of a run.
 
     Args:
         baseline: step records of an undisturbed run of the same config.
-        left: strikes that never fell.
+        left: strikes that were never due.
     """
     findings = check(evidence)
     came_back = recoveries(evidence.events)
@@ -173,7 +173,7 @@ def judge(evidence: Evidence, baseline: Sequence[dict[str, Any]] | None = None, 
 
 
 def struck(evidence: Evidence) -> dict[str, dict[str, int]]:
-    """How often which fault met each kind of role that the run had."""
+    """How often each fault struck each kind of role of the run."""
     roles = {str(e.get("slot")).partition("/")[0] for e in evidence.events if e.get("kind") == "slot_spawned"}
     found: dict[str, Counter[str]] = {role: Counter() for role in sorted(roles)}
     for _, event in carried_out(evidence.events):
@@ -184,7 +184,7 @@ def struck(evidence: Evidence) -> dict[str, dict[str, int]]:
 
 
 def role_figures(came_back: Sequence[Recovery]) -> list[RoleFigures]:
-    """Figures of each kind of role, in the order of their names."""
+    """Figures of each kind of role, sorted by name."""
     by_role: dict[str, list[Recovery]] = {}
     for one in came_back:
         by_role.setdefault(one.role, []).append(one)
@@ -203,7 +203,7 @@ def role_figures(came_back: Sequence[Recovery]) -> list[RoleFigures]:
 
 
 def disturbances(evidence: Evidence, came_back: Sequence[Recovery]) -> list[tuple[float, float]]:
-    """Begin and end of each fault on the monotonic clock, with the recovery from it."""
+    """Begin and end of each fault on the monotonic clock, recovery included."""
     back = {(r.number, r.at): max(r.ready_s or 0.0, r.worked_s or 0.0) for r in came_back}
     found = []
     for _, event in carried_out(evidence.events):
@@ -213,7 +213,7 @@ def disturbances(evidence: Evidence, came_back: Sequence[Recovery]) -> list[tupl
 
 
 def render(verdict: Verdict) -> str:
-    """The verdict as text for people."""
+    """The verdict as text."""
     lines = [_harm(verdict), *_struck(verdict), *_recovery_table(verdict.roles), _ettr(verdict.ettr), ""]
     for finding in verdict.findings:
         state = f"{len(finding.breaches)} BROKEN" if finding.breaches else "ok" if not finding.why_not else "-"

@@ -41,7 +41,7 @@ def validate(
     config: Config = DEFAULT_CONFIG,
     *,
     overrides: Overrides = None,
-    quick: Annotated[bool, Parameter(help="Only what shows within a second, without reading model or data.")] = False,
+    quick: Annotated[bool, Parameter(help="Only the quick checks, which do not read model or data.")] = False,
     every: Annotated[
         bool,
         Parameter(
@@ -51,10 +51,10 @@ def validate(
     schema: Annotated[bool, Parameter(help="Check nothing: print every key with its meaning and default.")] = False,
     json: Json = False,
 ) -> int:
-    """Check a config as a whole: every problem at once, each with its place.
+    """Check a config as a whole and report every problem with its line.
 
-    First what shows without reading anything; only if that is right, the model, the data and the reward. Exit code: 0
-    nothing is wrong, 2 something is.
+    The model, the data and the reward are read only if the quick checks find nothing. Exit code: 0 the config is valid,
+    2 it is not.
     """
     if schema:
         return _show_schema(config, as_json=json)
@@ -111,7 +111,7 @@ def _problems(golds: Sequence[GoldReport], config: Path, overrides: Sequence[str
 
 
 def _show_schema(config: Path, *, as_json: bool) -> int:
-    """Of the job that the config names, if there is one."""
+    """Print the config schema of the job that the config names, of the default job without one."""
     run = read_source(config, ())[0].data.get("run") if config.is_file() else None
     name = run.get("job") if isinstance(run, dict) else None
     job = load_job(name if isinstance(name, str) else RunTable.model_fields["job"].default)
@@ -133,7 +133,7 @@ def sample(
     overrides: Overrides = None,
     json: Json = False,
 ) -> int:
-    """Rendered prompt, tokens, loss mask, completion and reward of a few samples, without training."""
+    """Show rendered prompt, tokens, loss mask, completion and reward of a few samples, without training."""
     if items < 1:
         raise BadInput(f"-n {items}", why="at least one prompt must be sampled")
     if prompts and held_out:
@@ -151,7 +151,7 @@ def sample(
 
 
 def _sampled_from(config: Path | None, run: Path | None, overrides: Sequence[str]) -> tuple[RunConfig, Path | None]:
-    """The config to sample with, and the run whose checkpoint is taken, if one is."""
+    """The config to sample with, and the run whose checkpoint is used, if any."""
     if run is not None and config is not None:
         raise BadInput(f"both {config} and --run {run}", why="a run has its own config", hint="give one of them")
     if config is None and run is None and DEFAULT_CONFIG.is_file():
@@ -175,7 +175,7 @@ def plan(
     overrides: Overrides = None,
     json: Json = False,
 ) -> int:
-    """What a run will need and do, before it starts: on this machine, or on the machines of an inventory."""
+    """Show what a run will need and do, before it starts: on this machine, or on the machines of an inventory."""
     try:
         if inventory is not None:
             return _on_inventory(config, overrides or (), inventory, as_json=json)
@@ -191,7 +191,8 @@ def plan(
 
 
 def _on_inventory(config: Path, overrides: Sequence[str], path: Path, *, as_json: bool) -> int:
-    """Print the plan for an inventory's machines; loading tells every reason why the run does not fit on them."""
+    """Print the plan for an inventory's machines; loading the config reports every reason why the run does not fit on
+    them."""
     nodes = load_inventory(path)
     loaded = load_config(config, overrides, inventory=nodes)
     job = load_job(loaded.run.job)
@@ -212,7 +213,7 @@ def doctor(
     overrides: Overrides = None,
     json: Json = False,
 ) -> int:
-    """Check this machine, and that a run fits on it: each line ok, warn or fail, with what to do. 1 if any failed."""
+    """Check this machine, and whether a run fits on it: ok, warn or fail, with advice. 1 if any check failed."""
     if config is None and DEFAULT_CONFIG.is_file():
         config = DEFAULT_CONFIG
     loaded = load_config(config, overrides or (), inputs=True) if config is not None else None

@@ -26,7 +26,7 @@ from relax_rt.supervision.rundir import RESOLVED_CONFIG, read_json
 from relax_rt.transport.rpc.errors import Refused
 
 SETTLE_S = 10.0
-"""A living run that is judged has so long to have all its slots back."""
+"""Time for a living run to have all its slots back before it is judged."""
 
 
 @app.command(group=STEER)
@@ -35,7 +35,7 @@ def chaos(
     *,
     seed: Annotated[int, Parameter(help="The same seed gives the same faults.")] = 1,
     mean: Annotated[str, Parameter(help="Mean time between two faults, as 5s.")] = "5s",
-    for_: Annotated[str, Parameter(name="--for", help="How long there are faults, as 5m.")] = "1m",
+    for_: Annotated[str, Parameter(name="--for", help="Duration of the schedule, as 5m.")] = "1m",
     in_steps: Annotated[float, Parameter(help="Instead of by time: faults in this share of the steps, as 0.1.")] = 0.0,
     faults: Annotated[str, Parameter(help="Names of faults, comma-separated; `--dry-run` lists them.")] = "kill",
     roles: Annotated[str, Parameter(help="Roles or slots, comma-separated; all if left out.")] = "",
@@ -47,13 +47,15 @@ def chaos(
         ),
     ] = None,
     dry_run: Annotated[bool, Parameter(help="Print the schedule and do nothing.")] = False,
-    check: Annotated[bool, Parameter(help="Do no harm; judge what the run has recorded.")] = False,
+    check: Annotated[bool, Parameter(help="Inject nothing; check what the run has recorded.")] = False,
     baseline: Annotated[Path | None, Parameter(help="An undisturbed run of the same config, for the ETTR.")] = None,
-    wait: Annotated[str, Parameter(help="After the faults, wait so long for the run's end, as 30m.")] = "0",
-    beyond_intensity: Annotated[bool, Parameter(help="Also kill what has no restart left: test escalation.")] = False,
+    wait: Annotated[str, Parameter(help="After the faults, wait this long for the run's end, as 30m.")] = "0",
+    beyond_intensity: Annotated[
+        bool, Parameter(help="Also kill slots that have no restart left: tests escalation.")
+    ] = False,
     json: Json = False,
 ) -> int:
-    """Harm a living run by a schedule, and judge whether it kept its promises."""
+    """Inject faults into a living run by a schedule, and check whether it kept its guarantees."""
     run_dir = find_run_dir(run)
     if baseline is not None:
         baseline = find_run_dir(baseline)
@@ -76,10 +78,10 @@ def chaos(
 
 
 def _may_be_harmed(run_dir: Path) -> list[str]:
-    """The slots of a run that lives and allows it.
+    """The slots of a living run that allows faults.
 
     Raises:
-        NoRun: it does not live.
+        NoRun: it is not alive.
         Refused: it was started with chaos = false.
     """
     found = control.find_run(run_dir)
@@ -94,7 +96,7 @@ def _may_be_harmed(run_dir: Path) -> list[str]:
 
 
 def _supervision(run_dir: Path) -> SupervisionTable:
-    """As the run was started; its job's package need not be importable here."""
+    """The [supervision] table of the run; its job's package need not be importable here."""
     return SupervisionTable.model_validate((read_json(run_dir / RESOLVED_CONFIG) or {}).get("supervision", {}))
 
 
@@ -131,7 +133,7 @@ def _intensity(run_dir: Path) -> Intensity:
 
 
 def _tell(outcome: Outcome) -> None:
-    """One line for each strike, beside the result and not in it."""
+    """Print one line for each strike to stderr, apart from the result."""
     strike = outcome.strike
     lasts = f" for {strike.seconds:g} s" if strike.seconds else ""
     what = f"{strike.number:>4}  {strike.fault} {strike.slot}{lasts}"

@@ -39,7 +39,7 @@ Say = Callable[[str], None]
 
 
 def start_detached(config: Path, overrides: Sequence[str], run_dir: Path, say: Say) -> tuple[int, RunStatus]:
-    """Start a run and stay until it is ready; answers with 0, or with its exit code if it ended before.
+    """Start a run and wait until it is ready; returns 0, or its exit code if it ended before.
 
     Raises:
         RelaxError: the run must not start.
@@ -89,8 +89,8 @@ def wait_until_ended(run_dir: Path, wait_s: float, say: Say, *, kill: bool = Fal
 
 
 def who_ends(run_dir: Path) -> tuple[list[str], str]:
-    """The slots that an ending run waits for now, and what they do, for how long they have been ending and when each
-    is killed at the latest."""
+    """The slots that an ending run waits for: what they do, for how long they have been ending, and when each is
+    killed at the latest."""
     try:
         status = control.status(run_dir)
     except RelaxError as error:
@@ -149,14 +149,14 @@ def _until_ready(run_dir: Path, keeper: subprocess.Popen[bytes], events: Tail, s
 
 
 class Reasons:
-    """Tells what a slot that cannot start waits for, each time that it is another."""
+    """Reports what a slot that cannot start waits for, whenever that changes."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
         self._told: dict[str, str] = {}
 
     def take(self, status: RunStatus) -> bool:
-        """Whether something was told."""
+        """Process one event; True if something was printed."""
         now = {slot.slot: slot.waiting for slot in status.slots if slot.state != "ready" and slot.waiting}
         new = {slot: reason for slot, reason in now.items() if self._told.get(slot) != reason}
         self._told = now
@@ -168,7 +168,7 @@ class Reasons:
 
 
 def who_is_awaited(run_dir: Path) -> str:
-    """What a run that is starting or ending waits for, in a line."""
+    """What a starting or ending run waits for, as a line."""
     try:
         status = control.status(run_dir)
     except RelaxError as error:
@@ -198,7 +198,7 @@ def _shown(diagnosis: Diagnosis) -> list[str]:
 
 
 def _output(run_dir: Path) -> list[str]:
-    """End of what the run printed: its agent did not come so far as to leave a diagnosis."""
+    """The end of the run's output: its agent left no diagnosis."""
     try:
         return (run_dir / "logs" / f"{launch.OUTPUT}.log").read_text(errors="replace").splitlines()[-SHOWN_LINES:]
     except OSError:

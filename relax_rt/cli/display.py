@@ -59,7 +59,7 @@ def console_for_output() -> Console:
 
 
 def say(text: str) -> None:
-    """Print plain text, now: some of it tells of long work."""
+    """Print plain text and flush: it may precede long work."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
@@ -86,7 +86,7 @@ def show_plan(lines: Sequence[PlanLine]) -> None:
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
-    """Print what the doctor found: a line each, what to do below it."""
+    """Print what the doctor found: a line for each finding, with its advice below."""
     console = console_for_output()
     for section, members in groupby(findings, key=lambda finding: finding.section):
         console.print(Text(section, "bold"))
@@ -108,10 +108,10 @@ def show_status(
     empty_steps: str = "",
     end: Ended | None = None,
 ) -> None:
-    """Print the slots of a run, how long it still takes, what it lost, and whether its newest steps trained nothing.
+    """Print the slots of a run, the time left, what it lost, and whether its newest steps trained nothing.
 
     Args:
-        end: what it left, if it has ended.
+        end: its result, if it has ended.
     """
     console = console_for_output()
     head = f"{status.name}  [bold]{escape(status.status)}[/]"
@@ -160,7 +160,7 @@ def show_status(
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print it; where nobody's terminal is filled with it, without blanks at the ends of lines."""
+    """Print a table; to a file or pipe without trailing blanks."""
     if console.is_terminal:
         console.print(table)
         return
@@ -170,7 +170,7 @@ def print_table(console: Console, table: Table) -> None:
 
 
 class _Column(NamedTuple):
-    """width: of the terminal, from which on there is room for it."""
+    """width: terminal width from which on the column is shown."""
 
     title: str
     number: bool = False
@@ -229,7 +229,7 @@ def _known(value: int | None) -> str:
 
 
 def _depth(figures: Figures) -> str:
-    """``96/128``; ``128/128 +16``: so many are beyond what is admitted."""
+    """``96/128``; ``128/128 +16``: 16 above the bound."""
     depth, bound = figures.depth, figures.depth_bound
     if depth is None or bound is None:
         return _known(depth)
@@ -238,7 +238,7 @@ def _depth(figures: Figures) -> str:
 
 
 def show_why(found: Account, asked: str = "") -> None:
-    """Print the account of a run; of one role, its last failure in full."""
+    """Print the account of a run; for one role, its last failure in full."""
     console = console_for_output()
     final = None if asked else found.final
     reason = found.reason if final is None else found.reason.removesuffix(f": {final.cause}")
@@ -277,7 +277,7 @@ def show_why(found: Account, asked: str = "") -> None:
 
 
 def _show_earlier(console: Console, found: Account) -> None:
-    """How the starts before this one ended, and what they lost."""
+    """Print how earlier starts ended, and what they lost."""
     if found.earlier:
         console.print(Text("\nEarlier starts of this run", "bold"))
     for one in found.earlier:
@@ -292,9 +292,9 @@ def _show_earlier(console: Console, found: Account) -> None:
 
 
 def _led_to_end(found: Account) -> bool:
-    """Whether the first failure has to do with the end: not if it was mended, and is another role's or the same again.
+    """Whether the first failure led to the end: not if it was recovered from and is another role's, or the same again.
 
-    What has not ended knows of no other failure that would be worth more.
+    A run that has not ended has no more important failure.
     """
     first, final = found.first, found.final
     if first is None or final is None:
@@ -305,7 +305,8 @@ def _led_to_end(found: Account) -> bool:
 
 
 def _show_incidents(console: Console, found: Account, told: Collection[Diagnosis]) -> None:
-    """The slots that failed, each failure in a line, the last one's story; what was told in full is told in short."""
+    """Print the slots that failed, each failure as a line, and the last one in full; what was printed before is
+    shortened."""
     if found.deaths:
         console.print(Text("\nFailed and restarted", "bold"))
     for death in found.deaths:
@@ -333,7 +334,7 @@ def _is_told(diagnosis: Diagnosis, told: Collection[Diagnosis]) -> bool:
 
 
 def _repeated(incidents: Sequence[Incident]) -> list[list[Incident]]:
-    """Failures of one slot for one reason together. Who is killed from outside is so each time for another one."""
+    """Group failures of one slot with the same cause; external kills are never the same."""
     found: dict[object, list[Incident]] = {}
     for incident in incidents:
         one = incident.diagnosis
@@ -343,7 +344,7 @@ def _repeated(incidents: Sequence[Incident]) -> list[list[Incident]]:
 
 
 def _show_incident(console: Console, incident: Incident, *, told: bool) -> None:
-    """The causal story of one failure."""
+    """Print one failure and what followed from it."""
     console.print(Text(f"\nLast failure: {incident.slots[0]}", "bold"))
     rows: list[tuple[str, str]] = [("cause", str(incident.fault))] if incident.fault else []
     rows += [("seen", line) for line in incident.before]
@@ -374,7 +375,7 @@ def _show_agent_death(console: Console, found: Account) -> None:
 
 
 def show_samples(samples: Sequence[TriedSample]) -> None:
-    """Print samples: the prompt dim, what is trained on green."""
+    """Print samples: the prompt dim, trained tokens green."""
     console = console_for_output()
     if samples:
         first = samples[0]
@@ -430,12 +431,12 @@ def _spaced(tokens: Sequence[int]) -> str:
 
 
 def runs_of(mask: Sequence[int]) -> str:
-    """A mask by its runs: `0x31 1x3` is 31 zeros, then 3 ones."""
+    """A mask as runs: `0x31 1x3` is 31 zeros, then 3 ones."""
     return " ".join(f"{value}x{len(list(members))}" for value, members in groupby(mask))
 
 
 def visible(text: str) -> str:
-    """Text with control characters but newlines escaped: a model may write what would move a terminal's cursor."""
+    """Text with control characters but newlines escaped: a model's output could move the terminal's cursor."""
     return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -71,7 +71,7 @@ def _fill(tar: tarfile.TarFile, run_dir: Path, account: Account, most: int) -> I
 
 
 def _add(tar: tarfile.TarFile, name: str, paths: Iterable[Path], most: int) -> str:
-    """The newest `most` bytes of files that follow each other, from the start of a line on."""
+    """Add the newest `most` bytes of consecutive files, from the start of a line on."""
     with tempfile.TemporaryFile() as whole:
         sizes = [(path, path.stat().st_size) for path in paths if path.exists()]
         skip = max(0, sum(size for _, size in sizes) - most)
@@ -114,7 +114,7 @@ def _add_text(tar: tarfile.TarFile, name: str, lines: Iterable[str]) -> str:
 
 
 def _tables(run_dir: Path) -> Iterator[tuple[str, Iterator[str]]]:
-    """A table for each kind of metrics record, its columns the fields that hold one number or word."""
+    """A CSV table for each kind of metrics record; its columns are the fields with one number or word."""
     columns: dict[str, dict[str, None]] = {}
     for record in read_metrics(run_dir):
         kind = str(record.get("kind", ""))
@@ -166,7 +166,7 @@ def _csv(header: list[str], records: Iterable[Mapping[str, Any]]) -> Iterator[st
 
 
 def prometheus_text(status: RunStatus, figures: Mapping[str, Figures], estimate: Estimate | None = None) -> str:
-    """The run at this moment in Prometheus' text format, as for a node exporter's textfile collector."""
+    """The present state of the run in Prometheus' text format, as for a node exporter's textfile collector."""
     run = {"run": status.name}
     samples: list[tuple[str, str, str, dict[str, str], float]] = [
         ("relax_run_up", "gauge", "1 while the run's agent lives.", run, float(not status.ended)),
@@ -210,7 +210,7 @@ def _labels(labels: Mapping[str, str]) -> str:
 
 
 def write_trace(run_dir: Path, path: Path) -> int:
-    """Write the trace; answers with the number of its records. The file is whole or absent.
+    """Write the trace file, whole or not at all; returns the number of its records.
 
     Raises:
         RelaxError: there are no events, or the file cannot be written.

@@ -1,4 +1,4 @@
-"""What the registry and the metrics say of each slot, beside what the agent says: version, lag, staleness, depth."""
+"""Figures of each slot from the registry and the metrics, for `ps` and `export`: version, lag, staleness, depth."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ STEP_LOOK_BACK_BYTES = 2 << 20
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Of one slot; None where it has none.
+    """Figures of one slot; None where it has none.
 
     Attributes:
         version: its policy version.
         lag: publications that it is behind: the distance from its version to the newest committed one.
         staleness: of a trainer, the largest among the samples of its last step.
-        depth: work that waits in it: samples outstanding, sequences admitted.
-        depth_bound: most that may wait.
+        depth: its waiting work: samples outstanding, sequences admitted.
+        depth_bound: upper bound of it.
     """
 
     version: int | None = None
@@ -43,7 +43,7 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 def figures_of(status: RunStatus) -> dict[str, Figures]:
-    """The figures of every living slot that has any; what cannot be learnt is left out."""
+    """The figures of every living slot that has any; what cannot be read is left out."""
     changes, records = _ask_registry(status)
     return judge(status, changes, records, newest(_metrics(Path(status.run_dir))))
 
@@ -78,7 +78,7 @@ def judge(
     versions: Sequence[VersionRecord],
     metrics: Mapping[tuple[str, str], Mapping[str, Any]],
 ) -> dict[str, Figures]:
-    """Figures from what was read; see `figures_of`.
+    """Compute the figures from what was read, as for `figures_of`.
 
     Args:
         metrics: the newest record of each incarnation and kind of record.

@@ -1,5 +1,7 @@
-"""Failures as stories, made from the event log: what came to pass, what was done about it, whom it touched, and when
-all was well again. One pass, bounded, no I/O."""
+"""Failures reconstructed from the event log: cause, what the supervisor did, affected samples and steps, recovery.
+
+One pass, bounded, no I/O. Used by `why`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ LEFT, LEFT_BEFORE_S = "the rollout ends", 15.0
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """A fault that was injected on purpose."""
+    """An injected fault."""
 
     name: str
     by: str
@@ -47,17 +49,16 @@ class Incident(msgspec.Struct, kw_only=True):
 
     Attributes:
         at: wall-clock time of the exit that began it.
-        slots: the slots that went down for it, the one that failed first.
-        diagnosis: why that one ended.
-        fault: the fault that was injected into it, if it was one.
-        before: what was seen before its end: a hang.
-        policy: what the supervisor did about it, in words.
-        affected: what became of samples and steps, in words.
-        perhaps: slots of other roles that were away when some of that was told by who cannot know the cause: it may
-            be their failure's.
-        away_s: until all its slots were ready again; None while they are not.
-        first_work_s: until the first of them had new work done, if it was told.
-        work: what that was.
+        slots: the slots that went down with it, the one that failed first.
+        diagnosis: of that first slot.
+        fault: the injected fault that caused it, if any.
+        before: what was observed before its end: a hang.
+        policy: what the supervisor did, as sentences.
+        affected: what happened to samples and steps, as sentences.
+        perhaps: slots of other roles that were down when some of that was reported: their failure may be the cause.
+        away_s: time until all its slots were ready again; None while they are not.
+        first_work_s: time until the first of them had done new work, if that was reported.
+        work: that work.
     """
 
     at: float
@@ -73,7 +74,7 @@ class Incident(msgspec.Struct, kw_only=True):
     work: str = ""
 
     def line(self, *, told: bool = False) -> str:
-        """All of it in one line; the cause is left out if it was `told` before."""
+        """The incident as one line; without the cause if that was `told` before."""
         parts = [(above(self.diagnosis) if told else gist(self.diagnosis)) + (f" [{self.fault}]" if self.fault else "")]
         others = len(self.slots) - 1
         parts += [f"{others} more with it"] if others else []
@@ -82,22 +83,22 @@ class Incident(msgspec.Struct, kw_only=True):
         return "; ".join(parts)
 
     def doubts(self) -> list[str]:
-        """Who else may have caused what was affected, as a sentence; none: nobody."""
+        """Who else may have caused the effects, as a sentence; empty: nobody."""
         return [f"or by the end of {', '.join(self.perhaps)}, away at the same time"] if self.perhaps else []
 
 
 def gist(diagnosis: Diagnosis) -> str:
-    """A diagnosis as far as it fits into a line: the cause stands first in it."""
+    """A diagnosis clipped to one line, its cause first."""
     return clip(f"{diagnosis}", SHORT)
 
 
 def above(diagnosis: Diagnosis) -> str:
-    """In the place of a diagnosis that stands in full further up."""
+    """Reference to a diagnosis that is printed in full further up."""
     return f"{diagnosis.slot}#{diagnosis.epoch} {diagnosis.kind}: as told above"
 
 
 class _Left:
-    """What a role left unfinished, and who goes on with it."""
+    """Unfinished sequences of a role that ended, and how many were resumed."""
 
     def __init__(self, at: float, holder: str) -> None:
         self.at, self.holder = at, holder
@@ -107,7 +108,7 @@ class _Left:
         self.line = ""
 
     def tell(self) -> None:
-        """Put it into the incident's lines, in the place of what was told of it before."""
+        """Put the sentence into the incident's lines, in place of the earlier one."""
         if self.incident is None or not self.sequences:
             return
         lines, before = self.incident.affected, self.line
@@ -138,7 +139,7 @@ class _Open:
 
 
 class Incidents:
-    """Takes the events of one start of a run, oldest first."""
+    """Processes the events of one start of a run, oldest first."""
 
     def __init__(self) -> None:
         self.found: deque[Incident] = deque(maxlen=MAX_INCIDENTS)
@@ -152,7 +153,7 @@ class Incidents:
         """Seed and number of the faults that stand with the failures they caused."""
 
     def take(self, event: dict[str, Any]) -> None:
-        """Take in one event of the log."""
+        """Process one event of the log."""
         t = event.get("t")
         if not isinstance(t, int | float):
             return
@@ -209,7 +210,7 @@ class Incidents:
                 left.tell()
 
     def _newest(self, role: str, diagnosis: Diagnosis | None = None) -> _Open | None:
-        """The newest open incident of a role; the newest that this exit goes with, if one is given."""
+        """The newest open incident of a role; with a diagnosis, the newest that this exit belongs to."""
         known = [one for one in self._open.values() if one.role == role]
         known = [one for one in known if diagnosis is None or _goes_with(one, diagnosis)]
         return max(known, key=lambda one: one.incident.at, default=None)
@@ -254,7 +255,7 @@ class Incidents:
                 one.incident.first_work_s, one.incident.work = max(0.0, at - one.incident.at), what
 
     def _leaves(self, at: float, kind: str, event: dict[str, Any]) -> None:
-        """What a dead role had begun, by the queue's word, and what becomes of it."""
+        """Unfinished work of a role that ended, from the queue's events, and its resumption."""
         number = {key: value for key, value in event.items() if isinstance(value, int)}
         if kind == "group_resumed":
             tokens = [n for n in event.get("tokens") or [] if isinstance(n, int)]
@@ -285,14 +286,14 @@ class Incidents:
         left.tell()
 
     def _fault(self, slot: str) -> Fault | None:
-        """The fault that was injected into the slot last, once."""
+        """The last fault injected into the slot; each is returned once."""
         fault = self._faults.pop(slot, None)
         if fault is not None:
             self.told.append((fault.seed, fault.number))
         return fault
 
     def _policy(self, kind: str, slot: str, event: dict[str, Any]) -> None:
-        """What the supervisor decided."""
+        """Decisions of the supervisor."""
         role = str(event.get("role", "")) or slot.partition("/")[0]
         one = self._open.get(slot) or self._newest(role)
         if one is None:
@@ -320,7 +321,7 @@ class Incidents:
                 one.say(lines, f"started without the zygote: {reason}")
 
     def _affected(self, kind: str, event: dict[str, Any]) -> None:
-        """What became of samples and steps while somebody was away."""
+        """Effects on samples and steps while a slot was down."""
         by = str(event.get("by", "")).partition("#")[0]
         touched = self._touched(str(event.get("task", "")))
         for one in touched:
@@ -346,7 +347,7 @@ class Incidents:
                 one.incident.perhaps = list({**dict.fromkeys(one.incident.perhaps), **others})[:MAX_PERHAPS]
 
     def _touched(self, task: str) -> list[_Open]:
-        """The incidents that an event may belong to: of several those whose role bears the task's name."""
+        """The incidents that an event may belong to: of several, those of the role that has the task's name."""
         known = list({id(one): one for one in [*self._open.values(), *self._settling]}.values())
         named = [one for one in known if task and (one.role.startswith(task) or task.startswith(one.role))]
         return named or known
@@ -386,7 +387,7 @@ def _groups(number: int, state: str, fate: str) -> str:
 
 
 def _goes_with(one: _Open, diagnosis: Diagnosis) -> bool:
-    """A rank ended because another failed, or a slot that starts again with others."""
+    """A rank ended because another failed, or a slot is restarted together with others."""
     if diagnosis.slot in one.incident.slots:
         return False
     return one.together or diagnosis.cause.startswith(WITH_OTHERS)

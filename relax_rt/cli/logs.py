@@ -1,4 +1,4 @@
-"""The logs of a run's roles: their ends, and what is added to them."""
+"""The logs of a run's roles: their last lines, and new ones as they are written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_FILES = 4096
 
 
 class LogFile:
-    """One log that others append to; when it is full it is copied to ``.1`` (``.1`` to ``.2``) and emptied."""
+    """One log that others append to; when it is full it is copied to ``.1`` (``.1`` to ``.2``) and truncated."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -29,7 +29,7 @@ class LogFile:
         self._rest = b""
 
     def end(self, count: int) -> list[str]:
-        """The last lines, from the rotated files too if need be; `added` goes on from there."""
+        """The last lines, from rotated files too if needed; `added` goes on after them."""
         self._at, shown, self._rest = _last_lines(self.path)
         if self._rest and count:
             # A last line without its end may be all there ever is: a process that died in the middle of it.
@@ -42,7 +42,7 @@ class LogFile:
         return [line.decode(errors="replace") for line in (shown[-count:] if count else [])]
 
     def added(self) -> Iterator[str]:
-        """Whole lines written since the last look, also when the file was rotated in between."""
+        """Complete lines written since the last call, also when the file was rotated in between."""
         data = b""
         try:
             with self.path.open("rb") as file:
@@ -59,7 +59,7 @@ class LogFile:
             yield line.decode(errors="replace")
 
     def _before_rotation(self) -> bytes:
-        """What had been added and not seen when the file was copied and emptied."""
+        """Lines that were added unseen before the file was copied and truncated."""
         try:
             with self._rotated(1).open("rb") as file:
                 if file.seek(0, os.SEEK_END) >= self._at:
@@ -76,7 +76,7 @@ class LogFile:
 
 
 def _last_lines(path: Path) -> tuple[int, list[bytes], bytes]:
-    """Size of a file, whole lines of its end, and what stands after the last newline."""
+    """Size of a file, complete lines at its end, and the text after the last newline."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -89,7 +89,7 @@ def _last_lines(path: Path) -> tuple[int, list[bytes], bytes]:
 
 
 def show_logs(run_dir: Path, patterns: Sequence[str], *, lines: int, follow: bool, as_json: bool) -> None:
-    """Print the ends of the logs asked for, then go on with what is added until the run has ended.
+    """Print the ends of the selected logs; with follow, go on with new lines until the run has ended.
 
     Raises:
         NoRun: the run has no such log.
@@ -125,17 +125,17 @@ def show_logs(run_dir: Path, patterns: Sequence[str], *, lines: int, follow: boo
 
 
 def logged(run_dir: Path) -> set[str]:
-    """The slots and roles that a run has logs of, by all names that mean them."""
+    """The slots and roles that have logs, under all names that select them."""
     stems = [path.stem for path in (run_dir / "logs").glob("*.log")]
     parts = [stem.rpartition("-") for stem in stems]
     return {*stems, *(role for role, _, _ in parts), *(f"{role}/{index}" for role, _, index in parts)}
 
 
 def select(run_dir: Path, patterns: Sequence[str]) -> list[Path]:
-    """The logs of slots, roles, or patterns of either; of the whole run without any.
+    """The logs of slots, roles, or patterns of either; all logs of the run without any.
 
     Raises:
-        NoRun: there is none, or none that one of them means.
+        NoRun: there is none, or one of the names selects none.
     """
     for pattern in patterns or [""]:
         if not _matching(run_dir, [pattern] if pattern else []):
@@ -147,7 +147,7 @@ def select(run_dir: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def elsewhere(run_dir: Path, patterns: Sequence[str]) -> list[str]:
-    """Where the logs lie of slots that run on other nodes, in words."""
+    """Where the logs of slots on other nodes lie, as a sentence."""
     if not (run := find_run(run_dir)).alive or not run.record.get("listen"):
         return []
     return [
@@ -164,6 +164,6 @@ def _matching(run_dir: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def _means(pattern: str, name: str) -> bool:
-    """rollout, rollout/0, rollout-0 and 'roll*' all mean the log ``rollout-0``."""
+    """rollout, rollout/0, rollout-0 and 'roll*' all select the log ``rollout-0``."""
     role, _, index = name.rpartition("-")
     return any(fnmatchcase(known, pattern) for known in (name, role, f"{role}/{index}"))

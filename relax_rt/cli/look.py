@@ -28,7 +28,7 @@ from relax_rt.supervision.rundir import read_run
 
 @app.command(group=LOOK)
 def ps(run: Run = None, *, json: Json = False) -> int:
-    """The slots of a run: what each does, and since when; how far the run is, and how long it still takes."""
+    """Show the slots of a run and what each does; the run's progress and the time left."""
     run_dir = find_run_dir(run)
     status = control.status(run_dir)
     chosen = (read_run(run_dir) or {}).get("chosen") or {}
@@ -63,11 +63,11 @@ def logs(
     ] = None,
     *,
     run: Run = None,
-    follow: Annotated[bool, Parameter(name=["--follow", "-f"], help="Go on as lines are written.")] = False,
+    follow: Annotated[bool, Parameter(name=["--follow", "-f"], help="Keep printing new lines.")] = False,
     lines: Annotated[int, Parameter(name=["--lines", "-n"], help="Lines from the end of each log.")] = 40,
     json: Json = False,
 ) -> int:
-    """What the roles wrote, rotated files included."""
+    """Print the logs of the roles, rotated files included."""
     first, *others = patterns or [""]
     run_dir, first = split_run(first, run, logged)
     show_logs(run_dir, [*([first] if first else []), *others], lines=lines, follow=follow, as_json=json)
@@ -76,13 +76,12 @@ def logs(
 
 @app.command(group=LOOK)
 def why(
-    slot: Annotated[str | None, Parameter(help="Tell of this slot or role only; or the run, as below.")] = None,
+    slot: Annotated[str | None, Parameter(help="Only this slot or role; or the run, as below.")] = None,
     run: Run = None,
     *,
     json: Json = False,
 ) -> int:
-    """Why a run, or a role, is as it is: who waits for what, and of each failure the cause, what was done, and whom it
-    touched."""
+    """Explain the state of a run or a role: what each slot waits for; cause, handling and effects of each failure."""
     run_dir, asked = split_run(slot or "", run, lambda path: known_names(control.status(path)))
     status = control.status(run_dir)
     known = known_names(status)
@@ -111,11 +110,11 @@ def retired(run: Run = None, *, json: Json = False) -> int:
 def top(
     run: Run = None,
     *,
-    every: Annotated[float, Parameter(help="Seconds between two looks.")] = 1.0,
+    every: Annotated[float, Parameter(help="Seconds between two samples.")] = 1.0,
     once: Annotated[bool, Parameter(help="Print one frame and return.")] = False,
     json: Json = False,
 ) -> int:
-    """Processor, memory and rate of progress of each slot, live. Ctrl-C leaves it."""
+    """Show processor, memory and rate of progress of each slot, live. Ctrl-C leaves it."""
     if not 0.05 <= every <= 3600:
         raise BadInput(f"--every {every:g}", why="it must lie between 0.05 and 3600 seconds")
     show_top(find_run_dir(run), every_s=every, once=once, as_json=json)

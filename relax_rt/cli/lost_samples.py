@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def progress_report(run_dir: Path) -> ProgressReport:
-    """The account of the run's queue. Once the run has ended it is that of its event log, without a row of failures."""
+    """The progress report of the run's queue; of an ended run, from its event log and without a row of failures."""
     try:
         return _ask_queue(run_dir, lambda queue: queue.progress())
     except RelaxError:

@@ -1,4 +1,4 @@
-"""`relax-rt`: bring a run up, look at it, end it."""
+"""The entry point of `relax-rt`."""
 
 from __future__ import annotations
 

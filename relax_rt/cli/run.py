@@ -37,17 +37,19 @@ JOINING = Group("As a further node of a run", sort_key=2)
 @Parameter(name="*", group=JOINING)
 @dataclass(frozen=True)
 class Joining:
-    """What is given with --join."""
+    """The options of --join."""
 
-    join: Annotated[str | None, Parameter(help="HOST:PORT where the run's head listens: take part in its run.")] = None
+    join: Annotated[str | None, Parameter(help="HOST:PORT where the head of a run listens: join that run.")] = None
     key: Annotated[
-        Path | None, Parameter(help="join.key of the head's run directory; or its text in RELAX_JOIN_KEY.")
+        Path | None, Parameter(help="join.key of the head's run directory; or put its text into RELAX_JOIN_KEY.")
     ] = None
-    name: Annotated[str, Parameter(help="What this node is called; the host's name if left out.")] = ""
-    dir: Annotated[Path | None, Parameter(help="For its logs and events; RUN/nodes/NAME if left out.")] = None
-    host: Annotated[str, Parameter(help="Address of this machine for the others; the way to the head tells.")] = ""
+    name: Annotated[str, Parameter(help="Name of this node; the host name if left out.")] = ""
+    dir: Annotated[Path | None, Parameter(help="Directory for its logs and events; RUN/nodes/NAME if left out.")] = None
+    host: Annotated[
+        str, Parameter(help="Address of this machine for other nodes; by default that of its route to the head.")
+    ] = ""
     wait: Annotated[
-        float, Parameter(converter=duration_of, help="How long to try, as 5m, each time that the head is not there.")
+        float, Parameter(converter=duration_of, help="How long to try, as 5m, each time the head does not answer.")
     ] = 120.0
 
 
@@ -62,12 +64,12 @@ def up(
     overrides: Overrides = None,
     plain: Annotated[bool, Parameter(help="Print lines instead of the live screen.")] = False,
     detach: Annotated[
-        bool, Parameter(help="Return when the run is ready, or has failed; it goes on without the terminal.")
+        bool, Parameter(help="Return when the run is ready or has failed; it continues without the terminal.")
     ] = False,
     json: Annotated[bool, Parameter(name="--json", help="With --detach: print JSON.")] = False,
     joining: Joining = ALONE,
 ) -> int:
-    """Bring a run up, or resume it, and stay with it to its end. Ctrl-C drains it, twice kills it.
+    """Start or resume a run, and stay until it ends. Ctrl-C drains it, twice kills it.
 
     Exit code: 0 it has finished, or was ended by `down`; 1 it failed; 2 the config or the run directory is wrong and
     nothing was started, or a role refused its settings; 130 Ctrl-C.
@@ -118,7 +120,7 @@ def attach(
     *,
     plain: Annotated[bool, Parameter(help="Print lines instead of the live screen.")] = False,
 ) -> int:
-    """The live screen of a run that goes on elsewhere. Ctrl-C leaves it running."""
+    """Show the live screen of a run that runs elsewhere. Ctrl-C leaves it running."""
     return attach_screen(find_run_dir(run), plain=plain)
 
 
@@ -174,7 +176,7 @@ def _join(given: Joining) -> int:
     """Take part until the run ends; returns the exit code.
 
     Raises:
-        BadInput: the address or the key is none.
+        BadInput: the address or the key is not valid.
         RelaxError: the head was not reached, or refuses this node.
     """
     try:

@@ -1,4 +1,4 @@
-"""Which run a command is about."""
+"""Finds the run that a command is about."""
 
 from __future__ import annotations
 

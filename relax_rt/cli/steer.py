@@ -31,7 +31,7 @@ Seconds = Annotated[
     Parameter(
         name="--wait",
         converter=duration_of,
-        help="How long to wait until it has come to pass, as 60 or 5m; 0: do not wait.",
+        help="How long to wait until it is done, as 60 or 5m; 0: do not wait.",
     ),
 ]
 
@@ -45,7 +45,7 @@ def restart(
     *,
     json: Json = False,
 ) -> int:
-    """Stop and start slots; it is not counted as a failure. A drained node takes slots again."""
+    """Restart slots; this does not count as a failure. A drained node takes slots again."""
     _print_done(restart_slots(find_run_dir(run), what), as_json=json)
     return OK
 
@@ -59,7 +59,7 @@ def scale(
     wait: Seconds = 60.0,
     json: Json = False,
 ) -> int:
-    """Give a role another number of slots, as the config might have it. The file is left as it is: a resumed run has
+    """Change the number of slots of a role, within what the config allows. The file is not changed: a resumed run has
     its number again."""
     _print_done(scale_role(find_run_dir(run), role, count, wait), as_json=json)
     return OK

@@ -7,8 +7,8 @@
             async for now in members.changes():
                 print([m.who.slot for m in now if m.state == "ready"])
 
-Nothing of it depends on being a role: an environment, a notebook or a service holds such a connection for as long as it
-likes. Members that restart are followed; a registry that is away costs nothing but news.
+Any program can hold such a connection: an environment, a notebook, a service. Members that restart are followed; while
+the registry is away the last known members stay.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class RunDiscovery:
     """A connection to a run; made by `connect`.
 
     Args:
-        run_id: of the run; peers of another one turn us away.
-        name: how this program is called at the other ends.
-        find: the address of a slot, asked for before every connect.
-        curve: keys of a run over several nodes.
+        run_id: of the run; peers of another run refuse the connection.
+        name: this program's name in the run.
+        find: returns the address of a slot; called before every connect.
+        curve: the key of a run over several nodes.
     """
 
     def __init__(self, run_id: str, name: str, find: _Find, curve: CurveKeys | None = None) -> None:
@@ -59,7 +59,7 @@ class RunDiscovery:
         self._directory = Directory(self._client, self.registry)
 
     def actor(self, name: str, api: type[T], *, timeout_s: float = CALL_TIMEOUT_S, window: int = DEFAULT_WINDOW) -> T:
-        """A reference to an actor; see Directory.actor."""
+        """A reference to an actor, as Directory.actor makes it."""
         return self._directory.actor(name, api, timeout_s=timeout_s, window=window)
 
     def watch(self, role: str = "") -> AbstractAsyncContextManager[Members]:
@@ -67,7 +67,7 @@ class RunDiscovery:
         return watch_members(self.registry, role)
 
     def known(self) -> Members:
-        """All members, followed for as long as the connection lasts."""
+        """All members, watched as long as the connection lasts."""
         return self._directory.members("the members")
 
     async def close(self) -> None:
@@ -101,19 +101,19 @@ async def connect(
         where: its run directory, on the head or on a joined node; or its registry's address, ``tcp://host:port``.
         run_id: of the run, with an address.
         key: file with the run's key, with an address (`join.key` of the run directory on the head).
-        name: how this program is called at the other ends: a word, no slash.
+        name: this program's name in the run: a word without a slash.
         timeout_s: how long the registry may take to answer, seconds.
 
     Raises:
         NoRun: no run lives there. Unreachable: its registry does not answer.
-        Refused: the address goes with no run id, or the key cannot be read.
+        Refused: an address is given without a run id, or the key cannot be read.
     """
     if not name or "/" in name:
         raise Refused(f"connecting as {name!r}", why="a name is a word without a slash")
     by_address = isinstance(where, str) and "://" in where
     found, resolver = _at_address(str(where), run_id, key, name) if by_address else _at_run_dir(Path(where), name)
     try:
-        # Asks the registry now, so that a wrong directory or a missing key is said here and not at the first call.
+        # Call the registry now, so that a wrong directory or key fails here and not at the first use.
         try:
             await found._client(REGISTRY_SLOT).bind(RegistryApi, timeout_s=timeout_s).watch(0, 0.0)
         except Unreachable as error:
@@ -166,7 +166,7 @@ def _at_address(address: str, run_id: str, key: str | Path, name: str) -> tuple[
 
 
 async def _member(members: Members, slot: str) -> Member:
-    """The slot's member once it serves somewhere."""
+    """The slot's member, once it serves at an address."""
 
     def serves(known: Members) -> bool:
         member = known.by_slot.get(slot)

@@ -31,7 +31,7 @@ REASON, SHOWN_LINES = 160, 12
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the agent; answers with the run's exit code."""
+    """Run the agent; returns the run's exit code."""
     parser = argparse.ArgumentParser(prog="relax_rt.cluster.head", description="Internal process of `relax-rt up`.")
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--run-dir", required=True, type=Path)
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         done = run_agent(config, paths, plans, Fleet(config, paths), keeper_pid=options.keeper_pid, on_state=screen)
         lines = [*_finish_job(config, paths.run_dir), *describe(done)]
         if screen is None:
-            # It may be a file on a full disk; the exit code must still be the run's.
+            # stderr may be a file on a full disk; the exit code must still be the run's.
             with suppress(OSError):
                 sys.stderr.write("\n".join(lines) + "\n")
         else:
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Screen(Protocol):
-    """Shows a run while it goes on; `close` leaves the terminal in order and prints the last lines."""
+    """Shows a running run; `close` restores the terminal and prints the last lines."""
 
     def __call__(self, status: RunStatus) -> None: ...
 
@@ -66,15 +66,15 @@ class Screen(Protocol):
 
 
 def load_screen(target: str, config: RunConfig, run_dir: Path) -> Screen:
-    """The screen that ``module:function(config, run_dir)`` makes."""
+    """The result of ``module:function(config, run_dir)``."""
     module, _, name = target.partition(":")
     make = cast(Callable[[RunConfig, Path], Screen], getattr(importlib.import_module(module), name))
     return make(config, run_dir)
 
 
 def describe(done: RunDone) -> list[str]:
-    """The end of a run, in lines for people."""
-    # Where there is a diagnosis the cause is told in full by that.
+    """Lines that describe the end of a run."""
+    # A diagnosis has the cause in full.
     reason = done.reason if done.diagnosis is None else clip(done.reason, REASON)
     lines = [f"the run has ended: {reason} (exit code {done.exit_code})"]
     if done.diagnosis is not None:
@@ -86,7 +86,7 @@ def describe(done: RunDone) -> list[str]:
 
 
 def _finish_job(config: RunConfig, run_dir: Path) -> list[str]:
-    """What the job does after the last role, also of a failed run; its failure does not change how the run ended.
+    """Run the job's last step, after a failed run too; its failure does not change how the run ended.
 
     Returns:
         The job's closing lines.

@@ -1,4 +1,7 @@
-"""Bringing a run up: everything that can be refused is refused here, before a process starts."""
+"""Starts a run: refuses what can be refused, makes the run's directories, and starts the keeper and the agent.
+
+Used by `relax-rt up` and relax_rt.runtime.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +40,11 @@ from relax_rt.supervision.rundir import (
 from relax_rt.transport.rpc.errors import RelaxError
 
 MIB = 1 << 20
-MOST_TOLD, MOST_NAMED = 5, 25
-NOT_ITS_OWN = ("config_dir", "chosen", "run.dir", "supervision.nodes.listen")
+MAX_SHOWN, MAX_NAMED = 5, 25
+LOCATION_KEYS = ("config_dir", "chosen", "run.dir", "supervision.nodes.listen")
 """Keys, and prefixes of keys, that may differ when a run is resumed."""
 OUTPUT = "up"
-"""Log of what a run prints that has no terminal."""
+"""Log for the output of a run without a terminal."""
 
 
 class Prepared:
@@ -50,7 +53,7 @@ class Prepared:
     def __init__(self, config: RunConfig, paths: RunPaths, lock_fd: int) -> None:
         self.config, self.paths, self.lock_fd = config, paths, lock_fd
 
-    def give_up(self) -> None:
+    def rollback(self) -> None:
         """Undo what was made outside the run directory."""
         self.paths.remove_private()
         os.close(self.lock_fd)
@@ -63,7 +66,7 @@ def up(
     screen: str = "",
     system: Sequence[str] = SYSTEM_ROLES,
 ) -> NoReturn:
-    """Bring a run up: this process turns into its keeper, and does not return.
+    """Start a run: this process execs its keeper and does not return.
 
     Exit codes of the keeper: 0 finished, or stopped by `down`; 1 failed; 2 a role found its configuration wrong; 130
     Ctrl-C, 143 SIGTERM, 129 the terminal was closed; 137 the agent was killed.
@@ -71,12 +74,12 @@ def up(
     Args:
         config_path: roles.toml.
         overrides: ``a.b=c`` pairs put over it.
-        screen: ``module:function``; the agent calls it with (config, run_dir) and hands each RunStatus to what it
-            makes, whose `close` it calls at the end.
+        screen: ``module:function``; the agent calls it with (config, run_dir), calls the result with each RunStatus,
+            and calls its `close` at the end.
         system: the system roles; empty for a supervised tree on its own.
 
     Raises:
-        RelaxError: the run must not start, and which setting says so. Nothing was started.
+        RelaxError: the run must not start, and which setting is why. Nothing was started.
     """
     run = prepare(load_config(config_path, list(overrides)), config_path, overrides, system)
     command = _command(run, screen, system)
@@ -85,19 +88,19 @@ def up(
         sys.stderr.flush()
         os.execv(sys.executable, command)
     finally:
-        run.give_up()
+        run.rollback()
 
 
 def start(
     config_path: Path, overrides: Sequence[str] = (), *, screen: str = "", system: Sequence[str] = SYSTEM_ROLES
 ) -> tuple[RunPaths, subprocess.Popen[bytes]]:
-    """Bring a run up that goes on without this process and its terminal; what it prints goes to ``logs/up.log``.
+    """Start a run that is independent of this process and its terminal; its output goes to ``logs/up.log``.
 
     Returns:
         The run's directories, and its keeper.
 
     Raises:
-        RelaxError: see `up`.
+        RelaxError: the run must not start.
     """
     run = prepare(load_config(config_path, list(overrides)), config_path, overrides, system)
     try:
@@ -112,14 +115,14 @@ def start(
                 start_new_session=True,
             )
     except BaseException:
-        run.give_up()
+        run.rollback()
         raise
     os.close(run.lock_fd)
     return run.paths, keeper
 
 
 def _command(run: Prepared, screen: str, system: Sequence[str]) -> list[str]:
-    """The keeper's command line, which has the agent's in it; the lock on the run directory goes with it."""
+    """The keeper's command line, which ends with the agent's. It inherits the lock on the run directory."""
     keeper = [sys.executable, "-m", "relax_rt.supervision.keeper"]
     keeper += ["--run-id", run.paths.run_id, "--run-dir", str(run.paths.run_dir)]
     agent = [sys.executable, "-m", "relax_rt.cluster.head", *keeper[3:]]
@@ -130,9 +133,9 @@ def _command(run: Prepared, screen: str, system: Sequence[str]) -> list[str]:
 
 
 def check_start(config: RunConfig) -> None:
-    """Refuse a run that cannot start in its directory or on this machine now, before slow checks are made for it.
+    """Refuse a run that cannot start in its directory or on this machine, before the slow checks.
 
-    `prepare` checks the same again under the lock; this function creates no files.
+    `prepare` repeats these checks under the lock; this function creates no files.
 
     Raises:
         RelaxError: its run is alive, the directory is another config's, or /dev/shm is too small.
@@ -147,7 +150,7 @@ def check_start(config: RunConfig) -> None:
                 hint="`relax-rt attach` shows it; end it with `relax-rt down`, or choose another run.name or run.dir",
             )
     _check_same_config(run_dir, config_digest(config), config)
-    # What runs left that ended badly takes shared memory.
+    # Runs that died may have left shared memory behind.
     clean_stale_runs()
     check_shared_memory(config)
 
@@ -193,8 +196,7 @@ def prepare(config: RunConfig, config_path: Path, overrides: Sequence[str], syst
 
 
 def lock_run_dir(run_dir: Path) -> int:
-    """Make a run directory and lock it. The lock passes to keeper and agent and goes with the last of them, however
-    they end.
+    """Make a run directory and lock it. Keeper and agent inherit the lock, which ends with the last of them.
 
     Returns:
         The descriptor that holds the lock.
@@ -243,9 +245,9 @@ def _check_same_config(run_dir: Path, digest: str, config: RunConfig) -> None:
             _check_not_past(job, run_dir, changed)
             return
         other = [one for one in changed if one[0] not in may_change]
-        rest = [key for key, _, _ in other[MOST_TOLD:MOST_NAMED]]
-        more = f"; and so are {', '.join(rest)}{', …' if len(other) > MOST_NAMED else ''}" if rest else ""
-        told = f": {'; '.join(_was_and_is(one) for one in other[:MOST_TOLD])}{more}" if other else ""
+        rest = [key for key, _, _ in other[MAX_SHOWN:MAX_NAMED]]
+        more = f"; and so are {', '.join(rest)}{', …' if len(other) > MAX_NAMED else ''}" if rest else ""
+        told = f": {'; '.join(_describe_change(one) for one in other[:MAX_SHOWN])}{more}" if other else ""
         back = "set these back, " if other else ""
         raise RelaxError(
             f"run.dir = {str(run_dir)!r} belongs to a run with another config",
@@ -255,43 +257,43 @@ def _check_same_config(run_dir: Path, digest: str, config: RunConfig) -> None:
 
 
 def _check_not_past(job: Job, run_dir: Path, changed: Sequence[tuple[str, Any, Any]]) -> None:
-    """Refuse a change that would be accepted and have no effect."""
+    """Refuse a change of a setting that can have no effect any more."""
     reasons = job.past(run_dir)
     for key, was, have in changed:
         if key in reasons:
             raise RelaxError(
-                f"{key} was {_told(was)}, is {_told(have)}: it has no effect in this run any more",
+                f"{key} was {_as_text(was)}, is {_as_text(have)}: it has no effect in this run any more",
                 why=reasons[key],
-                hint=f"set {key} back to {_told(was)}, or choose another run.name",
+                hint=f"set {key} back to {_as_text(was)}, or choose another run.name",
             )
 
 
-def _was_and_is(changed: tuple[str, Any, Any]) -> str:
+def _describe_change(changed: tuple[str, Any, Any]) -> str:
     key, was, have = changed
-    return f"{key} was {_told(was)}, is {_told(have)}"
+    return f"{key} was {_as_text(was)}, is {_as_text(have)}"
 
 
 def _changed(path: Path, config: RunConfig) -> list[tuple[str, Any, Any]]:
-    """The keys that a resolved config has otherwise than this one, with the value that each had and the one it has now;
-    without those that say where the run is. Empty if it cannot be read."""
+    """The keys whose values differ from those of a resolved config: key, old and new value, without LOCATION_KEYS.
+    Empty if the file cannot be read."""
     try:
         before = json.loads(path.read_text())
     except (OSError, ValueError):
         return []
     now = json.loads(json.dumps(config.model_dump(mode="json")))
-    return [found for found in _different(before, now) if not found[0].startswith(NOT_ITS_OWN)]
+    return [found for found in _differences(before, now) if not found[0].startswith(LOCATION_KEYS)]
 
 
-def _different(before: Any, now: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _differences(before: Any, now: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]:
     if not (isinstance(before, dict) and isinstance(now, dict)):
         if before != now:
             yield at, before, now
         return
     for key in dict.fromkeys([*before, *now]):
-        yield from _different(before.get(key), now.get(key), f"{at}.{key}" if at else key)
+        yield from _differences(before.get(key), now.get(key), f"{at}.{key}" if at else key)
 
 
-def _told(value: Any) -> str:
+def _as_text(value: Any) -> str:
     text = "not set" if value is None else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:59]}…"
 

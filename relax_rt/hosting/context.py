@@ -34,22 +34,22 @@ T = TypeVar("T")
 
 CALL_TIMEOUT_S = 60.0
 PROGRESS_EVERY_S = 0.2
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 RETRY_S = 0.5
 FINISHED = "finished"
 
 
 class ProgressReporter:
-    """Counts work and tells the agent, at most every 0.2 s, from a thread of its own: a blocked loop or a busy
-    thread of the role does not hold a report back.
+    """Counts work and reports it to the agent, at most every 0.2 s, from its own thread: neither a blocked loop nor a
+    busy thread of the role delays a report.
 
-    While the role waits it says so again and again, as a sign of life; but only if the role's event loop, once it is
-    known, has answered since the last time. So a role that waits with a blocked loop falls silent.
+    While the role waits it repeats the report as a heartbeat, but only if the role's event loop has answered since the
+    last one. So a role that waits with a blocked loop falls silent, and the watchdog sees it.
     """
 
-    def __init__(self, control: socket.socket, beat_s: float = BEAT_S) -> None:
+    def __init__(self, control: socket.socket, heartbeat_s: float = HEARTBEAT_S) -> None:
         self._control = control
-        self._beat_s = beat_s
+        self._heartbeat_s = heartbeat_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._answered = True
         self._changed = threading.Condition()
@@ -61,7 +61,7 @@ class ProgressReporter:
 
     @property
     def state(self) -> tuple[int, str]:
-        """The counter, and what is done or waited for."""
+        """The counter, and what the role does or waits for."""
         with self._changed:
             return self._n, f"waiting: {self._waiting}" if self._waiting else self._detail
 
@@ -82,8 +82,8 @@ class ProgressReporter:
             self._detail = reason
             self._mark()
 
-    def follow(self, loop: asyncio.AbstractEventLoop) -> None:
-        """From now on beats depend on this loop's answers."""
+    def watch_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Send heartbeats only while this loop answers."""
         with self._changed:
             self._loop = loop
 
@@ -91,15 +91,17 @@ class ProgressReporter:
         self._dirty = True
         self._changed.notify()
 
-    def _await_news(self) -> None:
-        """Return once there is something to report, or a beat is due of a role that waits. Holds the lock."""
+    def _await_change(self) -> None:
+        """Return when there is something to report, or a heartbeat is due. The lock is held."""
         while not self._dirty:
-            beat_due = not self._changed.wait_for(lambda: self._dirty, self._beat_s if self._waiting else None)
-            if beat_due and self._waiting and self._alive():
+            heartbeat_due = not self._changed.wait_for(
+                lambda: self._dirty, self._heartbeat_s if self._waiting else None
+            )
+            if heartbeat_due and self._waiting and self._loop_answers():
                 return
 
-    def _alive(self) -> bool:
-        """Whether the loop has answered the last question; asks the next one."""
+    def _loop_answers(self) -> bool:
+        """Whether the loop ran the last callback; schedules the next one."""
         if self._loop is None:
             return True
         if not self._answered:
@@ -118,7 +120,7 @@ class ProgressReporter:
         pause = threading.Event()
         while True:
             with self._changed:
-                self._await_news()
+                self._await_change()
                 self._dirty = False
                 message = ProgressMsg(self._n, self._detail[:500], self._waiting[:500], self._extend_s)
                 self._extend_s = 0.0
@@ -130,7 +132,7 @@ class ProgressReporter:
 
 
 class _NoRegistry:
-    """Stands where a role has no registry client; says why at the first use."""
+    """In place of a registry client where there is none; the first use raises an error that says why."""
 
     def __init__(self, why: str) -> None:
         self._why = why
@@ -140,7 +142,7 @@ class _NoRegistry:
 
 
 class HostContext:
-    """What a role is given; see relax_rt.interfaces.role.RoleContext for the meaning of its members."""
+    """Implements relax_rt.interfaces.role.RoleContext."""
 
     def __init__(
         self,
@@ -171,8 +173,8 @@ class HostContext:
         self._fetcher: Fetcher | None = None
         self.seed = derive_seed(config.run.seed, who)
         self.log = structlog.get_logger().bind(slot=who.slot, epoch=who.epoch)
-        # Several fit into the time after which silence is a hang.
-        self.reporter = ProgressReporter(control, min(BEAT_S, settings.hang_after_s / 3))
+        # Several heartbeats fit into the time after which silence counts as a hang.
+        self.reporter = ProgressReporter(control, min(HEARTBEAT_S, settings.hang_after_s / 3))
         self.progress: Progress = self.reporter
         self.stopping = asyncio.Event()
         self.policy_version = 0
@@ -210,7 +212,7 @@ class HostContext:
         return self._fetcher
 
     async def peer(self, slot: str, api: type[T], *, timeout_s: float) -> T:
-        """Another role's interface. The slot's socket keeps its path through restarts, so the client follows it."""
+        """Another role's interface. The slot's socket keeps its path when it restarts, so the client follows."""
         return self._client(slot).bind(api, timeout_s=timeout_s)
 
     def actor(self, name: str, api: type[T], *, timeout_s: float = CALL_TIMEOUT_S) -> T:
@@ -230,7 +232,7 @@ class HostContext:
             self.registry = cast(RegistryApi, implementation)
 
     async def ready(self, policy_version: int = 0) -> None:
-        """Tell the agent, and the registry when it is there; a registry that is down does not hold the role up."""
+        """Report readiness to the agent and the registry; a registry that is down does not delay the role."""
         self.policy_version = max(self.policy_version, policy_version)
         first, self.is_ready = not self.is_ready, True
         if first:
@@ -247,7 +249,7 @@ class HostContext:
         self._metrics.write(record)
 
     async def listen(self) -> None:
-        """Serve what `setup` offered. Whoever had the address before is dead: the agent saw it exit."""
+        """Serve what `setup` offered. The address is free: the agent has seen its last owner exit."""
         if self._server is None:
             return
         path = self._socket_dir / slot_file(self.who.slot, ".sock")
@@ -257,11 +259,11 @@ class HostContext:
             self.remote = await self._server.listen(self._links.listen)
         send_now(self._control, AddressMsg(self.address, self.remote))
 
-    async def close(self, how: str = FINISHED) -> None:
-        """Leave the registry, with the word how this incarnation ends, and end all connections."""
+    async def close(self, end: str = FINISHED) -> None:
+        """Leave the registry, saying how this incarnation ended, and close all connections."""
         try:
             if self.registry_lease is not None:
-                await self.registry_lease.leave(how)
+                await self.registry_lease.leave(end)
             await self._directory.close()
             if self._server is not None:
                 await self._server.close()
@@ -284,7 +286,7 @@ class HostContext:
         return self._clients[slot]
 
     def _remote_client(self, slot: str) -> Client:
-        """To a slot that may run on any node, now on this one and then on that: looked for before every connect."""
+        """A client of a slot that may move between nodes: its address is resolved before every connect."""
         assert self._resolver is not None and self._links is not None
         return Client(functools.partial(self._resolver.resolve, slot), self._hello, curve=self._links.keys, slot=slot)
 
@@ -295,10 +297,10 @@ class HostContext:
 
 
 class RegistryLease:
-    """A role's entry in the registry, renewed in the background.
+    """A role's lease in the registry, renewed in the background.
 
-    A registry that is away costs nothing but freshness: renewals are tried again until it is back. `keep` returns
-    only by raising StaleEpoch: a newer incarnation holds the slot and this one must end.
+    While the registry is away renewals are retried, and the role goes on. `keep` ends only by raising StaleEpoch: a
+    newer incarnation holds the slot, and this one must end.
     """
 
     def __init__(self, ctx: HostContext, client: Client) -> None:
@@ -313,7 +315,7 @@ class RegistryLease:
         self.committed = 0
 
     async def keep(self) -> NoReturn:
-        """Announce, then renew for ever.
+        """Announce the role, then renew its lease for ever.
 
         Raises:
             StaleEpoch: the slot has a newer incarnation.
@@ -340,7 +342,7 @@ class RegistryLease:
         except StaleEpoch:
             raise
         except Refused as error:
-            # It forgot us, or our lease lapsed: enter again.
+            # The registry does not know this incarnation, or its lease has lapsed: announce it again.
             if str(error) != self._refusal:
                 ctx.log.warning("registry refused the renewal", error=str(error))
             self._refusal = str(error)
@@ -348,34 +350,34 @@ class RegistryLease:
             return False
         except RelaxError as error:
             if not self._away:
-                ctx.log.warning("registry is away; going on without it", error=str(error))
+                ctx.log.warning("the registry does not answer; going on without it", error=str(error))
             self._away = True
             return False
         if self._away:
-            ctx.log.info("registry is back")
+            ctx.log.info("the registry answers again")
         self._away, self._refusal = False, ""
         self.committed = max(self.committed, answer.committed)
         return True
 
     async def renew_now(self, wait_s: float = 2.0) -> None:
-        """Have the entry renewed at once; gives up waiting after wait_s, the renewal itself goes on."""
+        """Renew at once; stops waiting for the answer after wait_s, while the renewal goes on."""
         async with self._renewed:
             self._wake.set()
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._renewed.wait()
 
-    async def leave(self, how: str = FINISHED, wait_s: float = 1.0) -> None:
-        """Tell the registry that we go, and why; without an answer the agent's own word will do."""
+    async def leave(self, end: str = FINISHED, wait_s: float = 1.0) -> None:
+        """Leave the registry and say why; if it does not answer, the agent's report does the same."""
         if not self._announced or self._away:
             return
         try:
             async with asyncio.timeout(wait_s):
-                await self._registry.leave(how)
+                await self._registry.leave(end)
         except (RelaxError, TimeoutError) as error:
-            self._ctx.log.info("could not take leave of the registry", error=str(error))
+            self._ctx.log.info("the registry could not be told of the end", error=str(error))
 
 
 def derive_seed(run_seed: int, who: Incarnation) -> int:
-    """A seed of 32 bits of (run seed, slot, epoch): no two incarnations draw the same numbers."""
+    """A 32-bit seed from (run seed, slot, epoch), so that no two incarnations draw the same numbers."""
     return int.from_bytes(hashlib.sha256(f"{run_seed}/{who.slot}/{who.epoch}".encode()).digest()[:4], "little")

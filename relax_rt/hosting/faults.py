@@ -18,11 +18,10 @@ MIB = 1 << 20
 
 
 class Faults:
-    """Does harm to this process. `carry_out` is called on the thread that listens to the agent.
+    """Injects faults into this process. `carry_out` is called on the thread that listens to the agent.
 
     Args:
-        tell: gets ``fault_started`` or ``fault_failed`` with its fields: who asked for a fault cannot know that there
-            was one.
+        tell: gets ``fault_started`` or ``fault_failed`` with its fields, so that the injector learns what happened.
     """
 
     def __init__(self, tell: Callable[[str, dict[str, str]], None] = lambda kind, fields: None) -> None:
@@ -31,15 +30,15 @@ class Faults:
         self._log = structlog.get_logger()
 
     def follow(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The role's event loop, once there is one."""
+        """Set the role's event loop, once there is one."""
         self._loop = loop
 
     def carry_out(self, order: FaultMsg) -> None:
-        """Do it; what it does lasts `order.seconds`."""
+        """Inject the fault for `order.seconds`."""
         self._log.warning("fault injected", fault=order.kind, seconds=order.seconds, amount=order.amount)
         try:
             self._do(order)
-        except Exception as error:  # noqa: BLE001 the thread that listens to the agent must not end for such a thing
+        except Exception as error:  # noqa: BLE001 the thread that listens to the agent must survive a failing fault
             self._failed(order.kind, str(error) or type(error).__name__)
 
     def _begun(self, kind: str) -> None:
@@ -55,7 +54,7 @@ class Faults:
                 self._on_loop(order.kind, lambda: time.sleep(order.seconds))
             case "hold_gil":
                 self._begun(order.kind)
-                _hold_interpreter(order.seconds)
+                _hold_gil(order.seconds)
             case "eat_memory":
                 threading.Thread(
                     target=self._eat, args=(int(order.amount * MIB), order.seconds), name="relax-fault", daemon=True
@@ -88,7 +87,7 @@ class Faults:
         timer.start()
 
     def _eat(self, size: int, seconds: float) -> None:
-        """Take memory of our own, page by page, and give it back."""
+        """Allocate memory page by page, hold it for `seconds`, and free it."""
         try:
             self._hoard(size, seconds)
         except (OSError, ValueError, OverflowError) as error:
@@ -96,19 +95,19 @@ class Faults:
 
     def _hoard(self, size: int, seconds: float) -> None:
         with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-            # Before the first page: it may be killed for what it takes.
+            # Before the first page: the process may be killed for the memory that it takes.
             self._begun("eat_memory")
             for start in range(0, size, mmap.PAGESIZE):
                 memory[start] = 1
             time.sleep(seconds)
 
 
-def _hold_interpreter(seconds: float) -> None:
-    """Sleep in native code without letting go of the interpreter, as a careless extension does."""
+def _hold_gil(seconds: float) -> None:
+    """Sleep in native code while holding the GIL, as a faulty extension does."""
     libc = ctypes.PyDLL(None)
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
-        # In one call: between two, another thread might get hold of it. usleep takes 32 bits.
+        # In one call: between two, another thread could take the GIL. usleep takes 32 bits.
         libc.usleep(ctypes.c_uint(min(int(left * 1e6) + 1, 4_000_000_000)))
 
 
@@ -117,9 +116,9 @@ _shifted = 0.0
 
 
 def _shift_wall_clock(seconds: float) -> None:
-    """Have Python code of this process see another time of day, as after a step of the host's clock.
+    """Shift the wall clock that Python code of this process sees, as a step of the host's clock does.
 
-    The monotonic clock cannot jump on a living machine; that a process misses time is what stopping it shows.
+    The monotonic clock cannot jump on a running machine; the fault `stop` makes a process miss time.
     """
     global _shifted
     _shifted += seconds

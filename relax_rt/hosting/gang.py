@@ -1,12 +1,12 @@
-"""A role's place in its gang, and where the gang's ranks meet.
+"""A role's rank in its gang, and the rendezvous store of the gang.
 
 The agent binds the rendezvous socket before any rank starts and hands it to rank 0, so that no port is raced for; each
 start of the gang has a new one, so that ranks of different generations cannot meet. The host serves the store on rank 0
 before the role is set up: `Gang.here().store()` works, and so does a plain
 ``torch.distributed.init_process_group("gloo")``. In the former every key begins with one of the generation's own, so
 that a rank of another one that found its way there (a port that was given out again) reads and spoils nothing; give it
-to ``init_process_group`` with `rank` and `world_size`. Neither keeps out who means harm: store and collectives are
-plain TCP.
+to ``init_process_group`` with `rank` and `world_size`. Neither protects against an attacker: store and
+collectives are plain TCP.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ RENDEZVOUS_FD = "RELAX_RENDEZVOUS_FD"
 STORE_TIMEOUT_S = 300.0
 
 _serving: list[TCPStore] = []
-"""Rank 0's store; it serves as long as the process lives."""
+"""Rank 0's store, served until the process ends."""
 
 
 class Gang(msgspec.Struct, frozen=True, kw_only=True):
-    """This process's place among the ranks of its gang.
+    """This process's rank in its gang.
 
     Attributes:
         generation: grows with each start of the gang.
         rank, world_size: among all ranks.
         local_rank, local_world_size: among those on this node.
         master_addr, master_port: where the store is served.
-        key: before every key in the store; of this generation alone.
+        key: prefix of every key in the store, different in each generation.
     """
 
     generation: int
@@ -53,7 +53,7 @@ class Gang(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def here(cls, env: Mapping[str, str] = os.environ) -> Gang:
-        """The place that the agent gave this process.
+        """The rank that the agent gave this process.
 
         Raises:
             RelaxError: it is no rank of a gang.
@@ -73,8 +73,7 @@ class Gang(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def store(self, timeout_s: float = STORE_TIMEOUT_S) -> Store:
-        """This generation's key-value store: rank 0's own, which serves it, or a client of it. A wait in it ends after
-        timeout_s.
+        """This generation's key-value store: rank 0 serves it, the others are clients. Waits in it end after timeout_s.
 
         Raises:
             torch.distributed.DistStoreError: rank 0 cannot be reached.
@@ -91,7 +90,7 @@ class Gang(msgspec.Struct, frozen=True, kw_only=True):
         return PrefixStore(self.key, store)
 
     def serve(self) -> None:
-        """On rank 0, serve the store on the socket that was handed over; once, for as long as the process lives."""
+        """On rank 0, serve the store on the inherited socket, until the process ends. Repeated calls do nothing."""
         if self.rank != 0 or _serving or find_spec("torch") is None:
             return
         from torch.distributed import TCPStore  # type: ignore[attr-defined]

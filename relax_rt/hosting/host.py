@@ -1,4 +1,4 @@
-"""The process of a role: ``python -m relax_rt.hosting.host``, started by the agent with its orders in the environment.
+"""The process of a role: ``python -m relax_rt.hosting.host``, started by the agent, which configures it by variables.
 
 It ends when its role has finished (exit code 0), failed (1) or was misconfigured (2), and at once when the agent
 is gone: by PR_SET_PDEATHSIG, and by the end of its control channel.
@@ -56,14 +56,14 @@ from relax_rt.transport.rpc.identity import Incarnation
 EXIT_FINISHED, EXIT_FAILED, EXIT_CONFIG, EXIT_ORPHANED = 0, 1, 2, 70
 TRACE_BYTES = 16_000
 TEARDOWN_S = 10.0
-LEFT_S = 3.0
-"""Tasks that a role leaves behind have so long to end when they are cancelled; so have threads of one that failed."""
+CANCEL_S = 3.0
+"""Time for cancelled tasks to end, and for the threads of a role that failed."""
 CLOSE_S = 5.0
-"""For leaving the registry and closing connections; what is left of them ends with the process."""
+"""Time for leaving the registry and closing connections; after that they end with the process."""
 
 
-class Orders(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent put into our environment."""
+class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent passed in the environment."""
 
     who: Incarnation
     run_id: str
@@ -76,8 +76,8 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     has_registry: bool
 
     @classmethod
-    def from_environment(cls) -> Orders:
-        """Read RELAX_*; a host is never started by hand."""
+    def from_environment(cls) -> HostSettings:
+        """Read the RELAX_* variables; a host is never started by hand."""
         env = os.environ
         try:
             return cls(
@@ -98,7 +98,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lifeline:
-    """The control channel's reading end: a daemon thread that blocks on nothing but the socket."""
+    """Reads the control channel in a daemon thread, which ends the process at once when the agent is gone."""
 
     def __init__(self, control: socket.socket, faults: Faults) -> None:
         self._control = control
@@ -109,7 +109,7 @@ class Lifeline:
         threading.Thread(target=self._watch, name="relax-lifeline", daemon=True).start()
 
     def on_stop(self, callback: Callable[[], None]) -> None:
-        """Call back once asked to stop, also when that was before now."""
+        """Call back when asked to stop, at once if that has happened already."""
         with self._lock:
             self._on_stop = callback
             stopped = self._stopped
@@ -128,8 +128,8 @@ class Lifeline:
             try:
                 message = decode_to_role(packet)
             except msgspec.DecodeError as error:
-                # This thread is the lifeline: it must not end for a word it does not know.
-                os.write(2, f"the agent said what this role does not understand: {error}\n".encode())
+                # The thread must survive an unknown message: it is what notices the agent's death.
+                os.write(2, f"unknown message from the agent: {error}\n".encode())
                 continue
             if isinstance(message, DumpStacksMsg):
                 faulthandler.dump_traceback(all_threads=True)
@@ -144,15 +144,18 @@ class Lifeline:
 
 
 def wait_as_spare() -> int:
-    """Prepare for the role, then wait to be told whose slot we fill; our environment then says it. The exit code,
-    if nothing comes of it; else 0."""
-    orders = Orders.from_environment()
-    control = _tie_to_agent(orders)
+    """Prepare the role class, then wait for the slot to fill and put it into the environment.
+
+    Returns:
+        0 when a slot was assigned, else the exit code.
+    """
+    host = HostSettings.from_environment()
+    control = _tie_to_agent(host)
     setup_logging(os.environ.get("RELAX_LOG_LEVEL", "info"))
     try:
-        role_class = load_role(role_target(orders.who.role, orders.target))
-        config = read_resolved(orders.run_dir / RESOLVED_CONFIG)
-        role_class.prepare(config, role_settings(config, orders.who.role, role_class.Settings))
+        role_class = load_role(role_target(host.who.role, host.target))
+        config = read_resolved(host.run_dir / RESOLVED_CONFIG)
+        role_class.prepare(config, role_settings(config, host.who.role, role_class.Settings))
     except Exception:  # noqa: BLE001 the process ends here, and its log must say why
         traceback.print_exc()
         return EXIT_FAILED
@@ -179,27 +182,27 @@ def wait_as_spare() -> int:
 
 
 def main() -> int:
-    """Run the role that the environment names; answers with the exit code."""
+    """Run the role that the environment names; returns the exit code."""
     if os.environ.get("RELAX_SPARE") and (code := wait_as_spare()):
         return code
-    orders = Orders.from_environment()
-    control = _tie_to_agent(orders)
+    host = HostSettings.from_environment()
+    control = _tie_to_agent(host)
     setup_logging(os.environ.get("RELAX_LOG_LEVEL", "info"))
 
     def tell(kind: str, fields: dict[str, str]) -> None:
-        log = EventLog(orders.run_dir, str(orders.who))
-        log.emit(kind, slot=orders.who.slot, epoch=orders.who.epoch, **fields)
+        log = EventLog(host.run_dir, str(host.who))
+        log.emit(kind, slot=host.who.slot, epoch=host.who.epoch, **fields)
         log.close()
 
     faults = Faults(tell)
     if not send_now(control, HelloMsg()):
-        # Nobody waits for us any more: the order to start came through too late.
+        # The agent does not wait for this process any more: it was started too late.
         os._exit(EXIT_ORPHANED)
     lifeline = Lifeline(control, faults)
     try:
-        role_class = load_role(role_target(orders.who.role, orders.target))
-        config = read_resolved(orders.run_dir / RESOLVED_CONFIG)
-        settings = role_settings(config, orders.who.role, role_class.Settings)
+        role_class = load_role(role_target(host.who.role, host.target))
+        config = read_resolved(host.run_dir / RESOLVED_CONFIG)
+        settings = role_settings(config, host.who.role, role_class.Settings)
     except TargetError as error:
         return _fail(control, "import_error", error, EXIT_FAILED)
     except RelaxError as error:
@@ -209,18 +212,18 @@ def main() -> int:
         ctx = HostContext(
             config=config,
             settings=settings,
-            who=orders.who,
-            run_id=orders.run_id,
-            run_dir=orders.run_dir,
-            socket_dir=orders.socket_dir,
-            shm_dir=orders.shm_dir,
+            who=host.who,
+            run_id=host.run_id,
+            run_dir=host.run_dir,
+            socket_dir=host.socket_dir,
+            shm_dir=host.shm_dir,
             control=control,
-            has_registry=orders.has_registry,
+            has_registry=host.has_registry,
         )
         random.seed(ctx.seed)
         loop = asyncio.get_running_loop()
         faults.follow(loop)
-        ctx.reporter.follow(loop)
+        ctx.reporter.watch_loop(loop)
         loop.add_signal_handler(signal.SIGTERM, ctx.stopping.set)
 
         def stop() -> None:
@@ -228,42 +231,43 @@ def main() -> int:
 
         lifeline.on_stop(stop)
         if role_class.is_gang(settings):
-            # Other ranks wait for the store, also those that know of it by environment variables only.
+            # Other ranks wait for the store, including those that know it by MASTER_ADDR and MASTER_PORT only.
             await asyncio.to_thread(Gang.here().serve)
         return await live(role_class, ctx, lambda: send_now(control, FinishedMsg()))
 
     try:
-        run_and_leave(run())
+        run_role_loop(run())
     except Exception as error:  # noqa: BLE001 the process ends here, and its diagnosis must say why
         kind = classify_exception(error)
         return _fail(control, kind, error, EXIT_CONFIG if kind == "config" else EXIT_FAILED)
     return EXIT_FINISHED
 
 
-def run_and_leave(work: Coroutine[Any, Any, bool]) -> None:
-    """Run a role on a loop of its own, as `uvloop.run`; but what it leaves running keeps nobody waiting for long: user
-    code may swallow its cancellation, and a thread of a role that failed or was stopped in its setup may be at work for
-    hours. What the work raises is raised."""
+def run_role_loop(work: Coroutine[Any, Any, bool]) -> None:
+    """Run a role on a new loop, as `uvloop.run` does, but do not wait long for what it leaves running: user code may
+    swallow its cancellation, and a thread of a role that failed or was stopped during setup may be busy for hours.
+    Exceptions of the work propagate.
+    """
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-    patient = False
+    set_up = False
     try:
-        patient = runner.run(work)
+        set_up = runner.run(work)
     finally:
         tasks_left = runner.run(_end_tasks())
-        if patient:
+        if set_up:
             runner.run(runner.get_loop().shutdown_default_executor())
-        # A loop with tasks or threads that do not end cannot be closed: it ends with the process.
-        if (patient or not runner.run(_threads_left())) and not tasks_left:
+        # A loop whose tasks or threads do not end cannot be closed: it ends with the process.
+        if (set_up or not runner.run(_threads_left())) and not tasks_left:
             runner.close()
 
 
 async def _end_tasks() -> int:
-    """Cancel whatever runs; how many did not end for that."""
+    """Cancel all tasks; returns how many did not end."""
     ours = {asyncio.current_task()}
     if rest := asyncio.all_tasks() - ours:
         for task in rest:
             task.cancel()
-        await asyncio.wait(rest, timeout=LEFT_S)
+        await asyncio.wait(rest, timeout=CANCEL_S)
     if left := asyncio.all_tasks() - ours:
         names = sorted(task.get_name() for task in left)[:8]
         structlog.get_logger().warning("tasks swallow their cancellation", tasks=len(left), names=names)
@@ -271,43 +275,43 @@ async def _end_tasks() -> int:
 
 
 async def _threads_left() -> bool:
-    """Have the default executor end; whether some of its threads are at work all the same."""
+    """Shut the default executor down; returns whether threads of it are still busy."""
     ending = asyncio.create_task(asyncio.get_running_loop().shutdown_default_executor())
-    await asyncio.wait([ending], timeout=LEFT_S)
+    await asyncio.wait([ending], timeout=CANCEL_S)
     if not ending.done():
-        structlog.get_logger().warning("threads are still at work: they end with the process")
+        structlog.get_logger().warning("threads are still busy: they end with the process")
     return not ending.done()
 
 
-def _tie_to_agent(orders: Orders) -> socket.socket:
-    if not procfs.die_with_parent(orders.agent_pid):
+def _tie_to_agent(host: HostSettings) -> socket.socket:
+    if not procfs.die_with_parent(host.agent_pid):
         os._exit(EXIT_ORPHANED)
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control = socket.socket(fileno=orders.control_fd)
+    control = socket.socket(fileno=host.control_fd)
     control.set_inheritable(False)
     return control
 
 
 async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], object]) -> bool:
-    """A role's life: setup, run, teardown.
+    """Run the role: setup, run, teardown.
 
     Returns:
-        Whether it was set up to the end: what its threads do then is of use.
+        Whether setup finished: then its threads do useful work, and the process waits for them.
 
     Raises:
         StaleEpoch: a newer incarnation holds the slot.
         Exception: whatever the role raised.
     """
-    role, how = role_class(ctx), FINISHED
+    role, end = role_class(ctx), FINISHED
     failure: Exception | None = None
-    whole = False
+    set_up = False
     watches: list[asyncio.Task[NoReturn]] = []
     stop_wait = asyncio.create_task(ctx.stopping.wait())
     try:
-        # A role that is asked to stop during setup is not set up to the end.
-        if whole := await _first(role.setup(), stop_wait):
+        # A stop during setup leaves it unfinished.
+        if set_up := await _first(role.setup(), stop_wait):
             await ctx.listen()
             if ctx.registry_lease is not None:
                 watches.append(asyncio.create_task(ctx.registry_lease.keep()))
@@ -317,7 +321,7 @@ async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], 
             if not ctx.stopping.is_set():
                 finished()
     except Exception as error:
-        how, failure = f"{classify_exception(error)}: {cause_of(error)}", error
+        end, failure = f"{classify_exception(error)}: {cause_of(error)}", error
         raise
     finally:
         stop_wait.cancel()
@@ -326,18 +330,18 @@ async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], 
         except Exception as error:
             if failure is None:
                 raise
-            # What was never set up often cannot be torn down either: the cause is what came first.
+            # A role that was never set up often cannot be torn down: the first failure is the cause.
             failure.add_note(f"its teardown failed as well: {type(error).__name__}: {error}")
         finally:
             for watch in watches:
                 watch.cancel()
-            await _closed(ctx, how, failure)
-    return whole
+            await _close_context(ctx, end, failure)
+    return set_up
 
 
-async def _closed(ctx: HostContext, how: str, failure: Exception | None) -> None:
+async def _close_context(ctx: HostContext, end: str, failure: Exception | None) -> None:
     try:
-        await _within("its connections' close", ctx.close(how), CLOSE_S)
+        await _within("its connections' close", ctx.close(end), CLOSE_S)
     except TimeoutError:
         ctx.log.warning("connections did not close in time: they end with the process", limit_s=CLOSE_S)
     except Exception as error:
@@ -347,14 +351,14 @@ async def _closed(ctx: HostContext, how: str, failure: Exception | None) -> None
 
 
 class LiveProbeFailed(RelaxError):
-    """The role's own check says that it does not work any more, or does not answer."""
+    """The role's `live` raised, or did not return in time."""
 
 
 async def probe(role: Role, every_s: float) -> NoReturn:
-    """Have the role look at itself again and again.
+    """Call the role's `live` every every_s seconds.
 
     Raises:
-        LiveProbeFailed: it found itself broken, or took longer than every_s.
+        LiveProbeFailed: it raised, or took longer than every_s.
     """
     while True:
         await asyncio.sleep(every_s)
@@ -373,45 +377,44 @@ async def probe(role: Role, every_s: float) -> NoReturn:
 
 
 async def _first(work: Coroutine[Any, Any, None], *others: asyncio.Task[Any]) -> bool:
-    """Await the work, unless another task ends before it: then the work is cancelled, and False the answer; work that
-    does not end for that is left behind."""
+    """Await the work until another task ends. Then cancel the work, abandon it if it does not end, and return False."""
     task = asyncio.create_task(work)
     done, _ = await asyncio.wait([task, *others], return_when=asyncio.FIRST_COMPLETED)
     if task.done():
-        _not_from_inside(task)
+        _check_not_cancelled(task)
         await task
         return True
     task.cancel()
     await asyncio.wait([task], timeout=TEARDOWN_S)
     if not task.done():
-        structlog.get_logger().warning("the role's work swallows its cancellation", limit_s=TEARDOWN_S)
+        structlog.get_logger().warning("the role swallows its cancellation", limit_s=TEARDOWN_S)
     for other in done:
         await other
     return False
 
 
 async def _within(what: str, work: Coroutine[Any, Any, None], limit_s: float) -> None:
-    """Await the work for so long at most; then it is cancelled, and left behind if it does not end for that.
+    """Await the work for at most limit_s; then cancel it, and abandon it if it does not end.
 
     Raises:
-        TimeoutError: it was not done in time.
+        TimeoutError: it did not finish in time.
     """
     task = asyncio.create_task(work)
     await asyncio.wait([task], timeout=limit_s)
     if not task.done():
         task.cancel()
-        await asyncio.wait([task], timeout=LEFT_S)
+        await asyncio.wait([task], timeout=CANCEL_S)
         if not task.done() or task.cancelled():
-            raise TimeoutError(f"{what} was not done within {limit_s:g} s")
-    _not_from_inside(task)
+            raise TimeoutError(f"{what} did not finish within {limit_s:g} s")
+    _check_not_cancelled(task)
     await task
 
 
-def _not_from_inside(task: asyncio.Task[None]) -> None:
-    """A CancelledError of the work's own is no Exception: nobody would tell what failed.
+def _check_not_cancelled(task: asyncio.Task[None]) -> None:
+    """Turn a cancellation from inside the work into an error: CancelledError is no Exception and would go unreported.
 
     Raises:
-        RelaxError: the work ended by a cancellation that nobody asked it for.
+        RelaxError: the work was cancelled, and not by us.
     """
     if task.cancelled():
         name = getattr(task.get_coro(), "__qualname__", "the role's work")

@@ -1,4 +1,4 @@
-"""How long a run still takes, from the records of its steps. Pure: the screen, `ps` and `export` feed it and ask."""
+"""Estimates the time left of a run from its step records. Pure. Used by the screen, `ps` and `export`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ MAX_REPEATED = 64
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """Attributes:
-    step, steps: the last one done, and the number to make.
-    step_s: seconds of one step; None until one is done.
-    left_s: seconds until the run has ended, what comes after its last step included; None until a step is done.
-    measured: steps that `step_s` rests on, after a restart those since. 0: it is the pace before the restart.
-    since_s: seconds since the last step was done.
+    """Time left of a run.
+
+    Attributes:
+        step, steps: the last step done, and the target.
+        step_s: seconds of one step; None until one is done.
+        left_s: seconds until the run has ended, work after its last step included; None until a step is done.
+        measured: steps that `step_s` is based on, after a restart those since. 0: the pace before the restart.
+        since_s: seconds since the last step.
     """
 
     step: int
@@ -41,7 +43,7 @@ class Estimate(msgspec.Struct, frozen=True):
     since_s: float | None = None
 
     def total_s(self, uptime_s: float) -> float | None:
-        """How long this start of the run takes in all, if it has taken `uptime_s` until now."""
+        """Total duration of this start of the run, if it has taken `uptime_s` so far."""
         return None if self.left_s is None else uptime_s + self.left_s
 
     def summary(self, uptime_s: float) -> str:
@@ -61,10 +63,10 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 class Estimator:
-    """Takes the run's records in the order in which they were written.
+    """Estimates the time left from the run's records, in the order written.
 
     Args:
-        steps: total number. kind, key: of the metrics records that count them.
+        steps: the target. kind, key: of the metrics records that count steps.
         pacing: which metrics the time of a step consists of.
     """
 
@@ -102,7 +104,8 @@ class Estimator:
         self._by, self._step, self._t, self._m = by, step, t, m
 
     def _of_first(self, record: dict[str, Any]) -> float | None:
-        """A first step did not overlap with the making of its input, as later ones do where that is allowed."""
+        """Time of a first step: it did not overlap with the production of its input, as later steps do where that is
+        allowed."""
         if not self._pacing.work:
             return None
         wait, ahead = _seconds(record, self._pacing.wait), self._pacing.ahead
@@ -112,8 +115,8 @@ class Estimator:
     def _spans(self) -> list[tuple[int, float]]:
         """Steps and their seconds, less the slowdown by an evaluation before training that ran beside them.
 
-        Its record comes when it ends; until then it is taken to be running. Only the first CONTENDED steps are
-        corrected: an evaluation that takes longer gets so little of the cores that it slows nothing down.
+        Its record comes when it ends; until then it counts as running. Only the first CONTENDED steps are corrected: a
+        longer evaluation gets so little of the cores that it slows nothing down.
         """
         until = self._t if self._evaluated_t is None else self._evaluated_t
         found = []
@@ -145,7 +148,7 @@ class Estimator:
         return weight * min(mean_s, fastest_s) + (1 - weight) * mean_s
 
     def estimate(self, now: float) -> Estimate:
-        """How it stands at wall-clock time `now` (s)."""
+        """The estimate at wall-clock time `now` (s)."""
         step_s = self._step_s()
         if step_s is None:
             return Estimate(self._step, self._steps)

@@ -33,9 +33,9 @@ _encoder = msgspec.json.Encoder(enc_hook=str)
 
 
 class Appender:
-    """Appends lines to a file that another process may rename away; one write() a line. Thread-safe.
+    """Appends lines to a file that another process may rename; one write() a line. Thread-safe.
 
-    A line that cannot be written (disk full) is counted in `lost`: the log must not take the run down with it.
+    A line that cannot be written (disk full) is counted in `lost`: a failing log must not end the run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -117,7 +117,7 @@ def _unlock(fd: int) -> None:
 
 
 class EventLog:
-    """A process's way to the run's event log.
+    """Appends a process's events to the run's event log.
 
     Args:
         run_dir: the run directory; ``events/`` is made in it.
@@ -138,7 +138,7 @@ class EventLog:
         return self._out.lost
 
     def emit(self, kind: str, /, **fields: Any) -> None:
-        """Append one event. What JSON does not know is written as a string; an overlong event is cut to its kind."""
+        """Append one event. Values unknown to JSON are written as strings; an overlong event is reduced to its kind."""
         head = {"t": time.time(), "m": time.monotonic(), "by": self.who, "kind": kind}
         line = _encoder.encode({**fields, **head} if fields.keys() & head.keys() else {**head, **fields})
         if len(line) > MAX_LINE_BYTES:
@@ -171,7 +171,7 @@ def segments(directory: Path) -> list[Path]:
 
 
 def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Every event of a run that is still kept, in the order written. Torn lines are passed over.
+    """Every event of a run that is still kept, in the order written. Torn lines are skipped.
 
     One line is held at a time, and a rotation in the meantime loses nothing.
     """
@@ -222,7 +222,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 class EventFollower:
-    """Reads a growing event log from the start on, through rotations; `poll` answers with what is new.
+    """Reads a growing event log from its start, through rotations; `poll` returns what is new.
 
     A file that is being read stays open, so that no new file can take its inode. A closed segment is read at each poll
     until no writer holds it any more. On a file system without locks it is read once more after it was first seen
@@ -237,7 +237,7 @@ class EventFollower:
         self._finished: set[str] = set()
 
     def poll(self) -> list[dict[str, Any]]:
-        """Events written since the last poll; of very many the oldest, the next poll goes on."""
+        """Events written since the last poll; of very many the oldest, and the next poll goes on."""
         found: list[dict[str, Any]] = []
         closed = {path.name for path in segments(self._directory)}
         left = POLL_BYTES

@@ -1,4 +1,4 @@
-"""The job's columns, filled from the metrics as they come: what the live screen says of the work itself."""
+"""The job's columns on the live screen, filled from the metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_SENDERS = 4096
 
 
 class Value(msgspec.Struct, frozen=True):
-    """A column as it stands: heading, text, and the values of its sparkline if it has one."""
+    """A column's present state: heading, text, and values of its sparkline if it has one."""
 
     title: str
     text: str
@@ -33,7 +33,7 @@ class Value(msgspec.Struct, frozen=True):
 
 
 class _Forgiving(string.Formatter):
-    """A template may name what a record does not have, or what is not a number there."""
+    """Template fields that a record lacks, or that are not numbers, are shown as a dash."""
 
     def get_value(self, key: int | str, args: Sequence[Any], kwargs: Any) -> Any:
         return kwargs.get(key) if isinstance(key, str) else None
@@ -43,14 +43,14 @@ class _Forgiving(string.Formatter):
 
 
 class _Counters:
-    """One counter of each sender over the last seconds, and how fast they grow together."""
+    """One counter of each sender over the last seconds, and their growth together."""
 
     def __init__(self, key: str) -> None:
         self._key = key
         self._senders: dict[str, tuple[str, deque[tuple[float, float]]]] = {}
 
     def take(self, slot: str, record: dict[str, Any]) -> None:
-        """Take in a record; another incarnation of a slot counts from its own beginning."""
+        """Process a record; another incarnation of a slot counts from its own start."""
         by, t, value = str(record.get("by", "")), _float(record.get("t")), _float(record.get(self._key))
         known = self._senders.get(slot)
         if t != t or value != value or (known is None and len(self._senders) >= MAX_SENDERS):
@@ -64,7 +64,7 @@ class _Counters:
             points.popleft()
 
     def rate(self, now: float) -> float | None:
-        """Growth a second of the living senders together; None while none has been heard of twice."""
+        """Growth a second of the living senders together; None until one has been seen twice."""
         heard = [points for _, points in self._senders.values() if len(points) > 1]
         if not heard:
             return None
@@ -73,11 +73,11 @@ class _Counters:
 
 
 class Headline:
-    """Newest values of the job's columns and how far the run has come. Bounded; no I/O.
+    """Newest values of the job's columns and progress of the run. Bounded; no I/O.
 
     Args:
         columns: the job's columns.
-        target: steps the run is to make, if known.
+        target: steps of the run, if known.
         progress: kind and key of the records that count steps.
         pacing: which metrics the time of a step consists of.
     """
@@ -132,7 +132,7 @@ class Headline:
                 spark.append((at, _float(record.get(self.columns[i].key))))
 
     def values(self, now: float) -> list[Value]:
-        """Every column as it stands at wall-clock time `now` (s)."""
+        """Every column at wall-clock time `now` (s)."""
         return [
             Value(column.title, self._text(i, now), tuple(v for _, v in self._sparks.get(i, ())))
             for i, column in enumerate(self.columns)
@@ -140,7 +140,7 @@ class Headline:
         ]
 
     def step_line(self, now: float) -> str:
-        """The line for a step: every column that has no line of its own and a value, and the time left."""
+        """The line for a step: every column that has a value and no line of its own, and the time left."""
         of = f"/{self.target}" if self.target else ""
         parts = [f"{self._progress[1]} {self.step if self.step is not None else 0}{of}"]
         for i, column in enumerate(self.columns):
@@ -152,7 +152,7 @@ class Headline:
         return "  ".join(parts)
 
     def lines(self, record: dict[str, Any]) -> list[str]:
-        """Lines that tell of this record, from the columns that have a template."""
+        """Lines for this record, from the columns that have a template."""
         return [
             _Forgiving().vformat(column.line, (), record)
             for column in self.columns
@@ -160,7 +160,7 @@ class Headline:
         ]
 
     def estimate(self, now: float) -> Estimate | None:
-        """How long the run still takes at wall-clock time `now` (s); None where its number of steps is not known."""
+        """The time left at wall-clock time `now` (s); None where the number of steps is not known."""
         return None if self._estimator is None else self._estimator.estimate(now)
 
     def _text(self, index: int, now: float) -> str:

@@ -12,7 +12,7 @@ import structlog
 
 
 class LossyStream:
-    """A stream of log lines that must not take down who writes them: what cannot be written (disk full) is counted in
+    """A stream of log lines that never fails its writer: lines that cannot be written (disk full) are counted in
     `lost`."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -20,7 +20,7 @@ class LossyStream:
         self.lost = 0
 
     def write(self, text: str) -> int:
-        """Write; answers as if it had been written."""
+        """Write; returns as if it had succeeded."""
         try:
             self._stream.write(text)
         except (OSError, ValueError):
@@ -28,7 +28,7 @@ class LossyStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush what can be."""
+        """Flush, ignoring errors."""
         try:
             self._stream.flush()
         except (OSError, ValueError):
@@ -36,13 +36,13 @@ class LossyStream:
 
 
 def open_log(path: Path) -> TextIO:
-    """A log file to append to. Without a buffer, so that its close has nothing left to write."""
+    """A log file to append to, unbuffered, so that nothing is left to write when it is closed."""
     return io.TextIOWrapper(path.open("ab", buffering=0), errors="backslashreplace", write_through=True)
 
 
 def setup_logging(level: str = "info", stream: TextIO | None = None) -> None:
     """Log lines (time, level, event, key=value) to a stream, stderr if none; libraries' own loggers from warning on.
-    Lines that cannot be written are lost, see LossyStream."""
+    Lines that cannot be written are dropped (LossyStream)."""
     stream = cast(TextIO, LossyStream(stream or sys.stderr))
     number = logging.getLevelNamesMapping()[level.upper()]
     logging.basicConfig(

@@ -1,4 +1,4 @@
-"""What a run lost of what it made, by cause, and the items that it retired: from its event log. No I/O."""
+"""Samples that a run lost, by cause, and items that it retired: from its event log. No I/O."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class ReportedLoss(Loss, frozen=True, kw_only=True):
-    """Samples lost for one cause, as last reported.
-
-    While the run lives that was a few seconds ago; the last report is made when the queue ends.
+    """Samples lost for one cause, as last reported: every few seconds while the run lives, and when the queue ends.
 
     Attributes:
         hint: the setting that helps.
@@ -34,7 +32,8 @@ Counts = dict[tuple[str, str], ReportedLoss]
 
 
 class Losses:
-    """Takes the events of a run, oldest first. Losses are of the newest start; retired items outlive a start."""
+    """Collects losses from the events of a run, oldest first. Losses are of the newest start; retired items outlive a
+    start."""
 
     def __init__(self) -> None:
         self._retired: dict[str, Retired] = {}
@@ -56,7 +55,7 @@ class Losses:
         self.killed_because = ""
 
     def take(self, event: dict[str, Any]) -> None:
-        """Take in one event of the log."""
+        """Process one event of the log."""
         match event.get("kind"):
             case "run_started":
                 self._begin()
@@ -73,8 +72,8 @@ class Losses:
                 self.killed_because = str(event.get("reason", ""))
 
     def _take_loss(self, key: tuple[str, str], loss: ReportedLoss) -> None:
-        """Keep the newest report of a cause. A count below the last one is a new count: the queue dropped the cause to
-        make room for another, and met it again."""
+        """Keep the newest report of a cause. A count below the last one is a new count: the queue had dropped the
+        cause to make room for another."""
         before = self._newest.get(key)
         if before is not None and loss.members < before.members:
             _add(self._ended, key, before)
@@ -128,7 +127,7 @@ def _rarest(counts: Counts, besides: tuple[str, str]) -> tuple[str, str]:
 
 
 def _nameless(loss: ReportedLoss) -> ReportedLoss:
-    """Return the loss without what is particular to its cause."""
+    """The loss without what is particular to its cause."""
     members, groups, prompts = loss.members, loss.groups, loss.prompts
     return ReportedLoss(task=loss.task, cause=OTHERS, members=members, groups=groups, prompts=prompts)
 

@@ -16,7 +16,7 @@ METRICS = "metrics.jsonl"
 
 
 def _plain(value: Any) -> Any:
-    """Numpy and torch scalars are written as the numbers they hold."""
+    """Numpy and torch scalars as numbers."""
     item = getattr(value, "item", None)
     return item() if callable(item) else str(value)
 
@@ -45,7 +45,7 @@ class MetricsLog:
 
 
 def read_metrics(run_dir: Path, kind: str = "") -> Iterator[dict[str, Any]]:
-    """Records of a run in the order written, all or those of one kind. Torn lines are passed over."""
+    """Records of a run in the order written, all or those of one kind. Torn lines are skipped."""
     try:
         file = (run_dir / METRICS).open("rb")
     except FileNotFoundError:
@@ -62,17 +62,17 @@ LINE_BYTES = 1 << 20
 
 
 class Tail:
-    """Follows one file: `poll` answers with the records that came since the last poll.
+    """Follows one file: `poll` returns the records that came since the last poll.
 
-    A file that does not exist yet, is cut short, or is renamed away and begun anew is followed all the same; the
-    renamed file is read to its end first. An unfinished last line waits for its rest.
+    A file that does not exist yet, is truncated, or is renamed and created anew is followed all the same; the renamed
+    file is read to its end first. An unfinished last line waits for its rest.
 
     Args:
         path: the file.
-        start: begin here, a `position` of before; at the file's start if it is shorter.
-        last_bytes: begin at most so far before the end that the file has at the first poll; None: at its start.
-        read_bytes: read at most so much in one poll.
-        line_bytes: longest line that is taken; longer ones are passed over and counted in `skipped`.
+        start: start at this `position` of an earlier Tail; at the file's start if it is shorter.
+        last_bytes: start at most this far before the end of the file at the first poll; None: at its start.
+        read_bytes: most bytes read in one poll.
+        line_bytes: longest line; longer ones are skipped and counted in `skipped`.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class Tail:
 
     @property
     def position(self) -> int:
-        """Where the first line begins that was not told yet, in bytes."""
+        """Start of the first line that was not returned yet, in bytes."""
         return self._at - len(self._rest) if self._fd >= 0 else self._start
 
     def poll(self) -> list[dict[str, Any]]:
-        """New records, in the order written; lines that are no JSON object are left out."""
+        """New records, in the order written; lines that are no JSON object are skipped."""
         if self._fd < 0 and not self._open():
             return []
         data = self._read()

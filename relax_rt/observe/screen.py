@@ -52,7 +52,7 @@ TONE_STYLE = {"good": "green", "warning": "yellow", "error": "red"}
 
 
 class SlotLike(Protocol):
-    """How one slot does, as the agent tells it (`SlotStatus`)."""
+    """State of one slot, as in the agent's `SlotStatus`."""
 
     @property
     def slot(self) -> str: ...
@@ -79,7 +79,7 @@ class SlotLike(Protocol):
 
 
 class StatusLike(Protocol):
-    """How the run does, as the agent tells it (`RunStatus`)."""
+    """State of the run, as in the agent's `RunStatus`."""
 
     @property
     def run_id(self) -> str: ...
@@ -98,9 +98,9 @@ class StatusLike(Protocol):
 
 
 class Board:
-    """Newest state of a run, and the lines that tell of it one after the other.
+    """Newest state of a run, and the lines that report it one after the other.
 
-    Records and events older than `began` fill the board but give no lines: they belong to an earlier part of a
+    Records and events older than `began` update the state but give no lines: they belong to an earlier part of a
     resumed run.
 
     Args:
@@ -119,7 +119,7 @@ class Board:
         self._told = ""
 
     def take_status(self, status: StatusLike) -> None:
-        """The agent's word on the run."""
+        """Process the agent's newest status."""
         self.status = status
         if status.status != self._told:
             self._told = status.status
@@ -130,7 +130,7 @@ class Board:
                 self._lines.append(self.heartbeat())
 
     def take_records(self, records: Sequence[dict[str, Any]]) -> None:
-        """New lines of metrics.jsonl."""
+        """Process new lines of metrics.jsonl."""
         for record in records:
             step = self.headline.take(record)
             t = record.get("t")
@@ -141,7 +141,7 @@ class Board:
                     self._say(t, self.headline.step_line(t))
 
     def take_events(self, events: Sequence[dict[str, Any]]) -> None:
-        """New lines of the event log."""
+        """Process new lines of the event log."""
         for event in events:
             t = event.get("t")
             if isinstance(t, int | float) and t >= self.began and (line := self._starts.take(event)):
@@ -154,7 +154,7 @@ class Board:
                 self._say(note.t, mark + note.text)
 
     def take_lines(self) -> list[str]:
-        """The lines told since the last call."""
+        """The lines since the last call."""
         lines = list(self._lines)
         self._lines.clear()
         return lines
@@ -166,7 +166,7 @@ class Board:
         return lines
 
     def heartbeat(self) -> str:
-        """A line for a time in which nothing else was told: who is not ready, else who waits for what."""
+        """A line for a time without other lines: which slots are not ready, else what they wait for."""
         if self.status is None:
             return f"{clock_time(self.clock())} waiting for the node agent"
         slots = self.status.slots
@@ -182,7 +182,7 @@ class Board:
 
 
 def _away(slot: SlotLike) -> str:
-    """A slot that does not work now: its state, for how long, what it still does, and when it is killed."""
+    """A slot that is not ready: its state, for how long, what it does, and when it is killed."""
     since = f" for {duration(slot.state_s)}" if slot.state_s else ""
     most = f", killed in {duration(slot.kill_latest_s)} at the latest" if slot.kill_latest_s is not None else ""
     return f"{slot.slot} {slot.state}{since}" + (f" ({slot.detail})" if slot.detail else "") + most
@@ -247,7 +247,7 @@ def _progress(headline: Headline, now: float, width: int, uptime_s: float, *, en
 
 
 def _rows(values: Sequence[Value], width: int) -> list[list[tuple[Value, str]]]:
-    """Columns on as few lines as they need; sparklines get the room that is left on theirs."""
+    """Columns on as few lines as they need; sparklines get the remaining width."""
     rows: list[list[Value]] = [[]]
     used = 0
     for value in values:
@@ -303,7 +303,7 @@ def _slots(slots: Sequence[SlotLike], versions: dict[str, int], width: int, room
 
 
 def _fold(slots: Sequence[SlotLike], room: int) -> list[list[SlotLike]]:
-    """One row a slot; if they do not fit, the ready slots of a kind share a row, so that trouble stays in sight."""
+    """One row a slot; if they do not fit, the ready slots of a kind share a row, so that failures stay visible."""
     if len(slots) <= room:
         return [[slot] for slot in slots]
     rows: list[list[SlotLike]] = []
@@ -357,17 +357,17 @@ def _notes(board: Board, width: int) -> RenderableType:
 
 
 class Screen:
-    """Shows a run while it goes on.
+    """Shows a running run.
 
-    Reading the files and writing to the terminal happen in a thread of the screen's own: a terminal that is
-    stopped (Ctrl-S) or a full pipe holds up the screen, never the caller.
+    Files are read and the terminal is written in a thread of the screen: a stopped terminal (Ctrl-S) or a full pipe
+    blocks the screen, never the caller.
 
     Args:
         run_dir: where metrics.jsonl and events/ are.
         headline: what to show of the metrics.
-        target_steps: steps the run is to make, if known.
+        target_steps: steps of the run, if known.
         console: where to show it; standard output if none.
-        began: tell of what happened from then on (wall-clock s); from now on if none is given.
+        began: report what happened from then on (wall-clock s); from now on if none is given.
         pacing: which metrics the time of a step consists of.
         starts: on a live screen, leave a line above it for each slot that becomes ready for the first time.
     """
@@ -400,7 +400,7 @@ class Screen:
         self._thread: threading.Thread | None = None
 
     def update(self, status: StatusLike) -> None:
-        """Show this from now on. Returns at once; the first call starts the screen."""
+        """Show this status. Returns at once; the first call starts the screen."""
         self._status = status
         if self._thread is None and not self._closing.is_set():
             self._thread = threading.Thread(target=self._work, name="relax-screen", daemon=True)
@@ -410,7 +410,7 @@ class Screen:
     __call__ = update
 
     def close(self, summary_lines: Sequence[str] = ()) -> None:
-        """Show the last state, leave the terminal as it was, and print these lines. May be called again."""
+        """Show the last state, restore the terminal, and print these lines. May be called again."""
         if not self._closing.is_set():
             self._closing.set()
             self._wake.set()
@@ -432,7 +432,7 @@ class Screen:
             self._finish()
 
     def step(self) -> None:
-        """Read what is new and show it, once; called by the screen's own thread."""
+        """Read what is new and show it; called by the screen's thread."""
         self._read()
         if not self.live:
             self._tell()
@@ -492,7 +492,7 @@ class Screen:
             self._stop_drawing()
 
     def _stop_drawing(self) -> None:
-        """Give the cursor back."""
+        """Restore the cursor."""
         if self._drawing is not None:
             try:
                 self._drawing.stop()

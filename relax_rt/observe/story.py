@@ -1,4 +1,4 @@
-"""Supervision events as sentences: who died of what, who is back after how long, why the run ends."""
+"""Events as sentences for people: what died and why, what is ready again, why the run ends."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class _Fields(dict[str, Any]):
 
 
 class Note(msgspec.Struct, frozen=True):
-    """One thing that happened: wall-clock time (s), how bad it is, what."""
+    """One event for people: wall-clock time (s), severity, text."""
 
     t: float
     tone: Tone
@@ -111,7 +111,7 @@ class RequestedEnds:
 
 
 class Story:
-    """Makes notes of the events that a person wants to know of; the others give none. Bounded; no I/O."""
+    """Turns the events that matter to people into notes. Bounded; no I/O."""
 
     def __init__(self) -> None:
         self._down: dict[str, float] = {}
@@ -119,7 +119,7 @@ class Story:
         self.requested = RequestedEnds()
 
     def note(self, event: dict[str, Any]) -> Note | None:
-        """The note for one event of the event log, if it deserves one."""
+        """The note for one event of the event log; None for most kinds."""
         t = event.get("t")
         at = float(t) if isinstance(t, int | float) else 0.0
         slot, kind = str(event.get("slot", "")), event.get("kind")

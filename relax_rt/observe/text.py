@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Formats numbers and phrases for people."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def waits(reason: str) -> str:
-    """A reason to wait, as what a slot does."""
+    """What a slot waits for, as a phrase."""
     return reason if reason.startswith("waits ") else f"waits: {reason}"
 
 
 def lacks(state: str) -> str:
-    """What a slot that says nothing waits for, by its state; empty: nothing is known to be missing."""
+    """What a slot without a report waits for, by its state; empty: nothing is known."""
     known = {"pending": "the tiers below it", "requested": "its process", "starting": "to be ready"}
     return known.get(state, "")
 

@@ -33,7 +33,7 @@ def why_not() -> str:
     return f"{path} is older than 0.8: it has no {lacking[0]}" if lacking else ""
 
 
-def argv(shown: sandbox_layout.Shown, disk_mib: int, inside: Sequence[str]) -> list[str]:
+def argv(shown: sandbox_layout.ExposedPaths, disk_mib: int, inside: Sequence[str]) -> list[str]:
     """The command line that runs `inside` as process 1 of a sandbox.
 
     Root gets no user namespace: the guard runs the program as user nobody and mounts /proc itself, because the /proc of

@@ -105,7 +105,7 @@ def _init_process(order: dict[str, Any], life: int) -> int:
     try:
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
         if order["kind"] == "code":
-            sandbox_setup.own_root(sandbox_layout.Shown(*order["shown"]), order["limits"]["disk_mib"])
+            sandbox_setup.own_root(sandbox_layout.ExposedPaths(*order["shown"]), order["limits"]["disk_mib"])
             if os.geteuid() != 0:
                 sandbox_setup.forbid_user_namespaces()
             folder = sandbox_layout.HOME

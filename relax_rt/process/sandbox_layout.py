@@ -27,7 +27,7 @@ INODES = 4096
 MOST_LINKS = 40
 
 
-class Shown(NamedTuple):
+class ExposedPaths(NamedTuple):
     """Paths that a program needs in addition to the system folders; JSON turns them into plain lists.
 
     Attributes:
@@ -44,7 +44,7 @@ def command_path() -> str:
     return f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
 
 
-def shown(programs: Iterable[str]) -> Shown:
+def shown(programs: Iterable[str]) -> ExposedPaths:
     """What these executables need, and this interpreter, which the guard runs with.
 
     The python of a virtual environment is a symbolic link to the base interpreter, often through further links: the
@@ -64,7 +64,7 @@ def shown(programs: Iterable[str]) -> Shown:
             folders.add(hop)
     kept = sorted(path for path in folders if path != "/" and not _below(path, SYSTEM))
     outer = [path for path in kept if not _below(path, [one for one in kept if one != path])]
-    return Shown(outer, sorted(one for one in links.items() if not _below(one[0], (*SYSTEM, *outer))))
+    return ExposedPaths(outer, sorted(one for one in links.items() if not _below(one[0], (*SYSTEM, *outer))))
 
 
 def chain(program: str) -> list[str]:

@@ -44,7 +44,7 @@ def mount_proc() -> None:
     syscalls.mount("proc", "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV)
 
 
-def own_root(shown: sandbox_layout.Shown, disk_mib: int) -> None:
+def own_root(shown: sandbox_layout.ExposedPaths, disk_mib: int) -> None:
     """Create a root of system folders and those that the program needs, read-only, with a small writable /tmp."""
     os.umask(0o022)
     syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)

@@ -97,7 +97,7 @@ OPEN_FILES = 16
 """An interpreter has some to begin with."""
 
 
-class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ProgramOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """roles.env.options of a program; see Program and ProgramLimits. memory_mib = 0: no bound."""
 
     stdin: str = "task"
@@ -123,7 +123,7 @@ class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 Rewards = tuple[float, ...] | dict[str, float | tuple[float, ...]]
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class ProgramResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of an episode, as its program prints it.
 
     Attributes:
@@ -138,7 +138,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     info: dict[str, float] = {}
 
 
-def parse_result(stdout: str) -> Result | None:
+def parse_result(stdout: str) -> ProgramResult | None:
     """Return the last line that is a JSON object with `reward` or `rewards`; None if there is no such line.
 
     Raises:
@@ -155,7 +155,7 @@ def parse_result(stdout: str) -> Result | None:
             continue
         known = {key: found[key] for key in ("reward", "rewards", "info") if key in found}
         try:
-            result = msgspec.convert(known, Result)
+            result = msgspec.convert(known, ProgramResult)
         except msgspec.ValidationError as error:
             raise ValueError(f"{line:.200}: {error}") from None
         if not all(map(math.isfinite, (result.reward, *_numbers(result.rewards), *result.info.values()))):
@@ -249,11 +249,11 @@ def _refuse_misspelt(command: str, words: list[str]) -> None:
             raise _wrong(command, f"{{{name}}} is no placeholder", f"did you mean {{{close[0]}}}?")
 
 
-def _options(command: str, options: Mapping[str, Any]) -> Options:
+def _options(command: str, options: Mapping[str, Any]) -> ProgramOptions:
     for name in options:
-        refuse_unknown_option(f"{NAME}:{command}", name, list(Options.__struct_fields__))
+        refuse_unknown_option(f"{NAME}:{command}", name, list(ProgramOptions.__struct_fields__))
     try:
-        asked = msgspec.convert(dict(options), Options)
+        asked = msgspec.convert(dict(options), ProgramOptions)
     except msgspec.ValidationError as error:
         raise RelaxError(OPTIONS, why=str(error), hint="see docs/guides/programs.md") from error
     if asked.stdin not in ("task", "question", "none"):

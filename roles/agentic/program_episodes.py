@@ -24,7 +24,7 @@ from relax_rt.roles.agentic.errors import (
     LimitExceeded,
 )
 from relax_rt.roles.agentic.interface import Task, checked
-from relax_rt.roles.agentic.program import Program, Result, exceeded_limit, parse_result
+from relax_rt.roles.agentic.program import Program, ProgramResult, exceeded_limit, parse_result
 from relax_rt.roles.agentic.program_host import ProgramExit, ProgramHost, ProgramNotStarted
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.gateway.api import Access, Closed, OpenSession, Said, SessionClient, SessionLimits
@@ -178,10 +178,10 @@ class ProgramPlayer:
             left=closed.left,
         )
 
-    def _result(self, ended: ProgramExit, closed: Closed) -> Result:
+    def _result(self, ended: ProgramExit, closed: Closed) -> ProgramResult:
         if self.has_rewards:
             # What a judge is shown may quote the policy word for word: it must not be able to reward itself.
-            return Result()
+            return ProgramResult()
         try:
             result = parse_result(ended.stdout)
         except ValueError as error:
@@ -189,7 +189,7 @@ class ProgramPlayer:
         if result is None and not closed.used_up:
             why = f'it printed no line of JSON with "reward"; the end of its output: {ended.stdout[-200:]!r}'
             raise EnvironmentFailed("the program", why=f"{why}; roles.env.rewards is empty, too")
-        return result or Result()
+        return result or ProgramResult()
 
 
 @contextlib.asynccontextmanager
@@ -240,7 +240,7 @@ def _report_failure(done: asyncio.Future[None], on_failure: Callable[[BaseExcept
         on_failure(error)
 
 
-def rewards_of(result: Result, said: Sequence[Said]) -> dict[str, float]:
+def rewards_of(result: ProgramResult, said: Sequence[Said]) -> dict[str, float]:
     """Return the reward of each answer, by its id in the episode, from a program's result.
 
     Args:

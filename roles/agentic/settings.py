@@ -8,10 +8,8 @@ from pydantic import Field
 
 from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import Filled, RoleSettings, RunConfig, Seconds
-from relax_rt.roles.base.episodes import DEFAULT_MAX_TOKENS, KIND, episode_tokens, plays_episodes
-from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.base.episodes import DEFAULT_MAX_TOKENS, KIND, plays_episodes
 from relax_rt.roles.rewards.settings import ComponentTable
-from relax_rt.roles.rollout.engines.settings import SamplingTable
 
 PROGRAM = "program"
 """`program:COMMAND`: any program that speaks to the gateway."""
@@ -79,9 +77,3 @@ def env_settings(config: RunConfig) -> EnvSettings | None:
 def is_program(table: EnvSettings) -> bool:
     """Return whether the environment is a program that speaks to the gateway."""
     return table.environment.partition(":")[0] == PROGRAM
-
-
-def longest_tokens(config: RunConfig) -> int:
-    """Return the length of the longest sample that the config allows."""
-    prompted = config.table(DataTable).max_prompt_tokens + config.table(SamplingTable).max_new_tokens
-    return episode_tokens(config) or prompted

@@ -48,7 +48,7 @@ class CallResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
     over: str = ""
 
 
-class ChatRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+class PolicyRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """A function, called by `number`, asks the policy; data is an encoded ChatArguments."""
 
     number: int
@@ -56,7 +56,7 @@ class ChatRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     data: bytes
 
 
-class ChatReply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
+class PolicyReply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
     """The policy's reply to a ChatRequest: an encoded Reply, or why there is none."""
 
     request: int
@@ -73,7 +73,7 @@ class ReplyReward(msgspec.Struct, frozen=True, array_like=True, tag="reward"):
     reply: str
 
 
-class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+class CancelCall(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     """Nobody waits any more: to a worker for a call, from it for a ChatRequest."""
 
     number: int
@@ -87,7 +87,7 @@ class LoopBlocked(msgspec.Struct, frozen=True, array_like=True, tag="blocked"):
     line: str = ""
 
 
-class ChatArguments(msgspec.Struct, frozen=True, array_like=True):
+class PolicyArguments(msgspec.Struct, frozen=True, array_like=True):
     """Arguments of Chat.say."""
 
     messages: list[dict[str, Any]]
@@ -95,5 +95,5 @@ class ChatArguments(msgspec.Struct, frozen=True, array_like=True):
     previous: str
 
 
-ToWorker = EnvironmentCall | ChatReply | Cancel
-FromWorker = CallResult | ChatRequest | ReplyReward | Cancel | LoopBlocked
+ToWorker = EnvironmentCall | PolicyReply | CancelCall
+FromWorker = CallResult | PolicyRequest | ReplyReward | CancelCall | LoopBlocked

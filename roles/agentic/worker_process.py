@@ -38,12 +38,12 @@ from relax_rt.roles.agentic.user_tasks import LoopWatch
 from relax_rt.roles.agentic.worker_messages import (
     MAX_BYTES,
     CallResult,
-    Cancel,
-    ChatArguments,
-    ChatReply,
-    ChatRequest,
+    CancelCall,
     EnvironmentCall,
     LoopBlocked,
+    PolicyArguments,
+    PolicyReply,
+    PolicyRequest,
     ReplyReward,
     ToWorker,
     WorkerSetup,
@@ -143,7 +143,7 @@ class RemoteChat:
         self,
         link: WorkerLink,
         number: int,
-        replies: dict[int, asyncio.Future[ChatReply]],
+        replies: dict[int, asyncio.Future[PolicyReply]],
         numbers: itertools.count[int],
     ):
         self._link, self._number, self._pending, self._numbers = link, number, replies, numbers
@@ -157,11 +157,11 @@ class RemoteChat:
         future = self._pending[number] = asyncio.get_running_loop().create_future()
         name = previous.id if isinstance(previous, Reply) else previous
         try:
-            arguments = ChatArguments(list(messages), None if tools is None else list(tools), name)
-            self._link.send(ChatRequest(self._number, number, _encoded(arguments)))
+            arguments = PolicyArguments(list(messages), None if tools is None else list(tools), name)
+            self._link.send(PolicyRequest(self._number, number, _encoded(arguments)))
             found = await future
         except asyncio.CancelledError:
-            self._link.send(Cancel(self._number, number))
+            self._link.send(CancelCall(self._number, number))
             raise
         finally:
             self._pending.pop(number, None)
@@ -264,7 +264,7 @@ class AsyncEpisodes:
 
     def __init__(self, factory: Factory, link: WorkerLink) -> None:
         self.factory, self.link = factory, link
-        self.replies: dict[int, asyncio.Future[ChatReply]] = {}
+        self.replies: dict[int, asyncio.Future[PolicyReply]] = {}
         self.numbers = itertools.count(1)
         self.running: WeakKeyDictionary[asyncio.Task[Any], AsyncEpisode] = WeakKeyDictionary()
         self._episodes: dict[int, AsyncEpisode] = {}
@@ -283,7 +283,7 @@ class AsyncEpisodes:
             episode.put(message)
             if message.operation in ("close", "play"):
                 del self._episodes[message.episode]
-        elif isinstance(message, ChatReply):
+        elif isinstance(message, PolicyReply):
             future = self.replies.get(message.request)
             if future is not None and not future.done():
                 future.set_result(message)

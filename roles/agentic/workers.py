@@ -37,14 +37,14 @@ from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.agentic.worker_messages import (
     MAX_BYTES,
     CallResult,
-    Cancel,
-    ChatArguments,
-    ChatReply,
-    ChatRequest,
+    CancelCall,
     EnvironmentCall,
     FromWorker,
     LoopBlocked,
     Operation,
+    PolicyArguments,
+    PolicyReply,
+    PolicyRequest,
     WorkerSetup,
 )
 from relax_rt.transport.rpc.errors import RelaxError
@@ -195,7 +195,7 @@ class AsyncWorker(EnvironmentWorker):
         try:
             result = await asyncio.shield(task)
         except asyncio.CancelledError:
-            self._send(Cancel(number))
+            self._send(CancelCall(number))
             call.abandoned.set()
             call.cancel_requests()
             raise
@@ -216,7 +216,7 @@ class AsyncWorker(EnvironmentWorker):
                 if call.abandoned.is_set():
                     why = "it did not return when it was cancelled"
                 else:
-                    self._send(Cancel(number))
+                    self._send(CancelCall(number))
                 await asyncio.wait({call.result}, timeout=CANCEL_GRACE_S)
                 if call.result.done() and not self.ended:
                     raise EnvironmentStuck(call.where, why=why)
@@ -287,10 +287,10 @@ class AsyncWorker(EnvironmentWorker):
             return
         if isinstance(message, CallResult):
             call.result.set_result(message)
-        elif isinstance(message, ChatRequest):
+        elif isinstance(message, PolicyRequest):
             task = call.requests[message.request] = asyncio.create_task(self._answer(call, message))
             task.add_done_callback(lambda done: call.requests.pop(message.request, None))
-        elif isinstance(message, Cancel):
+        elif isinstance(message, CancelCall):
             if message.request in call.requests:
                 call.requests[message.request].cancel()
         elif call.chat is not None:
@@ -301,17 +301,17 @@ class AsyncWorker(EnvironmentWorker):
     def _end_blocked(self) -> None:
         self._ending_blocked = asyncio.create_task(self._kill_stuck(None, ""))
 
-    async def _answer(self, call: PendingCall, request: ChatRequest) -> None:
+    async def _answer(self, call: PendingCall, request: PolicyRequest) -> None:
         """Have the policy reply to a function's chat request."""
         assert call.chat is not None
         try:
-            arguments = msgspec.msgpack.decode(request.data, type=ChatArguments)
+            arguments = msgspec.msgpack.decode(request.data, type=PolicyArguments)
             reply = await call.chat.say(arguments.messages, arguments.tools, previous=arguments.previous)
-            answer = ChatReply(request.request, msgspec.msgpack.encode(reply))
+            answer = PolicyReply(request.request, msgspec.msgpack.encode(reply))
         except EpisodeOver as error:
-            answer = ChatReply(request.request, over=str(error) or "over")
+            answer = PolicyReply(request.request, over=str(error) or "over")
         except Exception as error:  # noqa: BLE001 - raised in the function, as it would be here
-            answer = ChatReply(request.request, error=f"{type(error).__name__}: {error}")
+            answer = PolicyReply(request.request, error=f"{type(error).__name__}: {error}")
         self._send(answer)
 
     def _send(self, message: msgspec.Struct) -> None:

@@ -1,6 +1,6 @@
 """What roles do about lost work: skip retired items, and end a run that makes no progress.
 
-The queue counts the losses (transport/queue/ledger/progress.py); the job says which setting helps against one.
+The queue counts the losses (transport/queue/ledger/failures.py); the job says which setting helps against one.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from typing import Any, Generic, TypeVar, cast
 from relax_rt.config.schema import MIB, RoleSettings, Table
 from relax_rt.interfaces.role import Role, RoleContext
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.queue.client import LeasedBatch, QueueClient
+from relax_rt.transport.queue.batch import LeasedBatch
+from relax_rt.transport.queue.client import QueueClient
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Unreachable
 
 S = TypeVar("S", bound=RoleSettings)

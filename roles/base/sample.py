@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from relax_rt.roles.data.media.pictures import Shown, digest_of
-from relax_rt.transport.queue.client import LeasedSample
+from relax_rt.transport.queue.batch import LeasedSample
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 FINISH_REASONS = ("stop", "length", "abort", "error")

@@ -10,9 +10,10 @@ from pathlib import Path
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import MIB, RoleSettings
 from relax_rt.roles.agentic.checks import check_environment
-from relax_rt.roles.agentic.settings import env_settings, longest_tokens
+from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.config.algorithm_checks import check_algorithm
 from relax_rt.roles.config.cold_start_checks import check_cold_start
+from relax_rt.roles.config.engine_checks import check_engines, check_mode
 from relax_rt.roles.config.evaluation_checks import check_evaluation
 from relax_rt.roles.config.progress import slowest_s
 from relax_rt.roles.config.publication_checks import check_publication
@@ -21,8 +22,7 @@ from relax_rt.roles.evaluation.settings import EvaluatorSettings
 from relax_rt.roles.models.settings import ShardedSettings, TrainedSettings
 from relax_rt.roles.rewards.checks import check_judge, check_reward
 from relax_rt.roles.rewards.settings import RewardSettings
-from relax_rt.roles.rollout.engines.checks import check_engines, check_mode
-from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
+from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings, longest_tokens
 from relax_rt.roles.training.algorithms.learning_rate import check_rates
 from relax_rt.roles.training.algorithms.objective import read_parts
 from relax_rt.roles.training.backend.settings import TrainerSettings

@@ -14,6 +14,7 @@ from relax_rt.roles.training.algorithms.learning_rate import check_rates
 from relax_rt.roles.training.algorithms.settings import ColdStartTable
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.reference.settings import ReferenceSettings
+from relax_rt.roles.training.sft.data import UnusableRows, load_sft_data
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
@@ -83,7 +84,6 @@ def preflight_cold_start(
     Args:
         context: positions that the model has, if it says so.
     """
-    from relax_rt.roles.training.sft.data import UnusableRows, load_sft_data
 
     table = config.table(ColdStartTable)
     if not table.wanted:

@@ -10,13 +10,13 @@ from huggingface_hub.errors import StrictDataclassError
 
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import MIB, RoleSettings, RunConfig
-from relax_rt.roles.agentic.settings import env_settings, is_program, longest_tokens
+from relax_rt.roles.agentic.settings import env_settings, is_program
 from relax_rt.roles.config.checks import batch_samples, needed_bytes, retained_batches
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.media.sight import sees
 from relax_rt.roles.gateway.settings import GatewaySettings
 from relax_rt.roles.rollout.engines.routing import RoutingShape, sparse_layers
-from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
+from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings, longest_tokens
 from relax_rt.roles.rollout.engines.sglang.options import unlike_the_model
 from relax_rt.roles.rollout.router.interface import MAX_ROW_BYTES
 from relax_rt.roles.training.backend.settings import TrainerSettings

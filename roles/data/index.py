@@ -25,11 +25,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from relax_rt.roles.data.canonical import question_hash
 from relax_rt.roles.data.columns import ColumnReader, Form, unknown_notes
 from relax_rt.roles.data.files import TABLES, TASK, Shard, find_shards, lines, parse_line, table_rows, where
 from relax_rt.roles.data.items import RawItem
 from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.data.split.canonical import question_hash
 from relax_rt.roles.models.cache import CacheUnavailable, build_once, cache_dir, say
 from relax_rt.transport.rpc.errors import RelaxError
 

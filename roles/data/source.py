@@ -16,11 +16,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from relax_rt.roles.data.canonical import held_out_below
 from relax_rt.roles.data.index import RowIndex, first_row, sources_of
 from relax_rt.roles.data.items import Message, PromptItem, RawItem, answer_text
 from relax_rt.roles.data.order import Mixture, epoch_order, sample_seed, substitute
 from relax_rt.roles.data.settings import DataTable
+from relax_rt.roles.data.split.canonical import held_out_below
 from relax_rt.roles.data.truncation import truncated
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.transport.rpc.errors import RelaxError

@@ -91,7 +91,8 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
 
     def _load(self) -> None:
         from relax_rt.roles.base.locations import model_folder
-        from relax_rt.roles.rollout.engines import make_engine
+        from relax_rt.roles.data.source import PromptSource
+        from relax_rt.roles.rollout.engine_factory import make_engine
 
         folder = model_folder(self.ctx)
         self.tokenizer = load_tokenizer(folder)

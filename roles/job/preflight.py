@@ -37,7 +37,7 @@ from relax_rt.roles.rewards.answer_checks import SHOWN, answer_reports
 from relax_rt.roles.rewards.checks import describe_sandboxes, preflight_judge
 from relax_rt.roles.rewards.dry_run import dry_run, task_of
 from relax_rt.roles.rollout.engines.settings import EngineSettings
-from relax_rt.roles.rollout.engines.sglang.interpreter import check_sglang
+from relax_rt.roles.rollout.engines.sglang.options import check_sglang
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.reference.checks import check_reference
 from relax_rt.roles.training.torch.checks import check_adapters, check_packing

@@ -24,12 +24,13 @@ from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 from relax_rt.roles.rewards.scoring import Failed, Request, Score
 from relax_rt.roles.rollout.engines.base import GroupRequest, generate
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
+from relax_rt.roles.training.checkpoints.digests import verify_digests
 from relax_rt.roles.training.checkpoints.store import find_checkpoints
 from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.roles.models.tokenizer import ChatTokenizer
-    from relax_rt.roles.rewards.judge import Verdict
+    from relax_rt.roles.rewards.judge import JudgeVerdict
     from relax_rt.roles.rewards.scoring import Failed, Request, Score
     from relax_rt.roles.rollout.engines.base import Completion
 
@@ -55,7 +56,6 @@ def newest_checkpoint(run_dir: Path) -> tuple[Path, int]:
         RelaxError: the run has no checkpoint yet, none can be read, or the weights are not those that were written, as
             far as it says.
     """
-    from relax_rt.roles.training.checkpoints.digests import verify_digests
 
     found = find_checkpoints(run_dir / "checkpoints")
     for folder, state, _ in found:
@@ -187,7 +187,7 @@ def _score(
     done: Sequence[Completion],
 ) -> tuple[list[Score | Failed], list[str]]:
     """Score the completions as the reward role would; also return a judge's words."""
-    from relax_rt.roles.rewards.judge import Verdict, with_verdict
+    from relax_rt.roles.rewards.judge import JudgeVerdict, with_verdict
 
     requests = []
     for group, (one, completion) in enumerate(zip(asked, done, strict=True)):
@@ -203,15 +203,15 @@ def _score(
             turns=[],
         )
         requests.append(Request(tokenizer.decode(completion.tokens), one.item.answer, info, group))
-    verdicts: list[Verdict | Failed] = _verdicts(config, requests) if config.reward.judge is not None else []
+    verdicts: list[JudgeVerdict | Failed] = _verdicts(config, requests) if config.reward.judge is not None else []
     if verdicts:
-        requests = [with_verdict(r, v) for r, v in zip(requests, verdicts, strict=True) if isinstance(v, Verdict)]
+        requests = [with_verdict(r, v) for r, v in zip(requests, verdicts, strict=True) if isinstance(v, JudgeVerdict)]
     scores = asyncio.run(_by_rewards(config, requests))
     if not verdicts:
         return scores, [""] * len(scores)
     left = iter(scores)
-    results = [next(left) if isinstance(verdict, Verdict) else verdict for verdict in verdicts]
-    return results, ["; ".join(v.words) if isinstance(v, Verdict) else "" for v in verdicts]
+    results = [next(left) if isinstance(verdict, JudgeVerdict) else verdict for verdict in verdicts]
+    return results, ["; ".join(v.words) if isinstance(v, JudgeVerdict) else "" for v in verdicts]
 
 
 async def _by_rewards(config: RLConfig, requests: Sequence[Request]) -> list[Score | Failed]:
@@ -223,7 +223,7 @@ async def _by_rewards(config: RLConfig, requests: Sequence[Request]) -> list[Sco
         await rewards.close()
 
 
-def _verdicts(config: RLConfig, requests: Sequence[Request]) -> list[Verdict | Failed]:
+def _verdicts(config: RLConfig, requests: Sequence[Request]) -> list[JudgeVerdict | Failed]:
     """Get the judge's verdicts from an engine in this process."""
     from relax_rt.roles.rewards.judge import load_judging
     from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_rt.roles.data.canonical import in_held_out
+from relax_rt.roles.data.split.canonical import in_held_out
 from relax_rt.roles.models.cache import say
 from relax_rt.transport.rpc.errors import RelaxError
 

@@ -13,7 +13,6 @@ from typing import Any
 from relax_rt.config.job import PlanLine
 from relax_rt.config.schema import MIB
 from relax_rt.observe.text import duration
-from relax_rt.roles.agentic.settings import longest_tokens
 from relax_rt.roles.config.checks import batch_samples, needed_bytes, retained_batches, sample_bytes
 from relax_rt.roles.config.dtypes import setting
 from relax_rt.roles.config.progress import SLACK, pausing, stall_after_s
@@ -23,7 +22,7 @@ from relax_rt.roles.models.cache import cache_dir
 from relax_rt.roles.planning.division import own_model
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 from relax_rt.roles.rollout.engines.communicator import communicator_of
-from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
+from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings, longest_tokens
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.publication.settings import wire_of
 from relax_rt.roles.training.reference.settings import ReferenceSettings

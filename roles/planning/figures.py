@@ -9,7 +9,6 @@ from typing import Literal
 import msgspec
 
 from relax_rt.config.inventory import Inventory
-from relax_rt.roles.agentic.settings import longest_tokens
 from relax_rt.roles.config.checks import batch_samples, needed_bytes, retained_batches, sample_bytes
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.models.settings import ShardedSettings, TrainedSettings
@@ -18,7 +17,7 @@ from relax_rt.roles.planning.communicators import PlannedCommunicator, loads_fro
 from relax_rt.roles.planning.division import gang_sizes
 from relax_rt.roles.planning.memory import MASTER, MIB, WIDTH, kv_bytes, kv_token_bytes, micro_batches
 from relax_rt.roles.planning.placement import PlacedSlot
-from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
+from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings, longest_tokens
 
 LAGS_SHOWN = 8
 

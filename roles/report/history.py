@@ -258,7 +258,7 @@ def read_history(run_dir: Path) -> History:
 
 
 def _generating_s(reports: Sequence[tuple[float, bool]], start: float, end: float) -> float:
-    """Of one session: a rollout that only started and had nothing to do was not generating slowly."""
+    """Return the seconds of a session in which a rollout generated; idle time after a start does not count."""
     within = [(t, more) for t, more in reports if start <= t <= end]
     if not within:
         return 0.0

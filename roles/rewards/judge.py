@@ -32,14 +32,14 @@ MAX_IN_FLIGHT = 256
 """Questions of one batch that are sent to the judge at once."""
 
 
-class Question(msgspec.Struct, frozen=True):
+class JudgeQuestion(msgspec.Struct, frozen=True):
     """A prompt for the judge, and the seed of its answer: the same question has the same seeds in every run."""
 
     prompt: tuple[int, ...]
     seed: int
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class JudgeVerdict(msgspec.Struct, frozen=True):
     """The verdict on a completion, 0 to 1, and the judge's answers, one text for each sample."""
 
     value: float
@@ -82,7 +82,7 @@ class Judging:
         self._pattern = re.compile(table.pattern, re.IGNORECASE if table.words else 0)
         self._words = {word.casefold(): value for word, value in table.words.items()}
 
-    def questions(self, request: Request) -> list[Question]:
+    def questions(self, request: Request) -> list[JudgeQuestion]:
         """Return one question for each sample of the verdict.
 
         Raises:
@@ -98,7 +98,7 @@ class Judging:
         prompt = tuple(self.tokenizer.render([*system, {"role": "user", "content": text}]))
         content = repr(prompt).encode()
         numbers = range(self.table.samples)
-        return [Question(prompt, xxhash.xxh3_64_intdigest(content, seed=number) >> 1) for number in numbers]
+        return [JudgeQuestion(prompt, xxhash.xxh3_64_intdigest(content, seed=number) >> 1) for number in numbers]
 
     def read(self, words: str) -> float | None:
         """Return the verdict in an answer of the judge, 0 to 1; None if there is none."""
@@ -117,7 +117,7 @@ class Judging:
         low, high = self.table.lowest, self.table.highest
         return min(1.0, max(0.0, (number - low) / (high - low)))
 
-    def verdict(self, answers: Sequence[Sequence[int]]) -> Verdict | Failed:
+    def verdict(self, answers: Sequence[Sequence[int]]) -> JudgeVerdict | Failed:
         """Return the verdict on one completion.
 
         Args:
@@ -129,7 +129,7 @@ class Judging:
             text = words[values.index(None)]
             return Failed(f"the judge's words hold no verdict (reward.judge.pattern): {text[-SHOWN:]!r}")
         numbers = [value for value in values if value is not None]
-        return Verdict(sum(numbers) / len(numbers), words)
+        return JudgeVerdict(sum(numbers) / len(numbers), words)
 
 
 Generate = Callable[[GenerationRequest], Awaitable[Outcome]]
@@ -153,10 +153,10 @@ class Judge:
 
     async def verdicts(
         self, requests: Sequence[Request], after_each: Callable[[], None] = lambda: None
-    ) -> list[Verdict | Failed]:
+    ) -> list[JudgeVerdict | Failed]:
         """Return verdicts in order; `after_each` is called for each as it comes. An error fails its sample only."""
 
-        async def one(request: Request) -> Verdict | Failed:
+        async def one(request: Request) -> JudgeVerdict | Failed:
             verdict = await self._verdict(request)
             after_each()
             return verdict
@@ -165,7 +165,7 @@ class Judge:
             tasks = [group.create_task(one(request)) for request in requests]
         return [task.result() for task in tasks]
 
-    async def _verdict(self, request: Request) -> Verdict | Failed:
+    async def _verdict(self, request: Request) -> JudgeVerdict | Failed:
         try:
             questions = self._judging.questions(request)
             answers = [await self._answer(question) for question in questions]
@@ -176,7 +176,7 @@ class Judge:
             return Failed(f"the judge cannot be asked: {error}")
         return self._judging.verdict(answers)
 
-    async def _answer(self, question: Question) -> list[int]:
+    async def _answer(self, question: JudgeQuestion) -> list[int]:
         table = self._judging.table
         async with self._room:
             outcome = await self._generate(
@@ -205,6 +205,6 @@ def load_judging(config: RunConfig, config_dir: Path) -> Judging:
     return Judging(table, load_tokenizer(judge_folder(config, config_dir)))
 
 
-def with_verdict(request: Request, verdict: Verdict) -> Request:
+def with_verdict(request: Request, verdict: JudgeVerdict) -> Request:
     """Return the request with the verdict among what a reward function may ask for."""
     return msgspec.structs.replace(request, info={**request.info, "verdict": verdict.value})

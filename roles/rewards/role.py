@@ -20,11 +20,11 @@ from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.dry_run import offered_info, task_of
 from relax_rt.roles.rewards.genrm.role import genrm_settings
-from relax_rt.roles.rewards.judge import Judge, Judging, LateVerdict, Verdict, load_judging, with_verdict
+from relax_rt.roles.rewards.judge import Judge, JudgeVerdict, Judging, LateVerdict, load_judging, with_verdict
 from relax_rt.roles.rewards.scoring import Failed, Request, Score
 from relax_rt.roles.rewards.settings import RewardSettings, RewardTable
 from relax_rt.roles.rollout.router import Router
-from relax_rt.transport.queue.client import LeasedBatch, LeasedSample
+from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample
 from relax_rt.transport.queue.ledger.messages import ABOUT, Failure
 from relax_rt.transport.rpc.errors import ProtocolError, RelaxError
 
@@ -152,9 +152,9 @@ class RewardRole(RLRole[RewardSettings]):
         self.ctx.progress.waiting("verdicts of the judge")
         verdicts = await self.judge.verdicts(requests, advance)
         self.ctx.progress.waiting("")
-        found = [with_verdict(r, v) for r, v in zip(requests, verdicts, strict=True) if isinstance(v, Verdict)]
+        found = [with_verdict(r, v) for r, v in zip(requests, verdicts, strict=True) if isinstance(v, JudgeVerdict)]
         scores = iter(await self.rewards.score(found, advance))
-        return [next(scores) if isinstance(verdict, Verdict) else verdict for verdict in verdicts]
+        return [next(scores) if isinstance(verdict, JudgeVerdict) else verdict for verdict in verdicts]
 
     def _request(self, sample: LeasedSample) -> Request:
         meta = sample.decode("meta", SampleMeta)

@@ -10,17 +10,15 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from relax_rt.process.worker import WorkerLink
+from relax_rt.roles.data.gym import GymTask
 from relax_rt.roles.rewards.library.functions import RewardFunction, load_reward, make_function
 from relax_rt.roles.rewards.scoring import SCORE, Caller, Failed, Request, Score, run_together
 from relax_rt.transport.rpc.errors import RelaxError
-
-if TYPE_CHECKING:
-    from relax_rt.roles.data.gym import GymTask
 
 MAX_REPLY_BYTES = 4 << 20
 MAX_REASON_CHARS = 2000
@@ -74,7 +72,7 @@ class ScoreRequest(msgspec.Struct, frozen=True):
     requests: list[Request]
 
 
-class Result(msgspec.Struct, frozen=True, tag=True):
+class ScoreResult(msgspec.Struct, frozen=True, tag=True):
     """The result of one completion: either `score`, or why it `failed`."""
 
     number: int
@@ -141,8 +139,6 @@ def task_verifier(task: TaskSpec | None) -> Callable[[str, dict[str, Any]], floa
 
 @functools.cache
 def _gym_task(encoded: str) -> GymTask:
-    from relax_rt.roles.data.gym import GymTask
-
     spec = msgspec.json.decode(encoded, type=TaskSpec)
     return GymTask(spec.task, spec.options, spec.size)
 
@@ -157,9 +153,11 @@ def _score(link: WorkerLink, message: ScoreRequest, caller: Caller, *, group: bo
         sent.add(index)
         if isinstance(result, Failed):
             reason = result.reason[:MAX_REASON_CHARS]
-            link.send(Result(message.number, index, failed=reason, excess=result.excess, unreadable=result.unreadable))
+            link.send(
+                ScoreResult(message.number, index, failed=reason, excess=result.excess, unreadable=result.unreadable)
+            )
         else:
-            link.send(Result(message.number, index, result))
+            link.send(ScoreResult(message.number, index, result))
 
     if group:
         for index, result in enumerate(caller.group(message.requests)):

@@ -17,7 +17,7 @@ from relax_rt.process.sandbox import Level
 from relax_rt.process.worker import encode_frame
 from relax_rt.process.worker_pool import Worker, WorkerDied, WorkerPool, WorkerSpec, WorkerTimeout
 from relax_rt.roles.rewards.scoring import GRACE_S, Failed, Request, Score, chunks
-from relax_rt.roles.rewards.worker import MAX_REPLY_BYTES, Loaded, LoadFailed, Result, ScoreRequest, Setup
+from relax_rt.roles.rewards.worker import MAX_REPLY_BYTES, Loaded, LoadFailed, ScoreRequest, ScoreResult, Setup
 from relax_rt.transport.rpc.errors import RelaxError
 
 MAX_LOST_WHILE_LOADING = 3
@@ -141,7 +141,7 @@ class RewardWorkers:
 
                 def take(body: bytes) -> bool:
                     try:
-                        reply = msgspec.msgpack.decode(body, type=Result)
+                        reply = msgspec.msgpack.decode(body, type=ScoreResult)
                     except msgspec.MsgspecError:
                         raise worker.garbage() from None
                     if reply.number != number or reply.index not in missing:

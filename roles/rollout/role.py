@@ -1,63 +1,75 @@
-"""The rollout role: asks for groups, has the engine sample them, puts them on the queue, follows the weights.
+"""The rollout role: admits groups, has the engine sample them, puts samples on the queue, follows the weights.
 
-What the engine has sampled of unfinished sequences is marked in the queue every so many tokens. A rollout that stops
-hands them over, and one that dies loses what it sampled since its last marks: whoever gets the group goes on behind.
+Data flow: `_ask` takes tickets of groups from the queue and gives them to the engine; the engine's chunks arrive in
+`_on_chunks`; `_deliver` puts finished samples on the queue; `_journal` saves partial completions there every so many
+tokens; `_follow` swaps weights. A rollout that stops releases its groups with their tokens, and one that dies loses
+what it sampled since it last journaled: whoever gets a group resumes it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.episodes import plays_episodes
-from relax_rt.roles.base.locations import MODEL_CODE
+from relax_rt.roles.base.locations import MODEL_CODE, model_folder
 from relax_rt.roles.base.progress import without_retired
 from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.base.versions import committed_versions
 from relax_rt.roles.data.settings import DataTable
-from relax_rt.roles.rollout.engines.settings import RolloutSettings, SamplingTable
-from relax_rt.roles.rollout.engines.turns import Gate
+from relax_rt.roles.data.source import PromptSource
+from relax_rt.roles.models.heap import trim_heap
+from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
+from relax_rt.roles.rollout import engine_factory
+from relax_rt.roles.rollout.engines.base import Chunk, Engine, GroupRequest
+from relax_rt.roles.rollout.engines.routing import RoutingShape
+from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable
+from relax_rt.roles.rollout.engines.time_slicing import EngineTimeSlicing, MemoryGate
+from relax_rt.roles.rollout.engines.weight_follower import EngineFailure, WeightFollower
+from relax_rt.roles.rollout.generation import MAX_REQUESTS, GenerationService, serve_generation
 from relax_rt.roles.rollout.router.admission import CapLimits, EngineCap
-from relax_rt.roles.rollout.sharing import SharedDevice
+from relax_rt.roles.rollout.samples import SampleMaker, as_put, made_record
+from relax_rt.roles.rollout.work import ActiveGroup, DuePartial, RolloutWork, partials_of
 from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
+from relax_rt.roles.training.checkpoints.cold_start import report_cold_start_wait
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import Ticket
-from relax_rt.transport.rpc.errors import RelaxError
-
-if TYPE_CHECKING:
-    from relax_rt.roles.data.source import PromptSource
-    from relax_rt.roles.models.tokenizer import ChatTokenizer
-    from relax_rt.roles.rollout.engines.base import Chunk, Engine, GroupRequest
-    from relax_rt.roles.rollout.engines.routing import RoutingShape
-    from relax_rt.roles.rollout.engines.weight_follower import EngineFailure, WeightFollower
-    from relax_rt.roles.rollout.generation import GenerationService
-    from relax_rt.roles.rollout.samples import SampleMaker
-    from relax_rt.roles.rollout.work import Due, Job, Work
-    from relax_rt.transport.queue.partials import PartialCompletion
+from relax_rt.transport.queue.partials import PartialCompletion
+from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError, Unreachable
 
 ADMIT_WAIT_S = 0.25
 """Short, because a wait is judged by the engine's version at its start, and a swap makes room at once."""
 METRICS_EVERY_S = 2.0
 LOAD_ALLOWANCE_S = 120.0
-MARKS_EVERY_S = 0.1
-"""Marks that come due within this time go out together."""
-HAND_OVER_S = 8.0
+JOURNAL_EVERY_S = 0.1
+"""Partial completions that come due within this time are saved in one call."""
+RELEASE_TIMEOUT_S = 8.0
 """A stopping rollout waits so long for the engine's next token boundary and the queue; [supervision] stop_timeout_s
 is longer."""
-LAST_WORD_S = 4.0
+CLOSE_TIMEOUT_S = 4.0
 STOPPED = "the engine stopped it"
-LEFT = "the rollout ends"
-"""Why the queue gets groups back that were not handed over; `relax-rt why` looks for it."""
+ENDED = "the rollout ends"
+"""Why groups are released that `_release_all` did not release in time; `relax-rt why` looks for it."""
+TRAINING = "the trainer has the device"
+"""Why groups are released and requests rejected in modes colocate and hybrid."""
+POLL_S = 0.02
+RETRY_S = 0.2
 
 
 class RolloutRole(RLRole[RolloutSettings]):
-    """One engine. It generates whole groups within the staleness bound and serves nothing before it has the
-    committed weights; when it dies, its tickets lapse and other rollouts go on with the groups."""
+    """One engine. It generates whole groups within the staleness bound, and serves other roles' requests.
+
+    It generates nothing before it has the committed weights. When it dies, its tickets lapse and other rollouts resume
+    the groups.
+    """
 
     kind: ClassVar[str] = "rollout"
     tier: ClassVar[int] = 40
@@ -79,19 +91,19 @@ class RolloutRole(RLRole[RolloutSettings]):
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
         self._requests = itertools.count(1)
-        self._room, self._news, self._changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._capacity, self._finished, self._changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._complete = self._worked = False
-        self._doubtful = False
-        """The engine failed, or may sample from weights that are not whole: nothing more of it is kept."""
+        self._unreliable = False
+        """The engine failed, or may sample from incomplete weights: nothing that it makes is kept any more."""
         self._measured = (0, time.monotonic())
-        self.only_serves = plays_episodes(self.config)
-        """Groups are not its affair: environments play them, and it generates for these."""
-        self.gate = Gate()
-        self.device = SharedDevice(self) if self.table(AlgorithmTable).mode in SHARING else None
+        self.serves_only = plays_episodes(self.config)
+        """Environments play the groups: this role admits none, and generates what they request."""
+        self.memory_gate = MemoryGate()
+        self.time_slicing = self._time_slicing() if self.table(AlgorithmTable).mode in SHARING else None
         self.engine: Engine
         self.routing: RoutingShape | None = None
         self.cap: EngineCap | None = None
-        self.work: Work
+        self.work: RolloutWork
         self.maker: SampleMaker
         self.tokenizer: ChatTokenizer
         self.source: PromptSource
@@ -100,36 +112,29 @@ class RolloutRole(RLRole[RolloutSettings]):
         self.generation: GenerationService
 
     async def setup(self) -> None:
-        from relax_rt.roles.rollout.engines.weight_follower import EngineFailure, WeightFollower
-        from relax_rt.roles.rollout.generation import MAX_REQUESTS, serve_generation
-
-        if self.device is not None:
-            await self.device.turns.enter()
+        if self.time_slicing is not None:
+            await self.time_slicing.enter()
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
         await asyncio.to_thread(self._load)
-        await self.open_queue(length_field="tokens", on_lost=self._lost)
+        await self.open_queue(length_field="tokens", on_lost=self._on_lost)
         await self.queue.warm()
         self.failure = EngineFailure()
         self.follower = WeightFollower(self.ctx, self.engine, self.settings.kv_on_update)
-        most = self.settings.max_sequences if self.only_serves else MAX_REQUESTS
+        most = self.settings.max_sequences if self.serves_only else MAX_REQUESTS
         self.generation = serve_generation(self.ctx, self.engine, most)
-        await self.engine.start(self._arrive, self._engine_failed)
+        await self.engine.start(self._on_chunks, self._on_engine_failure)
 
     def _load(self) -> None:
-        from relax_rt.roles.base.locations import model_folder
-        from relax_rt.roles.models.tokenizer import load_tokenizer
-        from relax_rt.roles.rollout.engines import make_engine
-        from relax_rt.roles.rollout.samples import SampleMaker
-        from relax_rt.roles.rollout.work import Work
-
         folder, sampling = model_folder(self.ctx), self.table(SamplingTable)
         self.tokenizer = load_tokenizer(folder)
         size = self.table(AlgorithmTable).group_size
         slots = max(self.settings.max_sequences, size)
-        self.engine = make_engine(self.ctx, folder, self.settings.model_copy(update={"max_sequences": slots}))
+        self.engine = engine_factory.make_engine(
+            self.ctx, folder, self.settings.model_copy(update={"max_sequences": slots})
+        )
         self.routing = self.engine.routing if self.settings.routing else None
-        self.work = Work(self.settings.journal_every_tokens, self._row_bytes)
-        if not self.only_serves:
+        self.work = RolloutWork(self.settings.journal_every_tokens, self._row_bytes)
+        if not self.serves_only:
             self.source = self._prompts()
             self.maker = SampleMaker(
                 self.source,
@@ -141,7 +146,7 @@ class RolloutRole(RLRole[RolloutSettings]):
                 sees=self.engine.sight is not None,
             )
         if self.engine.name != "embedded":
-            # The embedded engine has room for every slot; where the cache is shared, its use bounds what is begun.
+            # The embedded engine has cache for every slot; where sequences share the cache, its use bounds them.
             self.cap = EngineCap(CapLimits(most=self.settings.groups_in_flight * size, least=size))
 
     @property
@@ -149,8 +154,6 @@ class RolloutRole(RLRole[RolloutSettings]):
         return self.routing.row_bytes if self.routing is not None else 0
 
     def _prompts(self) -> PromptSource:
-        from relax_rt.roles.data.source import PromptSource
-
         return PromptSource.load(
             self.table(DataTable),
             self.tokenizer,
@@ -165,28 +168,28 @@ class RolloutRole(RLRole[RolloutSettings]):
             asyncio.create_task(job)
             for job in (self._follow(), self._deliver(), self._journal(), self._report(), self.failure.wait())
         ]
-        if self.device is not None:
-            jobs.append(asyncio.create_task(self.device.turns.follow()))
+        if self.time_slicing is not None:
+            jobs.append(asyncio.create_task(self.time_slicing.follow()))
         stop = asyncio.create_task(self.ctx.stopping.wait())
-        over: list[asyncio.Task[None]] = []
+        releasing: list[asyncio.Task[None]] = []
         try:
             finished, _ = await asyncio.wait([stop, ask, *jobs], return_when=asyncio.FIRST_COMPLETED)
             self.failure.check()
             for task in finished:
                 task.result()
             ask.cancel()
-            over.append(asyncio.create_task(self._hand_over()))
-            going: set[asyncio.Task[Any]] = {*over, *jobs}
-            # Whoever follows the weights ends when the role stops: only an error of it ends the hand-over.
-            while not over[0].done():
+            releasing.append(asyncio.create_task(self._release_all()))
+            going: set[asyncio.Task[Any]] = {*releasing, *jobs}
+            # `_follow` ends when the role stops: only an error of it ends the release.
+            while not releasing[0].done():
                 finished, going = await asyncio.wait(going, return_when=asyncio.FIRST_COMPLETED)
                 self.failure.check()
                 for task in finished:
                     task.result()
         finally:
-            for task in (stop, ask, *jobs, *over):
+            for task in (stop, ask, *jobs, *releasing):
                 task.cancel()
-            await asyncio.gather(stop, ask, *jobs, *over, return_exceptions=True)
+            await asyncio.gather(stop, ask, *jobs, *releasing, return_exceptions=True)
 
     async def teardown(self) -> None:
         try:
@@ -196,80 +199,77 @@ class RolloutRole(RLRole[RolloutSettings]):
         finally:
             try:
                 if hasattr(self, "queue"):
-                    await self._leave_queue()
+                    await self._close_queue()
             finally:
                 await super().teardown()
 
-    async def _leave_queue(self) -> None:
+    async def _close_queue(self) -> None:
         # The queue may be gone as well: then the tickets lapse.
         with suppress(RelaxError, TimeoutError):
-            async with asyncio.timeout(LAST_WORD_S):
-                if not self._doubtful:
-                    await self._keep(self.work.take_all())
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                if not self._unreliable:
+                    await self._save(self.work.take_all())
                 if self.queue.groups:
-                    lost = self.work.tokens_unmarked
+                    lost = self.work.unsaved_tokens
                     self.ctx.event("groups_released", groups=len(self.queue.groups), tokens_lost=lost)
-                    # What an engine fails on may be in one of them.
-                    await self.queue.release_groups(list(self.queue.groups), LEFT, losses=int(self._doubtful))
+                    # The engine may have failed because of one of them.
+                    await self.queue.release_groups(list(self.queue.groups), ENDED, losses=int(self._unreliable))
 
     async def _follow(self) -> None:
-        from relax_rt.roles.base.versions import committed_versions
-        from relax_rt.roles.training.checkpoints.cold_start import report_cold_start_wait
-
         self.ctx.progress.waiting("the first committed weights")
         await report_cold_start_wait(self.ctx)
         async for record in committed_versions(self.ctx):
-            async with self.gate.inside():
-                # On its way back from the trainer's turn the engine may have got it already.
+            async with self.memory_gate.inside():
+                # The engine may have got it already when it took its memory back from the trainer.
                 if record.version > self.follower.record.version:
                     await self.follow(record)
 
     async def follow(self, record: VersionRecord, *, again: bool = False) -> bool:
-        """Bring the engine to a version. False when a newer one took its place.
+        """Bring the engine to a version; False when a newer one took its place.
 
         Args:
-            again: the engine has let go of its weights.
+            again: the engine has released its weights.
         """
         try:
             whole = await (self.follower.again(record) if again else self.follower.follow(record))
         except Exception:
-            self._doubtful = True
+            self._unreliable = True
             raise
         if whole:
             self._complete = record.step >= self.table(AlgorithmTable).steps
-            self._room.set()
+            self._capacity.set()
         return whole
 
-    def _engine_failed(self, error: BaseException) -> None:
-        self._doubtful = True
+    def _on_engine_failure(self, error: BaseException) -> None:
+        self._unreliable = True
         self.failure(error)
 
     # --- groups
 
     async def _ask(self) -> None:
-        """Keep as many members in hand as `groups_in_flight` groups have."""
+        """Keep as many members in work as `groups_in_flight` groups have."""
         while True:
             await self._wait_for_room()
-            async with self.gate.inside():
+            async with self.memory_gate.inside():
                 if not self._complete:
                     await self._admit()
 
     async def _admit(self) -> None:
-        if not self.work.jobs:
+        if not self.work.groups:
             self.ctx.progress.waiting("admission by the staleness bound")
         answer = await self.queue.admit(self.follower.record.version, self._free(), wait_s=ADMIT_WAIT_S)
         if not answer.tickets:
-            if not self.work.jobs:
+            if not self.work.groups:
                 self.ctx.progress.waiting(answer.waiting_on or "admission by the staleness bound")
             return
         self.ctx.progress.waiting("")
-        await self._begin(await without_retired(self.queue, answer.tickets, self._item))
+        await self._start(await without_retired(self.queue, answer.tickets, self._item))
 
     def _item(self, ticket: Ticket) -> str:
         return self.source.prompt(ticket.prompt, ticket.item).item
 
     def _free(self) -> int:
-        """Groups that may be begun now.
+        """Number of groups that may be started now.
 
         Counted by members: a group of which only the longest is left leaves room for nearly another one.
         """
@@ -280,13 +280,13 @@ class RolloutRole(RLRole[RolloutSettings]):
         return -(-room // size)
 
     async def _wait_for_room(self) -> None:
-        while self.only_serves or self._complete or not self.follower.record.version or self._free() <= 0:
-            if self._complete and not self.work.jobs:
+        while self.serves_only or self._complete or not self.follower.record.version or self._free() <= 0:
+            if self._complete and not self.work.groups:
                 self.ctx.progress.waiting("the end of the run: the last step is done")
-            self._room.clear()
-            await self._room.wait()
+            self._capacity.clear()
+            await self._capacity.wait()
 
-    async def _begin(self, tickets: list[Ticket]) -> None:
+    async def _start(self, tickets: list[Ticket]) -> None:
         begun = [ticket for ticket in tickets if ticket.partials]
         found = await self.queue.load_partials(begun) if begun else {}
         requests: list[GroupRequest] = []
@@ -295,7 +295,7 @@ class RolloutRole(RLRole[RolloutSettings]):
                 continue  # lost meanwhile
             number, origin = next(self._requests), self.maker.origin(ticket)
             request = self._request(number, ticket, origin, found)
-            self.work.begin(number, ticket, request, origin)
+            self.work.add(number, ticket, request, origin)
             requests.append(request)
             if request.partials:
                 had = [len(one.tokens) if one else 0 for one in request.partials]
@@ -303,9 +303,6 @@ class RolloutRole(RLRole[RolloutSettings]):
         self.engine.submit(requests)
 
     def _request(self, number: int, ticket: Ticket, origin: bytes, found: dict[Any, PartialCompletion]) -> GroupRequest:
-        from relax_rt.roles.rollout.engines.base import GroupRequest
-        from relax_rt.roles.rollout.work import partials_of
-
         sampling, stop_ids = self.table(SamplingTable), self.tokenizer.stop_ids
         return GroupRequest(
             id=number,
@@ -319,32 +316,31 @@ class RolloutRole(RLRole[RolloutSettings]):
             routing=self.routing is not None,
         )
 
-    def _arrive(self, chunks: list[Chunk]) -> None:
-        if self._doubtful:
+    def _on_chunks(self, chunks: list[Chunk]) -> None:
+        if self._unreliable:
             return
-        self.work.arrive(self.generation.take_chunks(chunks))
-        for job in self.work.interrupted():
-            self.give_up([job], STOPPED)
-        self._news.set()
+        self.work.on_chunks(self.generation.take_chunks(chunks))
+        for group in self.work.interrupted():
+            self.release([group], STOPPED)
+        self._finished.set()
         self._changed.set()
 
-    def _lost(self, groups: list[int]) -> None:
-        """The queue gave these groups to others (a lapsed lease) or wants them no more: stop working on them."""
-        for number in self.work.lost(groups):
+    def _on_lost(self, groups: list[int]) -> None:
+        """Stop working on groups that the queue gave to others (a lapsed lease) or dropped."""
+        for number in self.work.drop(groups):
             self.engine.abort(number)
         self.ctx.event("groups_lost", groups=groups)
-        self._room.set()
+        self._capacity.set()
         self._changed.set()
 
     # --- what was sampled
 
     async def _deliver(self) -> None:
-        """Put finished samples on the queue, all that are there at once."""
-        from relax_rt.roles.rollout.samples import as_put, made_record
+        """Put finished samples on the queue, all that are there in one call."""
 
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._finished.wait()
+            self._finished.clear()
             finished = self.work.take_finished()
             if not finished:
                 continue
@@ -355,51 +351,95 @@ class RolloutRole(RLRole[RolloutSettings]):
                 self._worked = True
                 self.ctx.event("first_work", what=f"{len(made)} samples")
             self.work.put(finished)
-            self._room.set()
+            self._capacity.set()
             self._changed.set()
 
     async def _journal(self) -> None:
-        """Mark what has grown; give back what was handed over, once its tokens are marked."""
+        """Save partial completions that have grown; release stopped groups once their tokens are saved."""
         while True:
             await self._changed.wait()
             self._changed.clear()
-            await self._keep(self.work.take_due())
-            if over := self.work.take_handed_over():
-                for ending in dict.fromkeys(job.ending for job in over):
-                    groups = [job.ticket.group for job in over if job.ending == ending]
+            await self._save(self.work.take_due())
+            if over := self.work.take_released():
+                for ending in dict.fromkeys(group.ending for group in over):
+                    groups = [group.ticket.group for group in over if group.ending == ending]
                     await self.queue.release_groups(groups, ending, losses=int(ending == STOPPED))
-                self._room.set()
+                self._capacity.set()
                 self._changed.set()
             if not self.ctx.stopping.is_set():
-                await asyncio.sleep(MARKS_EVERY_S)
+                await asyncio.sleep(JOURNAL_EVERY_S)
 
-    async def _keep(self, due: Sequence[Due]) -> None:
+    async def _save(self, due: Sequence[DuePartial]) -> None:
         if due:
-            self.work.marked(due, await self.queue.save_partials([one.mark for one in due]))
+            self.work.saved(due, await self.queue.save_partials([one.chunk for one in due]))
 
     # --- the end
 
-    def give_up(self, jobs: Sequence[Job], why: str) -> None:
-        """Have these stopped at the next token boundary, and given back to the queue with their tokens."""
-        for number in self.work.hand_over([job.number for job in jobs], why):
+    def release(self, groups: Sequence[ActiveGroup], why: str) -> None:
+        """Stop groups at the next token boundary, and give them back to the queue with their tokens."""
+        for number in self.work.release([group.number for group in groups], why):
             self.engine.abort(number)
         self._changed.set()
 
-    async def _hand_over(self) -> None:
-        """Stop at the next token boundary; what is not finished goes to others, with its tokens."""
-        handed = list(self.work.jobs.values())
-        self.ctx.progress.extend(HAND_OVER_S, "handing sequences over")
-        self.give_up(handed, "the rollout stops")
+    async def _release_all(self) -> None:
+        """Stop at the next token boundary; other rollouts resume what is not finished."""
+        handed = list(self.work.groups.values())
+        self.ctx.progress.extend(RELEASE_TIMEOUT_S, "releasing unfinished groups")
+        self.release(handed, "the rollout stops")
         with suppress(TimeoutError):
-            async with asyncio.timeout(HAND_OVER_S):
-                while self.work.jobs:
-                    self._room.clear()
-                    await self._room.wait()
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                while self.work.groups:
+                    self._capacity.clear()
+                    await self._capacity.wait()
         if handed:
-            left = len(self.work.jobs)
+            left = len(self.work.groups)
             self.ctx.event("groups_handed_over", groups=len(handed), late=left)
 
-    # --- figures
+    # --- time slicing of the device (modes colocate and hybrid)
+
+    def _time_slicing(self) -> EngineTimeSlicing:
+        table = self.table(ColocationTable)
+        return EngineTimeSlicing(
+            self.ctx,
+            self._release_memory,
+            self._resume_memory,
+            release_timeout_s=table.give_way_s,
+            resume_timeout_s=table.take_back_s,
+        )
+
+    async def _release_memory(self) -> None:
+        """Release the groups and requests in flight with their tokens, then the engine's memory."""
+        await self.memory_gate.close()
+        self.generation.pause(TRAINING)
+        self.release(list(self.work.groups.values()), TRAINING)
+        # `_deliver` and `_journal` put what is finished, save what is not, and release the groups.
+        while self.work.groups or (load := self.engine.load()).running or load.waiting:  # noqa: ASYNC110 - no event has both
+            await asyncio.sleep(POLL_S)
+        before_mib = _resident_mib()
+        # Weights that were committed need not be kept: the newest are fetched again.
+        await self.engine.release_memory(keep_weights=not self.follower.record.version)
+        await asyncio.to_thread(trim_heap)
+        self.ctx.event("engine_memory", resident_mib=_resident_mib(), before_mib=before_mib)
+
+    async def _resume_memory(self) -> None:
+        await self.engine.resume_memory()
+        if self.follower.record.version:
+            while not await self.follow(await self._newest_version(), again=True):
+                continue  # a newer one took its place
+        self.generation.resume()
+        self.memory_gate.open()
+
+    async def _newest_version(self) -> VersionRecord:
+        while True:
+            try:
+                known = await self.ctx.registry.watch(0, 0.0)
+            except (Unreachable, DeadlineExceeded):
+                await asyncio.sleep(RETRY_S)
+                continue
+            assert known.committed is not None, "this engine had a committed version before"
+            return known.committed
+
+    # --- metrics
 
     async def _report(self) -> None:
         while True:
@@ -407,13 +447,13 @@ class RolloutRole(RLRole[RolloutSettings]):
             self._measure()
 
     def _measure(self) -> None:
-        """One metrics record, of the time since the last one."""
+        """Write a metrics record of the time since the last one."""
         load, now = self.engine.load(), time.monotonic()
         tokens, then = self._measured
         if self.cap is not None:
             self.cap.observe(now, load.kv_used, self.work.sequences)
-            self._room.set()
-        if self.only_serves and self.follower.record.version:
+            self._capacity.set()
+        if self.serves_only and self.follower.record.version:
             self.ctx.progress.waiting("" if load.running or load.waiting else "replies that environments ask for")
         # Tokens, not completions: a long sequence is progress before it ends.
         self.ctx.progress.advance(load.tokens_generated - tokens, f"version {load.version}, {load.running} sequences")
@@ -432,3 +472,9 @@ class RolloutRole(RLRole[RolloutSettings]):
             }
         )
         self._measured = (load.tokens_generated, now)
+
+
+def _resident_mib() -> float:
+    """Private memory of this process."""
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return round((resident - shared) * os.sysconf("SC_PAGESIZE") / (1 << 20), 1)

@@ -12,7 +12,7 @@ from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.engines.base import Completion
 from relax_rt.roles.rollout.engines.routing import RoutingShape
-from relax_rt.roles.rollout.work import Job
+from relax_rt.roles.rollout.work import ActiveGroup
 from relax_rt.transport.queue.client import NewSample
 from relax_rt.transport.queue.ledger.messages import SampleKey, Ticket, VersionSpan
 from relax_rt.transport.rpc.errors import Refused
@@ -48,13 +48,13 @@ class SampleMaker:
         digest.update(f"{self._temperature!r} {self._tokenizer.tokenizer_digest}".encode())
         return digest.digest()
 
-    def make(self, job: Job, completion: Completion) -> Sample:
+    def make(self, group: ActiveGroup, completion: Completion) -> Sample:
         """The sample of a finished member.
 
         Raises:
             Refused: it has not the routing rows that were asked for.
         """
-        ticket, member = job.ticket, job.member(completion.member)
+        ticket, member = group.ticket, group.member(completion.member)
         item = self._source.prompt(ticket.prompt, ticket.item)
         start, total = len(item.tokens), len(item.tokens) + len(completion.tokens)
         mask, logprobs = np.zeros(total, np.uint8), np.zeros(total, np.float32)
@@ -103,7 +103,7 @@ def as_put(sample: Sample) -> NewSample:
     return NewSample(key, generated_columns(sample), sample.versions)
 
 
-def made_record(slot: str, made: list[tuple[Job, Completion, Sample]]) -> dict[str, Any]:
+def made_record(slot: str, made: list[tuple[ActiveGroup, Completion, Sample]]) -> dict[str, Any]:
     """Our own word of what we made, apart from the queue's: the checker holds the trainer's records against it.
 
     resumed: of samples that another ticket began, how many tokens, and the digest of these and their
@@ -116,8 +116,8 @@ def made_record(slot: str, made: list[tuple[Job, Completion, Sample]]) -> dict[s
         "prompts": {s.meta.group: s.meta.prompt for _, _, s in made},
     }
     begun: dict[str, tuple[int, str]] = {}
-    for job, completion, sample in made:
-        partial = job.request.partial(completion.member)
+    for group, completion, sample in made:
+        partial = group.request.partial(completion.member)
         if partial is not None:
             count, start = len(partial.tokens), len(sample.tokens) - len(completion.tokens)
             digest = xxhash.xxh3_64(sample.tokens[start : start + count].tobytes())

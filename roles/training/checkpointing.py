@@ -160,7 +160,7 @@ class Checkpointer:
         """Wait for the checkpoint that is being written, if there is one."""
         if self._saving is not None:
             # Nothing of it is written before its version is committed.
-            await self.publisher.through(self._publication)
+            await self.publisher.wait_committed(self._publication)
             critic_folder = self._ctx.run_dir / SCRATCH if self.critic is not None else None
             await wait_for_save(self._saving, self.store, self._ctx.progress.advance, critic_folder)
 

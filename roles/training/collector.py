@@ -14,7 +14,8 @@ from relax_rt.transport.rpc.errors import RelaxError
 if TYPE_CHECKING:
     from relax_rt.interfaces.role import Progress
     from relax_rt.roles.training.dynamic_sampling import GroupFilter
-    from relax_rt.transport.queue.client import LeasedBatch, QueueClient
+    from relax_rt.transport.queue.batch import LeasedBatch
+    from relax_rt.transport.queue.client import QueueClient
 
 
 LEASE_WAIT_S = 1.0

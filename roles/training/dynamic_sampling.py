@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from relax_rt.roles.base.sample import Sample
     from relax_rt.roles.training.algorithms.objective import Objective
     from relax_rt.roles.training.step import StepBatch
-    from relax_rt.transport.queue.client import LeasedBatch, QueueClient
+    from relax_rt.transport.queue.batch import LeasedBatch
+    from relax_rt.transport.queue.client import QueueClient
 
 
 MAX_EXTRA_GROUPS = 65_536

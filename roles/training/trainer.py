@@ -20,7 +20,7 @@ from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.models.opening import refused_for_good
 from relax_rt.roles.rollout.engines.communicator import communicator_of
 from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable
-from relax_rt.roles.rollout.engines.turns import TrainerTurns, TurnsApi
+from relax_rt.roles.rollout.engines.time_slicing import TimeSlicingApi, TrainerTimeSlicing
 from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable, ColdStartTable
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.checkpoints.digests import identity_of
@@ -86,7 +86,7 @@ class TrainerRole(RLRole[TrainerSettings]):
     publisher: Publisher
     checkpoints: Checkpointer
     critic: CriticClient | None = None
-    turns: TrainerTurns | None = None
+    time_slicing: TrainerTimeSlicing | None = None
     _follower: Follower | None = None
     _group_filter: GroupFilter | None = None
     _curriculum: PromptCurriculum | None = None
@@ -168,7 +168,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         from relax_rt.roles.training.step import take_updates
 
         def before_update() -> None:
-            batch.stage_wait_s += self.publisher.weights_may_change()
+            batch.stage_wait_s += self.publisher.wait_copied()
 
         number, over = self.step + 1, self.settings.mismatch
         if self.algorithm.updates_per_step > 1:
@@ -204,7 +204,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         if self._curriculum is not None:
             await self._curriculum.after_step(batch.samples, self.step)
         if publishes:
-            await self.publisher.begin(self.weights)
+            await self.publisher.publish(self.weights)
         self._early_checkpoint = advice.checkpoint_now
 
     def _check_skipped(self, result: StepResult) -> None:
@@ -226,13 +226,13 @@ class TrainerRole(RLRole[TrainerSettings]):
     @asynccontextmanager
     async def _own_device(self) -> AsyncIterator[None]:
         """Around all that the trainer computes in a step: engines that share its device release it meanwhile."""
-        if self.turns is None:
+        if self.time_slicing is None:
             yield
             return
-        async with self.turns.training():
+        async with self.time_slicing.training():
             yield
             # The engines come back to the new weights, not to the old ones first.
-            await self.publisher.through()
+            await self.publisher.wait_committed()
 
     @property
     def _streams(self) -> bool:
@@ -307,8 +307,8 @@ class TrainerRole(RLRole[TrainerSettings]):
             raise
         await self.collector.release("the run ends")
         await self.checkpoints.save_rest(self.step)
-        await self.publisher.through()
-        await self.publisher.filed()
+        await self.publisher.wait_committed()
+        await self.publisher.wait_files()
         await asyncio.to_thread(self.backend.close)
         self.ctx.event("training_finished", step=self.step, target=self.algorithm.steps)
 
@@ -344,8 +344,8 @@ class TrainerRole(RLRole[TrainerSettings]):
         if self._follower is not None:
             return
         if self.algorithm.mode in SHARING:
-            self.turns = TrainerTurns(self.ctx, self.table(ColocationTable).give_way_s)
-            self.ctx.serve(TurnsApi, self.turns)
+            self.time_slicing = TrainerTimeSlicing(self.ctx, self.table(ColocationTable).give_way_s)
+            self.ctx.serve(TimeSlicingApi, self.time_slicing)
         self.stage = WeightStage(stage_folder(self.ctx), self.ctx.who.epoch)
         self.resources.callback(self.stage.close)
         await self.open_queue(fetch_s=FETCH_S)
@@ -435,7 +435,7 @@ class TrainerRole(RLRole[TrainerSettings]):
             # Before anything is admitted.
             await self._curriculum.choose(self.step)
         await self.queue.rollback(found.ledger_step if found is not None else self.step, self.weights)
-        await self.publisher.begin(self.weights)
+        await self.publisher.publish(self.weights)
         self._report_phase("its groups are gathered")
         return True
 

@@ -11,9 +11,9 @@ import pytest
 
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
-from relax_rt.roles.rollout.engines.sglang.loading import NotShown
 from relax_rt.roles.rollout.engines.sglang.options import server_environment, server_options
 from relax_rt.roles.rollout.engines.sglang.server import Place
+from relax_rt.roles.rollout.engines.sglang.weight_loading import OnFileFallback
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("RELAX_SGLANG_PYTHON") or ROOT / ".venv-sglang/bin/python")
@@ -28,7 +28,7 @@ def make_engine(
     *,
     python: str = str(PYTHON),
     routing: bool = False,
-    not_shown: NotShown = lambda version, why: None,
+    not_shown: OnFileFallback = lambda version, why: None,
     **table: Any,
 ) -> SglangEngine:
     """An engine whose server samples each sequence by its own seed; not started.

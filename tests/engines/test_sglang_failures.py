@@ -23,7 +23,7 @@ from relax_rt.process import guard, procfs
 from relax_rt.roles.rollout.engines.base import EngineEnded
 from relax_rt.roles.rollout.engines.sglang.client import Client
 from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
-from relax_rt.roles.rollout.engines.sglang.interpreter import option_names
+from relax_rt.roles.rollout.engines.sglang.options import option_names
 from relax_rt.roles.rollout.engines.sglang.server import ServerDied
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, RelaxError
 

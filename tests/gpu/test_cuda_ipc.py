@@ -16,7 +16,7 @@ import device_far_end
 import pytest
 import torch
 
-from relax_rt.roles.rollout.engines.sglang.handles import Shown
+from relax_rt.roles.rollout.engines.sglang.weight_loading import SharedTensors
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone, Refused
 from relax_rt.transport.weights import device
@@ -160,7 +160,7 @@ def test_what_sglang_is_sent_opens_in_another_process(tmp_path: Path) -> None:
     data = device_far_end.pattern(1 << 20).get()
     torch.cuda.init()
     before = free_bytes()
-    shown = Shown(layout, memoryview(data), tmp_path / "unused", 0, "cuda")
+    shown = SharedTensors(layout, memoryview(data), tmp_path / "unused", 0, "cuda")
     program = (
         "import base64, pickle, sys, torch\n"
         "import torch.multiprocessing\n"

@@ -83,7 +83,7 @@ def test_engines_give_their_memory_back_for_the_trainers_turn_and_it_learns(star
     freed = [one["before_mib"] - one["resident_mib"] for one in released]
     cache_mib = 50
     assert min(freed) > cache_mib, f"memory did not fall: {freed}"
-    assert len(run.events("device_resumed")) >= steps - 1
+    assert len(run.events("engine_resumed")) >= steps - 1
     before, *_, after = [record["exact"] for record in run.records("evaluation")]
     assert after > before + 0.05, "nothing was learnt"
 

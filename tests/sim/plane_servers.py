@@ -11,7 +11,7 @@ from plane_roles import Role
 from sim_broker import Crashed, SimBroker
 from sim_kernel import Steps
 
-from relax_rt.cluster.registry.core import TICK_S, Counters, Entry, Forgotten, Issued, RegistryCore, Stored
+from relax_rt.cluster.registry.core import TICK_S, Counters, Dropped, Entry, Issued, RegistryCore, Stored
 from relax_rt.interfaces.registry import Changes
 from relax_rt.transport.base.pauses import PauseDetector
 from relax_rt.transport.base.versions import VersionRecord
@@ -72,7 +72,7 @@ class RegistryDisk:
                 case VersionRecord(version=version):
                     self._versions.append(write)
                     self._issued = {v: one for v, one in self._issued.items() if v > version}
-                case Forgotten(slot=slot):
+                case Dropped(slot=slot):
                     self._entries.pop(slot, None)
 
 

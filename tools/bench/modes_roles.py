@@ -322,14 +322,14 @@ class SleepingRollout(RolloutRole):
     def _load(self) -> None:
         from modes_times import draw
 
-        from relax_rt.roles.rollout import engines
+        from relax_rt.roles.rollout import engine_factory
 
         settings: Any = self.settings
 
         def make(*_: Any) -> SleepingEngine:
             return SleepingEngine(settings, lambda seed: draw(seed, settings.median, settings.sigma, settings.most))
 
-        engines.make_engine = make  # type: ignore[assignment]
+        engine_factory.make_engine = make  # type: ignore[assignment]
         super()._load()
 
 

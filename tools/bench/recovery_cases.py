@@ -227,7 +227,7 @@ def _look(status: RunStatus | None, killed: str, queue: Asking, group: int) -> L
 def _made_at(run_dir: Path, since: float) -> dict[str, list[float]]:
     """When each rollout told that it had made something."""
     found: dict[str, list[float]] = {}
-    for record in read_metrics(run_dir, "made"):
+    for record in read_metrics(run_dir, "produced"):
         if record["m"] >= since - 10.0:
             found.setdefault(str(record["slot"]), []).append(float(record["m"]))
     return found

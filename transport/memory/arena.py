@@ -62,7 +62,7 @@ class PlacedBlock(msgspec.Struct, frozen=True):
 
 
 class ArenaWriterStatistics(msgspec.Struct):
-    """Numbers of a Writer; counts since it was made, unless said otherwise.
+    """Numbers of an ArenaWriter; counts since it was made, unless said otherwise.
 
     Attributes:
         capacity_bytes: upper limit of all its slabs together.
@@ -193,7 +193,7 @@ class ArenaWriter:
         return self._place([_planned(given)], hashes, length_field)[0]
 
     def reserve(self, nbytes: int) -> tuple[Extent, NDArray[np.uint8]]:
-        """An extent to fill with a block that comes from elsewhere, and its memory, writable.
+        """Allocate an extent for a block that is received from elsewhere; returns it with its writable memory.
 
         Raises:
             OutOfSpace: there is no room now.
@@ -257,6 +257,8 @@ class ArenaWriter:
         return [extent for _, extent in places]
 
     def _allocate(self, sizes: list[int]) -> list[tuple[Slab, Extent]]:
+        # Only the bookkeeping runs under the lock. The copies run outside it, in several threads at once: an extent has
+        # one writer until its reference is sent, and readers see it only after the broker has entered the put.
         places: list[tuple[Slab, Extent]] = []
         with self._lock:
             if self._closed:
@@ -498,7 +500,7 @@ _NO_BLOBS: Mapping[bytes, Extent] = {}
 
 
 class ArenaReaderStatistics(msgspec.Struct, frozen=True):
-    """Numbers of a Reader; counts since it was made, unless said otherwise.
+    """Numbers of an ArenaReader; counts since it was made, unless said otherwise.
 
     Attributes:
         mapped_slabs: slabs and spilled files in its cache now.
@@ -563,7 +565,7 @@ class ArenaReader:
         return block
 
     def memory(self, extent: Extent) -> NDArray[np.uint8]:
-        """The bytes of an extent, read-only and in place, to send them elsewhere.
+        """The bytes of an extent, read-only and in place.
 
         Raises:
             Corrupt: it lies outside its slab, or there is no such slab.

@@ -40,7 +40,7 @@ Bytes = NDArray[np.uint8]
 
 
 class ColumnMeta(msgspec.Struct, frozen=True, array_like=True):
-    """How one column lies in its block.
+    """Where and how one column is stored in its block.
 
     Attributes:
         name: of the field.
@@ -75,7 +75,7 @@ def _name_bytes(name: str) -> bytes:
 
 
 class ColumnSource:
-    """A column that is to be written: what lies in it, and how large it is."""
+    """A column to be written: its data and its size."""
 
     __slots__ = (
         "data",
@@ -184,7 +184,7 @@ def _write_bytes(target: Bytes, parts: Sequence[Data]) -> None:
 
 
 class BlockPlan:
-    """A block that is to be written: its size is known, nothing is copied yet.
+    """A block to be written: its size is known, nothing is copied yet.
 
     Attributes:
         rows: how many.
@@ -505,7 +505,7 @@ class _Blobs(_Column):
 
 
 class Block:
-    """Looks at a block in place. Columns are checked and decoded when they are first asked for.
+    """Reads a block in place. Columns are checked and decoded on first use.
 
     Arrays are read-only views of the memory and keep it mapped. bf16 and fp8 come as their bits (uint16, uint8), see
     `dtype`. Thread-safe: at worst a column is decoded twice.
@@ -673,7 +673,7 @@ def _decode(data: memoryview, type_: Any) -> Any:
 
 
 def resolver(blobs: Mapping[bytes, Any], fetch: Callable[[Any], Block], where: str) -> Resolve:
-    """Finds blobs by digest among those that came with a batch."""
+    """A function that finds blobs by digest among those of a batch."""
 
     def resolve(digest: bytes) -> Block:
         found = blobs.get(digest)

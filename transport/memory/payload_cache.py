@@ -341,7 +341,7 @@ def _nbytes(entries: Iterable[CacheEntry]) -> int:
 
 
 class _Segment:
-    """Memory mapped twice: writable for what arrives, and read-only for those who look at it. And what of it is free.
+    """Memory mapped twice, writable to receive into and read-only for readers, with its free extents.
 
     Raises:
         OutOfSpace: the system gives no memory.
@@ -365,7 +365,7 @@ class _Segment:
 
 
 class Region:
-    """Bytes of a segment. They are free again when neither the region nor an array made of it exists any more."""
+    """Bytes of a segment, freed when neither the region nor an array made of it is left."""
 
     __slots__ = ("_give_back", "_segment", "memory", "nbytes", "offset", "size")
 
@@ -446,7 +446,7 @@ class LocalMemory:
         return self._region(segment, offset, nbytes, size)
 
     def collect(self) -> bool:
-        """Take back what has become free; whether anything has."""
+        """Collect freed regions; returns whether there were any."""
         some = bool(self._freed)
         while self._freed:
             segment, offset, size = self._freed.popleft()
@@ -464,7 +464,7 @@ class LocalMemory:
         self._on_free()
 
     def _make_room(self, nbytes: int) -> bool:
-        """Return unused segments to the system until another of nbytes fits."""
+        """Unmap unused segments until another of nbytes fits."""
         excess = self.total_bytes + nbytes - self.capacity_bytes
         unused = sorted((one for one in self._segments if one.heap.empty), key=lambda one: one.nbytes)
         if excess > sum(segment.nbytes for segment in unused):
@@ -476,5 +476,5 @@ class LocalMemory:
         return True
 
     def close(self) -> None:
-        """Let go of all segments; those that arrays refer to live as long as these."""
+        """Unmap all segments; those that arrays refer to live as long as these."""
         self._segments.clear()

@@ -208,7 +208,7 @@ class Fetcher:
         self._wakeup.set()
 
     def _tell(self, command: Callable[[], None]) -> None:
-        """Have something done, if there is anything that it could change."""
+        """Pass work to the thread, unless nothing depends on it."""
         with self._lock:
             if self._thread is None or self._closed:
                 return
@@ -310,18 +310,18 @@ class Fetcher:
         return min(max(int(wait * 1000) + 1, 0), 60_000)
 
     def arrived(self, entry: CacheEntry, nbytes: int) -> None:
-        """For `FetchSink`."""
+        """Called by a Peer, as FetchSink."""
         self._bytes_in += nbytes
         entry.missing_bytes -= nbytes
         if entry.missing_bytes == 0:
             self._cache.received(entry)
 
     def failed(self, entry: CacheEntry, error: RelaxError) -> None:
-        """For `FetchSink`."""
+        """Called by a Peer, as FetchSink."""
         self._cache.drop(entry, error)
 
     def protocol_error(self, peer: str, error: ProtocolError) -> None:
-        """For `FetchSink`."""
+        """Called by a Peer, as FetchSink."""
         self._protocol_errors += 1
         if self._protocol_errors <= _LOG_PROTOCOL_ERRORS:
             log.warning("payload server %s: %s", peer, error)
@@ -398,7 +398,7 @@ class FetchSink(Protocol):
         """These bytes of an entry are in its region now."""
 
     def failed(self, entry: CacheEntry, error: RelaxError) -> None:
-        """An entry cannot be had."""
+        """An entry cannot be fetched."""
 
     def protocol_error(self, peer: str, error: ProtocolError) -> None:
         """A server sent an invalid message, which was dropped."""
@@ -439,7 +439,7 @@ class PeerConnection:
             raise
 
     def watch(self) -> None:
-        """Read what ZeroMQ says of the connection."""
+        """Read ZeroMQ's monitor events of the connection."""
         while not self.lost:
             try:
                 event = zmq.Event(parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))["event"])
@@ -466,7 +466,7 @@ class PeerConnection:
                 self.lost = str(error)
 
     def receive(self, sink: FetchSink, digest: bool) -> int:
-        """Take in some answers; returns their bytes."""
+        """Receive some answers; returns their bytes."""
         taken = 0
         for _ in range(_RECEIVE_AT_A_TIME):
             try:
@@ -491,13 +491,13 @@ class PeerConnection:
         return taken
 
     def _answer(self, kind: int, parts: list[RangeHead], sink: FetchSink, digest: bool) -> int:
-        """Take the second frame of an answer to where it belongs."""
+        """Receive the second frame of an answer into its regions."""
         pieces = [self._asked(part) for part in parts]
         first = pieces[0]
         if kind == payload_wire.FAULT:
             fault = payload_wire.decode_fault(self.sock.recv())
             if first is not None:
-                sink.failed(first.entry, _asked_of(error_of(fault), self.address))
+                sink.failed(first.entry, _with_server_name(error_of(fault), self.address))
             return parts[0].nbytes
         if len(pieces) == 1 and first is not None and first.entry.region is not None:
             # Straight to its place: the one copy that there is.
@@ -548,7 +548,7 @@ class PeerConnection:
 
 
 class Peer:
-    """A payload server as seen by a reader: its connections, made on demand, and what is to be asked of it.
+    """A payload server as seen by a reader: its connections, dialed on demand, and the ranges to request from it.
 
     Attributes:
         trouble: why there is no connection; empty while there is one or none was needed.
@@ -709,8 +709,8 @@ def _target(piece: PendingRange) -> memoryview:
     return piece.entry.region.memory[piece.offset : piece.offset + piece.nbytes]
 
 
-def _asked_of(error: RelaxError, address: str) -> RelaxError:
-    """The server's error, saying also which server."""
+def _with_server_name(error: RelaxError, address: str) -> RelaxError:
+    """The server's error, with the server's address in it."""
     if isinstance(error, RemoteError):
         return error
     copy = type(error).__new__(type(error))

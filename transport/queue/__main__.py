@@ -8,6 +8,8 @@ import signal
 import sys
 from pathlib import Path
 
+import uvloop
+
 from relax_rt.transport.queue.hosting import Host
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits, SamplerSpec
 from relax_rt.transport.rpc.errors import RelaxError
@@ -97,8 +99,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     host = Host(options.folder, policy, limits, listen=options.listen, fsync_every_s=options.fsync_every_s)
     try:
-        import uvloop
-
         uvloop.run(_serve(host))
     except (RelaxError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")

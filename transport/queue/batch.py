@@ -134,7 +134,7 @@ class LeasedMemory:
         return found
 
     def finish(self) -> list[weakref.ref[Any]]:
-        """Let go of the memory; answers with what views handed out still refer to."""
+        """Drop the memory; answers with what views handed out still refer to."""
         self._finished = True
         self._forget(list(self._blocks))
         return self._roots
@@ -160,7 +160,7 @@ class LeasedMemory:
         return extent is not None and owner_of(extent.slab) not in self._remote
 
     def reopen(self) -> None:
-        """The lease goes on after all."""
+        """Undo `finish`: the lease is held after all."""
         self._finished = bool(self._remote)
 
 
@@ -291,7 +291,7 @@ class LeasedBatch:
         return rest
 
     def drop_blocks_beside(self, rest: LeasedBatch) -> bool:
-        """Let go of memory that only the others of its samples lie in. True if views of it are still referred to."""
+        """Drop memory that only the other samples lie in. True if views of it are still referred to."""
         needed = {block for info in rest._infos for block, _ in info.parts}
         return self._memory.drop_blocks(set(range(len(self.refs))) - needed)
 
@@ -314,11 +314,11 @@ class LeasedBatch:
         return np.concatenate(values), offsets
 
     def finish(self) -> list[weakref.ref[Any]]:
-        """Let go of the memory. Answers with what views handed out still refer to: it must stay pinned for them."""
+        """Drop the memory. Answers with what views handed out still refer to: it must stay pinned for them."""
         return self._memory.finish()
 
     def reopen(self) -> None:
-        """Its lease goes on after all. What came from another node was let go of, and is not there any more."""
+        """Undo `finish`: its lease is held after all. Payload from another node was dropped and stays so."""
         self._memory.reopen()
 
 

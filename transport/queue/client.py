@@ -508,7 +508,7 @@ class QueueClient:
         self._views.watch(lease, views)
 
     def _finish_batch(self, batch: LeasedBatch) -> list[weakref.ref[Any]]:
-        """Let go of a batch's memory, as far as nothing refers to it. Comes before its owner is told."""
+        """Drop a batch's memory, as far as nothing refers to it. Do so before the broker frees it."""
         views = batch.finish()
         if self._fetcher is not None:
             self._fetcher.release(batch.lease)
@@ -725,7 +725,7 @@ class QueueClient:
         self._held.set()
 
     async def _keep_leases(self) -> None:
-        """Renew three times within a lease; forget what is no longer ours, and say so. Idle, be heard now and then."""
+        """Renew three times within a lease; forget what lapsed, and report it. An idle client sends a heartbeat."""
         while True:
             if not self.groups and not self.leases:
                 self._held.clear()

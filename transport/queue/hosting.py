@@ -170,7 +170,7 @@ class Host:
         """Begin again from the journal whenever the broker fails (its disk was full, say), until cancelled.
 
         Raises:
-            Exception: what trying again does not mend (Corrupt: the journal is damaged). Clients are told of it, too.
+            Exception: what trying again does not mend (Corrupt: the journal is damaged). Clients get it, too.
         """
         (error,) = await asyncio.gather(self._keep(), return_exceptions=True)
         await self._give_up(error)
@@ -201,13 +201,13 @@ class Host:
         return True
 
     async def _give_up(self, cause: BaseException) -> None:
-        """Whoever asks from now on is told, and waits no more for a broker that nobody starts again."""
+        """Refuse whoever calls from now on, so that nobody waits for a broker that nobody starts again."""
         log.error("queue %s: its broker failed for good: %s", self.folder, cause)
         try:
             await self._stop()
             await self._answer(_refusing(QueueApi, cause))
         except (RelaxError, OSError) as error:
-            log.error("queue %s: its clients cannot be told so: %s", self.folder, error)
+            log.error("queue %s: its clients cannot be refused: %s", self.folder, error)
 
     async def _stop(self) -> None:
         if self._server is not None:

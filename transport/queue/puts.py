@@ -63,7 +63,7 @@ def puts_of(
     priorities: Sequence[float] | None = None,
     version: int = -1,
 ) -> list[BlockPut]:
-    """Rows as they were placed, each told to be of the sample whose key stands at its index."""
+    """Make puts of placed rows; each row belongs to the sample whose key stands at its index."""
 
     def put(placed: PlacedBlock, row: int, i: int) -> RowPut:
         spans, priority = versions[i] if versions else [], priorities[i] if priorities else 0.0
@@ -108,7 +108,7 @@ class PayloadWriter:
     Args:
         arena: of this incarnation.
         collect: asks the broker for extents that came free, and says how many bytes are missing.
-        reasons: where waits are told.
+        reasons: where waits are reported.
         threads: where large copies are made.
         wait_s: how long to wait where nothing else is said.
         length_field: the column whose length counts as a sample's tokens.
@@ -291,7 +291,7 @@ class PutBatcher:
             puts = await self._sent(puts)
 
     def _settle(self, puts: list[PendingPut]) -> None:
-        """These are under way no more."""
+        """Make room for what these took of the pending samples."""
         self._pending -= sum(len(put.rows) for put in puts)
         self._room.set()
 
@@ -331,7 +331,7 @@ class PutBatcher:
         return []
 
     def _without_the_late(self, puts: list[PendingPut], error: OutOfSpace) -> list[PendingPut]:
-        """There was no room: those who cannot wait longer are told, the others go on."""
+        """There was no room: fail those who cannot wait longer, and keep the others."""
         now = asyncio.get_running_loop().time()
         behind = [put for put in self._waiting if put.deadline <= now]
         self._waiting = deque(put for put in self._waiting if put.deadline > now)
@@ -344,7 +344,7 @@ class PutBatcher:
         return [put for put in puts if not put.answer.done()]
 
     async def close(self) -> None:
-        """Stop; what was not sent is given up, and who waits for room is told."""
+        """Stop; fail what was not sent, and who waits for room."""
         self._closed = True
         self._room.set()
         if self._task is not None:
@@ -389,7 +389,7 @@ class GroupPuts:
         send: puts to the broker.
         payload: where payload goes.
         fields: declared columns; none: any.
-        reasons: where waits are told.
+        reasons: where waits are reported.
     """
 
     def __init__(

@@ -78,7 +78,7 @@ def _memory(core: Core) -> dict[str, Any]:
         "extents": sum(len(extents) for extents in table.live.values()),
         "pinned_extents": sum(one.references > 1 for extents in table.live.values() for one in extents.values()),
         "slabs": len(table.live),
-        "freed_extents_untold": sum(len(extents) for extents in table.freed.values()),
+        "freed_extents_unreported": sum(len(extents) for extents in table.freed.values()),
     }
 
 

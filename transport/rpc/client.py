@@ -273,6 +273,8 @@ class Client:
 
     async def _connected(self, what: str, deadline: float, budget_s: float) -> ClientConnection:
         """The connection, once it stands. All callers wait for one dialing task; the last to give up ends it."""
+        # One task dials for all callers, so that a hundred calls that lost one server make one attempt at a time. It
+        # must not outlive them, so the last caller that stops waiting (deadline, cancellation) cancels it.
         loop = asyncio.get_running_loop()
         self._waiters += 1
         try:

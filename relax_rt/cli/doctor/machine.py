@@ -43,12 +43,12 @@ def check_machine(root: Path = Path("/")) -> list[Finding]:
 
 
 def check_limits(root: Path = Path("/")) -> list[Finding]:
-    """What a process may have of things: files, locked memory, processes, ports."""
+    """Limits of a process: files, locked memory, processes, ports."""
     return [check_files(), check_locked(), check_processes(root), check_ports(root), check_stacks(root)]
 
 
 def check_kernel() -> Finding:
-    """Exits are seen by pidfd, which Linux has from 5.3 on."""
+    """Exits are observed by pidfd, which Linux has from 5.3 on."""
     try:
         os.close(os.pidfd_open(os.getpid()))
         fail = ""
@@ -69,7 +69,7 @@ def check_cores(limits: dict[str, float]) -> Finding:
 
 
 def check_memory(limits: dict[str, float]) -> Finding:
-    """Memory that can be had without swapping."""
+    """Memory available without swapping."""
     memory = psutil.virtual_memory()
     most = limits.get("memory", float("inf"))
     free = min(memory.available, max(0.0, most - limits.get("memory_used", 0.0)))
@@ -79,7 +79,7 @@ def check_memory(limits: dict[str, float]) -> Finding:
 
 
 def check_shared_memory(path: Path = SHM_ROOT) -> Finding:
-    """Payloads of the queue and staged weights lie there."""
+    """It holds the queue's payloads and the staged weights."""
     try:
         usage = shutil.disk_usage(path)
     except OSError as error:
@@ -92,7 +92,7 @@ def check_shared_memory(path: Path = SHM_ROOT) -> Finding:
 
 
 def check_scratch() -> Finding:
-    """Sockets lie there: it must be writable, and on a file system that has unix sockets."""
+    """It holds the unix sockets: it must be writable and support them."""
     path = SOCKET_ROOT / f"relax-doctor-{os.getpid()}.sock"
     try:
         with socket.socket(socket.AF_UNIX) as one:
@@ -106,7 +106,7 @@ def check_scratch() -> Finding:
 
 
 def check_clock(root: Path) -> Finding:
-    """A slow clock source makes every look at the time a call into the kernel."""
+    """A slow clock source turns every time query into a system call."""
     source = read(root / "sys/devices/system/clocksource/clocksource0/current_clocksource") or "unknown"
     slow = source in SLOW_CLOCKS
     return judged("machine", "clock", source, warn="slow to read; boot with clocksource=tsc" if slow else "")
@@ -122,7 +122,7 @@ def check_huge_pages(root: Path) -> Finding:
 
 
 def check_container(root: Path, limits: dict[str, float]) -> Finding:
-    """What bounds us beside the machine."""
+    """Limits of the container beside those of the machine."""
     marks = [name for name in (".dockerenv", "run/.containerenv") if (root / name).exists()]
     told = [f"{limits['cores']:g} cores"] if "cores" in limits else []
     told += [size(limits["memory"])] if "memory" in limits else []
@@ -133,7 +133,7 @@ def check_container(root: Path, limits: dict[str, float]) -> Finding:
 
 
 def check_leftovers() -> list[Finding]:
-    """What dead runs of this user left in shared memory."""
+    """Shared memory left by dead runs of this user."""
     stale = [paths.run_id for paths in stale_runs()]
     if not stale:
         return []
@@ -213,7 +213,7 @@ def cgroup_limits(root: Path = Path("/")) -> dict[str, float]:
 
 
 def read(path: Path) -> str | None:
-    """A small file of the kernel's; None when it is not there or not ours to read."""
+    """A small file of the kernel; None when it is missing or not readable."""
     try:
         return path.read_text().strip()
     except OSError:

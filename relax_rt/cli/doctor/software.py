@@ -34,7 +34,7 @@ DISTRIBUTIONS = {"cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy")}
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """One GPU as nvidia-smi tells of it."""
+    """One GPU, as reported by nvidia-smi."""
 
     index: int
     name: str
@@ -45,7 +45,7 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 def check_software(gpus: list[Gpu], version: Callable[[str], str | None] | None = None) -> list[Finding]:
-    """Python and packages; `version` answers with a distribution's, None when it is not installed."""
+    """Python and packages; `version` returns the version of a distribution, None when it is not installed."""
     version = version or installed
     found = [ok("software", "python", f"{platform.python_version()} ({sys.executable})")]
     found += [ok("software", name, version(name) or "missing") for name in ("relax-rt",) if version(name)]
@@ -110,7 +110,7 @@ def check_gpus() -> tuple[list[Finding], list[Gpu]]:
 
 
 def parse_gpus(text: str) -> list[Gpu]:
-    """nvidia-smi's CSV; a field that a card does not know is 0 or empty."""
+    """Parse nvidia-smi's CSV; a field unknown to a card is 0 or empty."""
     found = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]

@@ -18,13 +18,13 @@ MAX_TTL_S = 3600.0
 MAX_SLOTS = 65_536
 MAX_GONE = 1024
 MAX_TOKEN = 64
-"""Ended members that are remembered; a watcher who is behind the oldest forgotten one gets a snapshot."""
+"""Ended members that are kept; a watcher that is behind the oldest dropped one gets a snapshot."""
 MAX_ISSUED = 1024
 """Version numbers issued and not yet committed that are remembered."""
 REPORTED_STATES = ("starting", "ready", "draining")
-"""States that a member gives itself; the others are the registry's judgement."""
+"""States that members report; the others are set by the registry."""
 GENERATION_BITS = 32
-"""A restarted registry's revisions lie above all of its earlier ones."""
+"""Revisions of a restarted registry are above all earlier ones."""
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -41,28 +41,28 @@ class Issued(msgspec.Struct, frozen=True):
     who: Incarnation
 
 
-class Forgotten(msgspec.Struct, frozen=True):
+class Dropped(msgspec.Struct, frozen=True):
     """The entry of this slot is dropped."""
 
     slot: str
 
 
 class Counters(msgspec.Struct, frozen=True):
-    """The newest numbers given out."""
+    """The newest numbers issued."""
 
     epoch: int = 0
     version: int = 0
 
 
-Write: TypeAlias = Entry | Issued | Forgotten | Counters | VersionRecord
-"""What must be durable before the call that caused it is answered."""
+Write: TypeAlias = Entry | Issued | Dropped | Counters | VersionRecord
+"""A change that must be durable before its call is answered."""
 
 
 class Stored(msgspec.Struct):
-    """What survives the registry's death.
+    """The durable state, as a registry reads it when it starts.
 
     Attributes:
-        generation: how often a registry was started on this store, this time included.
+        generation: number of starts of a registry on this store, this one included.
     """
 
     generation: int = 1
@@ -79,7 +79,7 @@ class RegistryCore:
     registry's own clock.
 
     Args:
-        stored: what the last registry left; its members' leases start again at full length.
+        stored: the durable state; leases of its members start again at full length.
         now: the time.
     """
 
@@ -92,7 +92,7 @@ class RegistryCore:
         self._committed = stored.versions[-1] if stored.versions else None
         self._issued = {one.version: one.who for one in stored.issued}
         self._entries: dict[str, Entry] = {}
-        self._asked: dict[str, tuple[str, int]] = {}
+        self._last_issued: dict[str, tuple[str, int]] = {}
         self._deadlines: dict[str, float] = {}
         self._pauses = PauseDetector(now, TICK_S)
         for entry in stored.entries:
@@ -112,8 +112,8 @@ class RegistryCore:
         return entry.member if entry else None
 
     def issued(self, slot: str, token: str) -> int:
-        """The epoch that the slot's last asking got, if this was its token; else 0."""
-        last, epoch = self._asked.get(slot, ("", 0))
+        """The epoch issued by the slot's last call, if this was its token; else 0."""
+        last, epoch = self._last_issued.get(slot, ("", 0))
         return epoch if token and token == last else 0
 
     def issue_epoch(self, slot: str, token: str = "") -> int:
@@ -124,7 +124,7 @@ class RegistryCore:
         if slot not in self._entries and len(self._entries) >= MAX_SLOTS:
             raise Refused(f"slot {slot}", why=f"the registry holds {MAX_SLOTS} slots already")
         epoch = self._counters.epoch + 1
-        self._asked[slot] = (token, epoch)
+        self._last_issued[slot] = (token, epoch)
         self._count(Counters(epoch, self._counters.version))
         self._deadlines.pop(slot, None)
         old = self.member(slot)
@@ -147,7 +147,7 @@ class RegistryCore:
         return self._renewed(ttl_s)
 
     def enter(self, who: Incarnation, pid: int, address: str, state: str) -> None:
-        """Enter a member without a lease: one whose life is not judged by renewals."""
+        """Register a member without a lease, which never lapses."""
         self._put(Entry(msgspec.structs.replace(self._living(who), pid=pid, address=address, state=state)))
 
     def renew(
@@ -159,7 +159,7 @@ class RegistryCore:
             raise Refused(f"renewal of {who}", why="it has no lease", hint="announce first")
         if state not in REPORTED_STATES:
             raise Refused(f"state {state!r} of {who}", why=f"not one of {', '.join(REPORTED_STATES)}")
-        # A renewal that was overtaken, by way of another connection, takes nothing back.
+        # A renewal that was overtaken on another connection must not set these back.
         version, progress = max(policy_version, member.policy_version), max(progress, member.progress)
         fresh = msgspec.structs.replace(member, state=state, progress=progress, detail=detail, policy_version=version)
         if (state, version) == (member.state, member.policy_version):
@@ -226,10 +226,10 @@ class RegistryCore:
         return self._tree.records()
 
     def tick(self, now: float) -> list[Member]:
-        """Let leases lapse; answers with the members whose lease did.
+        """Lapse the leases that are over; returns their members.
 
-        After a gap (the process was stopped, the machine slept) renewals that arrived meanwhile are read first:
-        nothing lapses at this tick, and after a long gap every lease starts again at full length.
+        After a gap (the process was stopped, the machine slept) renewals that arrived in the meantime are processed
+        first: nothing lapses at this tick, and after a long gap every lease starts again at full length.
         """
         verdict = self._pauses.look(now)
         if verdict == "restart":
@@ -271,12 +271,12 @@ class RegistryCore:
         if len(gone) > MAX_GONE:
             oldest = min(gone, key=lambda m: m.revision)
             del self._entries[oldest.who.slot]
-            self._asked.pop(oldest.who.slot, None)
+            self._last_issued.pop(oldest.who.slot, None)
             self._floor = max(self._floor, oldest.revision)
-            self.writes.append(Forgotten(oldest.who.slot))
+            self.writes.append(Dropped(oldest.who.slot))
 
     def _put(self, entry: Entry) -> None:
-        """Enter a change that watchers see."""
+        """Store a change that watchers see."""
         self.revision += 1
         member = msgspec.structs.replace(entry.member, revision=self.revision)
         entry = Entry(member, entry.ttl_s)

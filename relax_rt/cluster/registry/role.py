@@ -19,7 +19,7 @@ from relax_rt.transport.rpc.rpc import caller
 
 FILE = "registry.sqlite"
 MAX_WAIT_S = 60.0
-"""A watch answers by then, so that a connection that died unseen costs no handler for ever."""
+"""A watch returns after this time, so that a connection that died unnoticed does not hold a handler for ever."""
 MAX_TEXT = 500
 
 
@@ -36,7 +36,7 @@ class RegistryRole(Role):
         self.ctx.serve(RegistryApi, self.service)
 
     async def run(self) -> None:
-        """Answer until asked to stop; a store that cannot be written ends the process, which then starts anew."""
+        """Serve until asked to stop. If the store cannot be written, the process ends and is restarted."""
         who = await self.service.enter_self(self.ctx.who.slot, os.getpid(), getattr(self.ctx, "address", ""))
         self.ctx.log.info("registry answers", epoch=who.epoch)
         await self.ctx.ready()
@@ -59,7 +59,7 @@ class RegistryRole(Role):
 
 
 class RegistryService:
-    """Implements RegistryApi. Nothing is answered, no watch either, before it is on disk.
+    """Implements RegistryApi. No call, and no watch, returns before its state is on disk.
 
     Args:
         store: where the state lives; opened by `start`.
@@ -99,7 +99,7 @@ class RegistryService:
         )
 
     async def serve(self) -> NoReturn:
-        """Let leases lapse as time goes by.
+        """Lapse leases as time passes.
 
         Raises:
             RelaxError: the store cannot be written.
@@ -108,23 +108,23 @@ class RegistryService:
             await asyncio.sleep(TICK_S)
             for member in self.core.tick(self._clock()):
                 self._event("lease_lapsed", slot=member.who.slot, epoch=member.who.epoch, detail=member.detail)
-            await self._done()
+            await self._commit()
 
     async def close(self) -> None:
         """Close the store."""
         await self._store.close()
 
     async def enter_self(self, slot: str, pid: int, address: str) -> Incarnation:
-        """Enter the registry's own slot, under an epoch of its own and without a lease: it answers or it does not."""
+        """Register the registry's own slot, with an epoch and without a lease."""
         who = Incarnation(slot, self.core.issue_epoch(slot))
         self.core.enter(who, pid, address, "ready")
-        await self._done()
+        await self._commit()
         return who
 
     async def issue_epoch(self, slot: str, token: str = "") -> int:
         asked_again = self.core.issued(slot, token)
         epoch = asked_again or self.core.issue_epoch(slot, token)
-        await self._done()
+        await self._commit()
         if not asked_again:
             self._event("epoch_issued", slot=slot, epoch=epoch)
         return epoch
@@ -132,7 +132,7 @@ class RegistryService:
     async def announce(self, pid: int, address: str, ttl_s: float, node: str = "", remote: str = "") -> Renewed:
         who = self._identity()
         answer = self.core.announce(who, pid, address, ttl_s, self._clock(), node=node, remote=remote)
-        await self._done()
+        await self._commit()
         place = {"node": node, "remote": remote} if node else {}
         self._event("slot_announced", slot=who.slot, epoch=who.epoch, pid=pid, address=address, **place)
         return answer
@@ -140,16 +140,16 @@ class RegistryService:
     async def renew(self, state: str, progress: int, detail: str, policy_version: int) -> Renewed:
         who = self._identity()
         answer = self.core.renew(who, state, progress, detail[:MAX_TEXT], policy_version, self._clock())
-        await self._done()
+        await self._commit()
         return answer
 
     async def leave(self, reason: str) -> None:
         self.core.leave(self._identity(), reason[:MAX_TEXT])
-        await self._done()
+        await self._commit()
 
     async def process_exited(self, who: Incarnation, reason: str) -> None:
         self.core.process_exited(who, reason[:MAX_TEXT])
-        await self._done()
+        await self._commit()
 
     async def watch(self, since: int, wait_s: float) -> Changes:
         deadline = asyncio.get_running_loop().time() + min(max(0.0, wait_s), MAX_WAIT_S)
@@ -169,7 +169,7 @@ class RegistryService:
     async def issue_version(self) -> int:
         who = self._identity()
         version = self.core.issue_version(who)
-        await self._done()
+        await self._commit()
         self._event("version_issued", version=version, slot=who.slot, epoch=who.epoch)
         return version
 
@@ -177,7 +177,7 @@ class RegistryService:
         who = self._identity()
         known = self.core.committed == record
         committed = self.core.commit_version(who, record)
-        await self._done()
+        await self._commit()
         if not known:
             fields: dict[str, Any] = {"version": record.version, "parent": record.parent, "step": record.step}
             self._event("version_committed", **fields, digest=record.digest, slot=who.slot, epoch=who.epoch)
@@ -189,18 +189,18 @@ class RegistryService:
         return records
 
     def members(self) -> list[Member]:
-        """All members, for the registry's own use."""
+        """All members."""
         found = self.core.changes(0)
         return found.members if found else []
 
-    async def _done(self) -> None:
+    async def _commit(self) -> None:
         """Make the state machine's writes durable, then wake the watchers."""
         writes, self.core.writes = self.core.writes, []
         self._store.put(writes)
         try:
             await self._store.durable()
         finally:
-            # Also for a caller who is gone: what it has told is written all the same, and a watch waits for that.
+            # Also when the caller was cancelled: its change is written all the same, and watchers wait for it.
             if writes:
                 self._changed.set()
                 self._changed = asyncio.Event()

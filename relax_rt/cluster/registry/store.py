@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from relax_rt.cluster.registry.core import Counters, Entry, Forgotten, Issued, Stored, Write
+from relax_rt.cluster.registry.core import Counters, Dropped, Entry, Issued, Stored, Write
 from relax_rt.config.version import VERSION
 from relax_rt.interfaces.registry import Ended, Member
 from relax_rt.transport.base.versions import VersionRecord
@@ -90,7 +90,7 @@ class Store:
         self._queued += len(writes)
 
     async def durable(self) -> None:
-        """Wait until everything put so far is on disk. Writes of several callers go in one transaction.
+        """Wait until everything put so far is on disk. Writes of several callers share one transaction.
 
         Raises:
             RelaxError: they could not be written; nothing may be acknowledged any more.
@@ -101,7 +101,7 @@ class Store:
                 raise self._failure
             if self._flushing is None or self._flushing.done():
                 self._flushing = asyncio.create_task(self._flush())
-            # A cancelled caller must not take the others' transaction with it.
+            # A cancelled caller must not cancel the transaction of the others.
             await asyncio.shield(self._flushing)
 
     async def _flush(self) -> None:
@@ -109,7 +109,7 @@ class Store:
         try:
             await self._run(self._write, batch)
         except RelaxError as error:
-            # The state in memory is ahead of the file from here on: only a restart brings them together.
+            # From here on the state in memory is ahead of the file: only a restart makes them agree.
             self._failure = error
             raise
         except Exception as error:
@@ -219,5 +219,5 @@ def _apply(db: sqlite3.Connection, write: Write) -> None:
             )
             # A number at or below the committed one can never be committed any more.
             db.execute("DELETE FROM issued WHERE version <= ?", (v.version,))
-        case Forgotten(slot=slot):
+        case Dropped(slot=slot):
             db.execute("DELETE FROM member WHERE slot = ?", (slot,))

@@ -33,7 +33,7 @@ OWN = ("actions", "system", "introduction", "invalid_reward", "pixels")
 """Options of the adapter; all others are the environment's."""
 
 
-class Game:
+class GymnasiumGame:
     """One episode. A reply that names no action changes nothing and costs a turn.
 
     Args:
@@ -131,7 +131,7 @@ def _is_picture(seen: Any) -> bool:
     return isinstance(seen, np.ndarray) and seen.dtype == np.uint8 and seen.ndim == 3 and seen.shape[2] == 3
 
 
-def factory(name: str, options: dict[str, Any]) -> Callable[[], Game]:
+def factory(name: str, options: dict[str, Any]) -> Callable[[], GymnasiumGame]:
     """Makes games of an environment's id.
 
     Raises:
@@ -170,7 +170,7 @@ def factory(name: str, options: dict[str, Any]) -> Callable[[], Game]:
         raise RelaxError("roles.env.options.actions", why=f"{len(actions)} names for {count} actions of {target}")
     introduction = own.get("introduction", f"Answer with one of: {', '.join(actions)}.")
     invalid = float(own.get("invalid_reward", 0.0))
-    return lambda: Game(make, list(actions), own.get("system"), str(introduction), invalid, pixels=pixels)
+    return lambda: GymnasiumGame(make, list(actions), own.get("system"), str(introduction), invalid, pixels=pixels)
 
 
 def _modes(spec: Any) -> list[str]:

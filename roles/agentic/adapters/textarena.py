@@ -21,7 +21,7 @@ RAW = "-raw"
 """Versions of games without wrappers: what a wrapper would put together here, the conversation already is."""
 
 
-class Game:
+class TextArenaGame:
     """One game. The rewards are the game's own, at its end, for each player his.
 
     Each player has a conversation, which begins at his first turn; what the others said is told in it.
@@ -94,7 +94,7 @@ class Game:
             random.setstate(theirs)
 
 
-def factory(name: str, options: dict[str, Any]) -> Callable[[], Game]:
+def factory(name: str, options: dict[str, Any]) -> Callable[[], TextArenaGame]:
     """Makes games by the id that textarena gives them.
 
     Raises:
@@ -120,7 +120,7 @@ def factory(name: str, options: dict[str, Any]) -> Callable[[], Game]:
     players = seats(own)
     _try(make, target, players)
     system, brackets = own.get("system"), bool(own.get("brackets", True))
-    return lambda: Game(make, system, brackets=brackets, players=players)
+    return lambda: TextArenaGame(make, system, brackets=brackets, players=players)
 
 
 def seats(options: Mapping[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""Chat messages: when two are equal, and which are invalid."""
+"""Compare and validate chat messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ASSISTANT = "assistant"
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """What is no conversation.
+    """Validate a conversation.
 
     Raises:
         Refused: there are no messages, or one of them has no role, or content or tool calls of an unknown form.
@@ -50,14 +50,14 @@ def _wrong(message: Any) -> str:
 
 
 def without_thought(content: str) -> str:
-    """What is said after a thought; nothing, if the thought does not end."""
+    """Return the text after the reasoning; empty if the reasoning does not end."""
     if THOUGHT in content:
         return content.rpartition(THOUGHT)[2].lstrip("\n")
     return "" if content.lstrip().startswith(THINK) else content
 
 
 def message_key(message: Message) -> Key:
-    """Equal for messages that say the same.
+    """Return a key that is equal for equal messages.
 
     Of an assistant's message: the words after its thoughts, without space around them, and names and arguments of tool
     calls, whatever their ids, spacing and order of keys; reasoning is not compared. Of others: content and name.
@@ -75,12 +75,12 @@ def message_key(message: Message) -> Key:
 
 
 def tools_key(tools: Sequence[Tool]) -> Key:
-    """Equal for tools that are the same, whatever the order of keys."""
+    """Return a key that is equal for equal tools, whatever the order of keys."""
     return "tools", digest(list(tools))
 
 
 def digest(value: Any) -> str:
-    """xxh3-128 of a JSON-like value."""
+    """Return xxh3-128 of a JSON-like value."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=repr)
     return xxhash.xxh3_128_hexdigest(text.encode())
 
@@ -91,7 +91,7 @@ def _canonical(arguments: Any) -> Any:
 
 
 def without_reasoning(message: Message) -> Message:
-    """An assistant's message without its thoughts; others as they are."""
+    """Return an assistant's message without its reasoning; others as they are."""
     if message["role"] != ASSISTANT:
         return message
     content = words(message.get("content"))

@@ -27,7 +27,7 @@ from relax_rt.roles.models.chat_template import STRICT_JSON, parsed_arguments, w
 from relax_rt.transport.rpc.errors import Refused
 
 
-class Call(msgspec.Struct, frozen=True):
+class ToolCall(msgspec.Struct, frozen=True):
     """A tool call. `arguments` is a JSON object as text; `id` is the one that the model wrote, in families with ids."""
 
     name: str
@@ -45,13 +45,13 @@ class Parsed(msgspec.Struct, frozen=True):
 
     content: str
     reasoning: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     malformed: int = 0
 
 
-Found = tuple[str, list[Call], int]
+Found = tuple[str, list[ToolCall], int]
 """Words, calls, and how many more were malformed."""
-Reader = Callable[[str, int], tuple[list[Call], int] | None]
+Reader = Callable[[str, int], tuple[list[ToolCall], int] | None]
 """Calls of a text from a place on and where they end; None: there are none."""
 
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
@@ -107,18 +107,18 @@ def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
     return found.end() if found else at
 
 
-def _call(name: Any, arguments: Any, id: str = "") -> Call | None:
+def _call(name: Any, arguments: Any, id: str = "") -> ToolCall | None:
     """Build a call if it has a name and its arguments are an object or absent (null, empty text)."""
     arguments = parsed_arguments(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
     try:
-        return Call(name, written_arguments(arguments), id)
+        return ToolCall(name, written_arguments(arguments), id)
     except (ValueError, TypeError, RecursionError):
         return None
 
 
-def _call_object(value: Any) -> Call | None:
+def _call_object(value: Any) -> ToolCall | None:
     """A call as {"name": ..., "arguments" or "parameters": ...}."""
     if not isinstance(value, dict):
         return None
@@ -127,7 +127,7 @@ def _call_object(value: Any) -> Call | None:
     return _call(value.get("name"), arguments, name if isinstance(name, str) and CALL_ID.fullmatch(name) else "")
 
 
-def call_of(value: Any) -> Call | None:
+def call_of(value: Any) -> ToolCall | None:
     """Read a call of a message in OpenAI's form; None if it is malformed."""
     return _call_object(value.get("function", value)) if isinstance(value, dict) else None
 
@@ -141,7 +141,7 @@ def _arguments_at(text: str, at: int, *ends: str) -> tuple[Any, int] | None:
 def _regions(text: str, opening: str, closing: str, read: Reader) -> Found:
     """Calls between marks; a last one may lack its closing mark, as models leave it out before they stop."""
     kept: list[str] = []
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
     malformed = at = 0
     while (begin := text.find(opening, at)) >= 0:
         body = begin + len(opening)
@@ -170,7 +170,7 @@ def _section(found: Found, marks: tuple[str, str]) -> Found:
     return said, calls, malformed or int(not calls and marks[0] in said)
 
 
-def _read_json(text: str, at: int) -> tuple[list[Call], int] | None:
+def _read_json(text: str, at: int) -> tuple[list[ToolCall], int] | None:
     """One call as JSON, or a list of them."""
     found = _json_at(text, at)
     if found is None:
@@ -207,8 +207,8 @@ def qwen3_coder(text: str, tools: Sequence[Tool]) -> Found:
     Values are texts; they become numbers, lists and the like where the tool's schema says so.
     """
 
-    def read(text: str, at: int) -> tuple[list[Call], int] | None:
-        calls: list[Call] = []
+    def read(text: str, at: int) -> tuple[list[ToolCall], int] | None:
+        calls: list[ToolCall] = []
         while (head := FUNCTION.match(text, at)) is not None:
             found = _pairs(text, head.end(), PARAMETER, PARAMETER_END, "<parameter=")
             tail = FUNCTION_END.match(text, found[1]) if found else None
@@ -231,7 +231,7 @@ def glm45(text: str, tools: Sequence[Tool]) -> Found:
     Values are JSON, except those that the tool's schema declares as strings; a value that is not JSON is a string.
     """
 
-    def read(text: str, at: int) -> tuple[list[Call], int] | None:
+    def read(text: str, at: int) -> tuple[list[ToolCall], int] | None:
         head = GLM_NAME.match(text, at)
         found = _pairs(text, head.end(), GLM_KEY, GLM_VALUE_END, "<arg_key>") if head else None
         if head is None or found is None or not (found[0] or text.startswith(TOOL_CALL_END, found[1])):
@@ -411,7 +411,7 @@ def llama3_json(text: str, tools: Sequence[Tool]) -> Found:
         if not body.startswith("{"):
             return text, [], 0
     names = _offered(tools)
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
     at = _after(BETWEEN, body, 0)
     while at < len(body):
         found = _json_at(body, at)
@@ -470,7 +470,7 @@ def _is_name(node: ast.expr) -> bool:
     return isinstance(node, ast.Name)
 
 
-def _python_call(node: ast.expr) -> Call | None:
+def _python_call(node: ast.expr) -> ToolCall | None:
     name = _called(node)
     if not name or not isinstance(node, ast.Call) or node.args or any(one.arg is None for one in node.keywords):
         return None
@@ -483,7 +483,7 @@ def _python_call(node: ast.expr) -> Call | None:
 def mistral(text: str, tools: Sequence[Tool]) -> Found:
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}` each (Mistral)."""
 
-    def read(text: str, at: int) -> tuple[list[Call], int] | None:
+    def read(text: str, at: int) -> tuple[list[ToolCall], int] | None:
         named = MISTRAL_NAME.match(text, at)
         if named is None:
             return _read_json(text, at)
@@ -497,7 +497,7 @@ def mistral(text: str, tools: Sequence[Tool]) -> Found:
 def deepseek(text: str, tools: Sequence[Tool]) -> Found:
     """DeepSeek V3 and R1 (name, then fenced JSON), and V3.1 (name, then JSON)."""
 
-    def read(text: str, at: int) -> tuple[list[Call], int] | None:
+    def read(text: str, at: int) -> tuple[list[ToolCall], int] | None:
         head = DEEPSEEK.match(text, at)
         found = _arguments_at(text, head.end(), "```", DEEPSEEK_CALL_END) if head else None
         if head is None or found is None:
@@ -512,7 +512,7 @@ def deepseek(text: str, tools: Sequence[Tool]) -> Found:
 def kimi_k2(text: str, tools: Sequence[Tool]) -> Found:
     """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>` (Kimi K2)."""
 
-    def read(text: str, at: int) -> tuple[list[Call], int] | None:
+    def read(text: str, at: int) -> tuple[list[ToolCall], int] | None:
         head = KIMI.match(text, at)
         found = _arguments_at(text, head.end(), KIMI_CALL_END) if head else None
         call = _call(head["name"], found[0], head["id"]) if head and found else None
@@ -527,7 +527,7 @@ def gpt_oss(text: str, tools: Sequence[Tool]) -> Found:
     The text of other messages is the content.
     """
     said: list[str] = []
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
     malformed = 0
     for _, to, body, whole in _harmony(text):
         if to is None:

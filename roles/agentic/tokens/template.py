@@ -1,4 +1,4 @@
-"""A model's chat template: conversations as text and tokens, what is new of them, and replies taken apart."""
+"""A model's chat template: render conversations and what is new in them, and parse completions."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from relax_rt.roles.data.media.sight import Sight
 
 MARK, OTHER = "zqxj", "jqxz"
-"""Words that no template has."""
+"""Texts that no template contains."""
 UNSEEN = "the chat template shows no tools (chat_template of roles.env or roles.gateway): the policy does not see"
 MOST_TOOL_SETS = 256
-"""So many sets of tools are remembered, with whether the template shows them."""
+"""Sets of tools for which it is cached whether the template shows them."""
 
 
 class ChatTemplate:
-    """A model's chat template, and the parsers of what the model writes under it. One serves many ledgers.
+    """A model's chat template, and the parsers of its completions. One instance serves many ledgers.
 
     Args:
         template: Jinja source instead of the model's own.
@@ -55,11 +55,11 @@ class ChatTemplate:
         tool_parser: one of parsers.TOOL_PARSERS; model: the tokenizer's own `response_template`; auto: that, if there
             is one, else by the template's text.
         reasoning_parser: one of parsers.REASONING_PARSERS, or auto: by the template's text.
-        sight: of a model that sees.
-        unseen: is told, once, that tools were offered which the template does not show.
+        sight: image processor of a model that takes pictures.
+        unseen: called once if tools are offered that the template does not show.
 
     Raises:
-        Refused: no such parser, or the template does not write a place for a picture.
+        Refused: no such parser, or the template has no placeholder for a picture.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class ChatTemplate:
             self._check_places(sight)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation: bool = True) -> str:
-        """A conversation as text, with the opening of the assistant's turn if `generation`.
+        """Return a conversation as text, with the start of the assistant's turn if `generation`.
 
         Raises:
-            Refused: the template takes no such conversation.
+            Refused: the template does not render it.
         """
         check_messages(messages)
         why = unseen_role(messages, self.capabilities)
@@ -120,19 +120,19 @@ class ChatTemplate:
         return str(text)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a rendered text; no special tokens are added."""
+        """Return the token ids of a rendered text; no special tokens are added."""
         return self.tokenizer.encode(text)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation: bool = True) -> list[int]:
-        """`text` as token ids.
+        """Return `text` as token ids.
 
         Raises:
-            Refused: the template takes no such conversation.
+            Refused: the template does not render it.
         """
         return self.encode(self.text(messages, tools, generation=generation))
 
     def _check_places(self, sight: Sight) -> None:
-        """Raises: Refused: a text or a picture is not written as it must be."""
+        """Raises: Refused, if the template does not render a text beside a picture's placeholder."""
         parts = [{"type": "text", "text": MARK}, {"type": IMAGE}]
         ids = self.render([{"role": "user", "content": parts}])
         if ids.count(sight.placeholder) == 1 and MARK in self.text([{"role": "user", "content": MARK}]):
@@ -143,10 +143,10 @@ class ChatTemplate:
         raise Refused(f"the chat template of {self.tokenizer.folder}", why=why, hint=hint)
 
     def with_pictures(self, ids: list[int], pictures: Sequence[Picture]) -> tuple[list[int], tuple[Shown, ...]]:
-        """Rendered tokens with those of the pictures in their places.
+        """Return rendered tokens with placeholders replaced by the tokens of pictures.
 
         Raises:
-            Refused: there are other places than pictures: a text has written one, or the template has.
+            Refused: the number of placeholders differs: a text or the template has written one.
         """
         if self.sight is None:
             return ids, ()
@@ -189,7 +189,7 @@ class ChatTemplate:
 
     @cached_property
     def turn_end(self) -> str:
-        """What closes a turn of the assistant, also in mid-conversation; empty if that cannot be told."""
+        """What closes a turn of the assistant, also within a conversation; empty if that cannot be determined."""
         said = [*PROBE, {"role": ASSISTANT, "content": MARK}]
         try:
             last = self.text(said, generation=False)
@@ -202,17 +202,17 @@ class ChatTemplate:
         return end if end and between.startswith(end) and end not in between[len(end) :] else ""
 
     def delta(self, messages: Sequence[Message], tools: Sequence[Tool], known: int) -> str | None:
-        """The text from the end of turn of messages[known - 1], an assistant's, to the opening of the next turn.
+        """Return the text from the end of turn of messages[known - 1], an assistant's, to the start of the next turn.
 
-        It is found in the rendering of the whole, thoughts left out of it. That rendering must begin with the one of
-        the conversation before that turn: then only this text is new.
+        It is found in the rendering of the whole conversation without reasoning. That rendering must start with the
+        rendering of the conversation before that turn: then only this text is new.
 
         Returns:
-            None: the template writes earlier text otherwise once there are new messages (it moves the tools, say), or
-            does not close turns.
+            None if the template renders earlier text differently once there are new messages (it moves the tools, say),
+            or does not close turns.
 
         Raises:
-            Refused: the template takes no such conversation.
+            Refused: the template does not render it.
         """
         if not self.turn_end:
             return None
@@ -220,7 +220,7 @@ class ChatTemplate:
         whole = self.text(plain, tools)
         try:
             before = self.text(plain[: known - 1], tools, generation=False)
-            # Up to the first new words all is alike when they are others.
+            # With other new texts, the rendering is the same up to the first of them.
             new = [{**plain[known], "content": _other(plain[known])}, *plain[known + 1 :]] if known < len(plain) else []
             other = self.text([*plain[:known], *new], tools) if new else whole
         except Refused:
@@ -232,30 +232,30 @@ class ChatTemplate:
         return whole[at:] if at >= len(before) else None
 
     def stop_text(self, tokens: Sequence[int]) -> str:
-        """The stop token that a completion ends with, spelled; empty if it ends with none."""
+        """Return the stop token that a completion ends with, as text; empty if it ends with none."""
         return self.tokenizer.spell(tokens[-1:]) if tokens and tokens[-1] in self.tokenizer.stop_ids else ""
 
     def behind(self, tokens: Sequence[int], text: str) -> tuple[list[int], str]:
-        """What a text, which begins with an end of turn, adds behind a completion: token ids and their text.
+        """Return what a text that starts with an end of turn adds to a completion: token ids and their text.
 
-        A stop token that was sampled is not said again: what the template has after it follows. A completion without
-        one (it was cut) gets the template's.
+        A sampled stop token is not repeated: what the template has after it follows. A completion without one (it was
+        cut) gets the template's.
         """
         stop = self.stop_text(tokens)
         if not stop or not text.startswith(stop):
             return self.encode(text), text
-        # Encoded with what it stands behind: some tokenizers put a space before the first word of a text.
+        # Encode it with its context: some tokenizers put a space before the first word of a text.
         ids = self.encode(text)
         rest = text[len(stop) :]
         return (ids[1:] if ids[:1] == list(tokens[-1:]) else self.encode(rest)), rest
 
     def tools_key(self, tools: Sequence[Tool]) -> Key:
-        """Equal for tools that are rendered alike; a template that knows no tools has but one."""
+        """Return a key that is equal for tools with the same rendering; a template without tools has a single key."""
         key = key_of_tools(tools)
         return key if not tools or self._shows(key, tools) else key_of_tools(())
 
     def shows(self, tools: Sequence[Tool]) -> bool:
-        """Whether it writes these tools into a prompt."""
+        """Return whether the template shows these tools in a prompt."""
         return self._shows(key_of_tools(tools), tools)
 
     def _shows(self, key: Key, tools: Sequence[Tool]) -> bool:
@@ -276,12 +276,12 @@ class ChatTemplate:
         return re.compile("|".join(re.escape(token) for token in self.tokenizer.raw.all_special_tokens) or "(?!)")
 
     def parse(self, text: str, tools: Sequence[Tool], *, prompt: str) -> Parsed:
-        """Take a completion apart.
+        """Parse a completion into reasoning, content and tool calls.
 
         Args:
-            text: as the model wrote it, special tokens spelled, its stop token left out.
-            tools: without them no calls are looked for.
-            prompt: the text before it, which may have opened a thought.
+            text: as the model wrote it, special tokens as text, without its stop token.
+            tools: without any, tool calls are not parsed.
+            prompt: the text before it, which may have started the reasoning.
         """
         parsed = self._by_model(text, tools, prompt) if self.tool_parser == parsers.MODEL else None
         if parsed is None or (parsed.calls and not tools):
@@ -314,12 +314,12 @@ def _name(tool: Tool) -> str:
 
 
 def _other(message: Message) -> str:
-    """Other words than a message has, from the first letter on."""
+    """Return a text that differs from a message's, from the first letter on."""
     return OTHER if str(words(message.get("content"))).startswith(MARK[0]) else MARK
 
 
 def _alike(one: str, other: str) -> int:
-    """How many characters two texts begin with in common."""
+    """Return the length of the common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

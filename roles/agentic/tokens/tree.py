@@ -122,7 +122,7 @@ class CallNode:
         return self.end + self.held
 
 
-class TokenBudget(msgspec.Struct, frozen=True):
+class SessionLoad(msgspec.Struct, frozen=True):
     """The size of a session: branches, and the tokens of all of them."""
 
     branches: int
@@ -155,7 +155,7 @@ class Tree:
         self.first: list[CallNode] = []
         self.calls: dict[int, CallNode] = {}
         self.completions: dict[str, CompletionNode] = {}
-        self.load = TokenBudget(0, 0)
+        self.load = SessionLoad(0, 0)
 
     def below(self, completion: CompletionNode | None) -> list[CallNode]:
         """Return the calls that continue a completion, or that start a conversation."""
@@ -219,7 +219,7 @@ class Tree:
 
     def _count(self, branches: int, tokens: int) -> None:
         """Add this many branches of this many tokens each to the load."""
-        self.load = TokenBudget(self.load.branches + branches, self.load.tokens + branches * tokens)
+        self.load = SessionLoad(self.load.branches + branches, self.load.tokens + branches * tokens)
 
     def place(self, keys: Sequence[Key], previous: CompletionNode | None) -> CallPosition:
         """Find the position of a conversation; `previous`: the completion that the caller says it continues."""

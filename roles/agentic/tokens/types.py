@@ -1,4 +1,4 @@
-"""What goes into the token ledger and what comes out of it. All of it can cross the wire."""
+"""The types of the token ledger: prompts, completions, replies, and the branches that are trained."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from relax_rt.roles.data.media.pictures import Placed, Shown
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 Message = dict[str, Any]
-"""A chat message as OpenAI's Chat Completions have it: `role`, `content` (str, list of parts, or None), `tool_calls`,
+"""A chat message as in OpenAI's Chat Completions: `role`, `content` (str, list of parts, or None), `tool_calls`,
 `tool_call_id`, `name`, `reasoning_content`. A part of type `image` has the `digest` of a picture that the ledger was
 shown."""
 Tool = dict[str, Any]
-"""A tool as OpenAI's Chat Completions have it: `{"type": "function", "function": {name, description, parameters}}`."""
+"""A tool as in OpenAI's Chat Completions: `{"type": "function", "function": {name, description, parameters}}`."""
 
 Drift = Literal["realign", "fork", "drop"]
 Reasoning = Literal["keep_reasoning", "strip"]
 Kind = Literal["first", "continuation", "fork", "edit", "drift"]
 FINISHED = ("stop", "length")
 CONTEXT = "context"
-"""Role of words in the model's name that are not trained where they stand: another branch trains them, nobody does, or
-a client wrote them."""
+"""Role of assistant text that is not trained at its position: another branch trains it, none does, or a client wrote
+it."""
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """A completion as an engine made it. n tokens.
+    """A completion of n tokens, as an engine generated it.
 
     Attributes:
         tokens: sampled ids, a sampled stop token included.
@@ -47,16 +47,16 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 class PromptPlan(msgspec.Struct, frozen=True):
-    """What an engine is to be given for one call.
+    """The prompt of one call.
 
     Attributes:
         node: number of the call in its ledger.
         tokens: ids of the whole prompt.
-        kind: how the call stands to those before it; see `TokenLedger`.
-        reused: sampled tokens among `tokens` that stand there as they were sampled.
-        room: tokens that each completion may have at most.
-        n: completions that may come.
-        rows: positions at the beginning of `tokens` whose routing rows are there from completions before it.
+        kind: relation of the call to those before it; see `TokenLedger`.
+        reused: number of tokens that are reused as they were sampled.
+        room: maximum number of tokens of each completion.
+        n: number of completions.
+        rows: leading positions of `tokens` whose routing rows earlier completions have recorded.
         media: the pictures among `tokens`.
         unseen: tools were offered, and the template does not show them.
     """
@@ -73,14 +73,14 @@ class PromptPlan(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What the caller is told.
+    """A completion as the caller gets it.
 
     Attributes:
         id: of this completion, unique in its session; a later call may name it as `previous`.
-        message: role, content (None beside tool calls without words), and where there are some `reasoning_content` and
+        message: role, content (None for tool calls without text), and, if there are any, `reasoning_content` and
             `tool_calls` (their arguments as JSON text, their ids nine letters and digits).
         finish_reason: stop, length or tool_calls.
-        text: all that was sampled, thoughts and tool calls as the model wrote them; the stop token left out.
+        text: all sampled text, reasoning and tool calls as the model wrote them, without the stop token.
     """
 
     id: str
@@ -93,11 +93,11 @@ class BranchTurn(msgspec.Struct, frozen=True, array_like=True):
     """Tokens [start, end) of a branch.
 
     Attributes:
-        role: assistant: a completion that is trained here; context: words in its name that are not; else the role of
-            the last message that was rendered there.
-        response: the completion's id; empty for what was rendered.
-        trained: the completion's tokens count in this branch. Of the branches that share a completion, one trains it.
-        messages: that were rendered there.
+        role: assistant: a completion that is trained here; context: assistant text that is not; else the role of the
+            last message that was rendered there.
+        response: the completion's id; empty for rendered messages.
+        trained: the completion is trained in this branch. Of the branches that share a completion, one trains it.
+        messages: the messages that were rendered there.
     """
 
     start: int
@@ -133,17 +133,17 @@ class Branch(msgspec.Struct, frozen=True):
 
 
 class Counts(msgspec.Struct):
-    """What happened in a session.
+    """Counters of a session.
 
     Attributes:
         first, continuation, fork, edit, drift: calls of each kind.
-        realigned: calls rendered as a whole although a completion was gone on from, because the template's own
-            rendering does not go on from it (always so where reasoning is stripped).
-        dropped_tokens: sampled tokens that a policy for drift took out of training.
-        abandoned: calls that were given up. abandoned_tokens: what had been recorded of them.
-        malformed_calls: tool calls that could not be read and stayed text.
-        foreign_ends: completions that ended with a stop token other than the one the template closes a turn with; it
-            stands before the template's own where the conversation goes on.
+        realigned: calls rendered as a whole although they continue a completion, because the template's rendering does
+            not continue it (always so if reasoning is stripped).
+        dropped_tokens: sampled tokens that the policy for drift excluded from training.
+        abandoned: cancelled calls. abandoned_tokens: tokens that had been recorded of them.
+        malformed_calls: tool calls that could not be parsed and stayed text.
+        foreign_ends: completions that ended with another stop token than the one that closes a turn in the template; it
+            precedes the template's own if the conversation continues.
     """
 
     first: int = 0
@@ -160,14 +160,14 @@ class Counts(msgspec.Struct):
 
 
 class Episode(msgspec.Struct, frozen=True):
-    """All that is trained of a session: each sampled token once.
+    """The training data of a session: each sampled token once.
 
     Attributes:
         branches: in the order of their last replies; empty if nothing is trained.
-        counts: see there.
+        counts: see Counts.
         pictures: those of the branches, encoded, by digest.
-        replies: ids of all completions that callers were given, also of those that are not trained: in the order of
-            their calls, and of the choices of a call, whichever came first.
+        replies: ids of all delivered completions, also of untrained ones: in the order of their calls, and of the
+            choices of a call, whichever was recorded first.
     """
 
     branches: tuple[Branch, ...]
@@ -177,5 +177,5 @@ class Episode(msgspec.Struct, frozen=True):
 
     @property
     def trained(self) -> list[BranchTurn]:
-        """The assistant's turns, each completion that is trained once, as they lie: branch after branch."""
+        """The assistant's turns, each trained completion once, branch after branch."""
         return [turn for branch in self.branches for turn in branch.turns if turn.trained]

@@ -15,7 +15,7 @@ from relax_rt.roles.base.versions import committed_versions
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.settings import ModelTable
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
-from relax_rt.roles.rollout.engines import make_engine
+from relax_rt.roles.rollout.engine_factory import make_engine
 from relax_rt.roles.rollout.engines.base import Chunk, Engine
 from relax_rt.roles.rollout.engines.weight_follower import EngineFailure, WeightFollower
 from relax_rt.roles.rollout.generation import GenerationService, serve_generation
@@ -78,6 +78,7 @@ class GenrmRole(RLRole[GenrmSettings]):
         await self.engine.start(self._on_chunks, self.failure)
 
     def _load(self) -> None:
+
         self.engine = make_engine(self.ctx, judge_folder(self.config, self.config_dir), self.settings)
         self.resources.push_async_callback(self.engine.close, 5.0)
 

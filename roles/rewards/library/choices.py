@@ -13,7 +13,7 @@ from relax_rt.config.schema import Table
 from relax_rt.roles.data.items import answer_text
 from relax_rt.roles.rewards.library.final_answer import boxes
 from relax_rt.roles.rewards.library.functions import UnreadableAnswer, reward
-from relax_rt.roles.rewards.library.math_reading import NotRead
+from relax_rt.roles.rewards.library.math_parsing import ParseFailed
 from relax_rt.roles.rewards.library.text import listed
 
 LONGEST = 100_000
@@ -51,7 +51,7 @@ def _choice(options: ChoiceOptions) -> Callable[..., Any]:
     def choice(completion: str, answer: Any) -> float:
         try:
             right = reader.gold(listed(answer))
-        except NotRead as error:
+        except ParseFailed as error:
             raise UnreadableAnswer(answer, str(error)) from None
         text = completion[-LONGEST:]
         return float((reader.whole(text) if options.bare else reader.committed(text)) == right)
@@ -152,7 +152,7 @@ class ChoiceReader:
                 re.match(r"[)\].:,]?\s*[.:)–-]?\s+\S", rest) and plain[: group[1] + 1].rstrip()[-1:] in ").:]"
             ):
                 return group[0]
-        raise NotRead(f"it names no choice among {self.letters} (the option `letters`)")
+        raise ParseFailed(f"it names no choice among {self.letters} (the option `letters`)")
 
     def whole(self, text: str) -> frozenset[str]:
         """The choice of a text that is just a choice; empty for any other text."""

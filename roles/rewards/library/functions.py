@@ -143,7 +143,7 @@ take forever."""
 FAMILIES = ("answers", "choices", "forms", "maths", "code", "remote")
 
 
-class NoOptions(Table):
+class NoRewardOptions(Table):
     """A reward without options."""
 
 
@@ -172,7 +172,7 @@ M = TypeVar("M", bound=Callable[[Any], Callable[..., Any]])
 def reward(
     name: str,
     *,
-    options: type[Table] = NoOptions,
+    options: type[Table] = NoRewardOptions,
     runs_in: RunsIn = "inline",
     check: Callable[[Any], list[tuple[str, str, str]]] = lambda options: [],
     gold: Callable[[Any], str] | None = None,

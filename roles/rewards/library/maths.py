@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +16,7 @@ from pydantic import Field
 from relax_rt.config.schema import Table
 from relax_rt.roles.rewards.library.final_answer import boxed, candidates
 from relax_rt.roles.rewards.library.functions import UnreadableAnswer, reward
-from relax_rt.roles.rewards.library.math_reading import NotRead, Reading, gold_text, read, word_key
+from relax_rt.roles.rewards.library.math_parsing import ParsedAnswer, ParseFailed, gold_text, read, word_key
 
 LONGEST = 20_000
 """Characters of a completion that are read, from its end: that is where the answer stands."""
@@ -71,7 +73,7 @@ def _in_a_box(answer: Any) -> str:
     """A completion with the right answer."""
     try:
         return f"\\boxed{{{gold_text(answer)}}}"
-    except NotRead:
+    except ParseFailed:
         return ""
 
 
@@ -79,8 +81,6 @@ def _in_a_box(answer: Any) -> str:
 # Python, and killing the worker ends long computations in C.
 @reward("math", options=MathOptions, runs_in="worker", check=_installed, gold=_in_a_box)
 def _math(options: MathOptions) -> Callable[..., Any]:
-    import logging
-
     import math_verify  # noqa: F401 takes a second, which is not to count for the first completion
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -101,15 +101,15 @@ def _math(options: MathOptions) -> Callable[..., Any]:
     return math
 
 
-def _gold(answer: Any) -> tuple[str, Reading]:
+def _gold(answer: Any) -> tuple[str, ParsedAnswer]:
     try:
         text = gold_text(answer)
         return text, read(text)
-    except NotRead as error:
+    except ParseFailed as error:
         raise UnreadableAnswer(answer, str(error)) from None
 
 
-def final_answer(completion: str, *, only_boxed: bool = False) -> tuple[str, Reading | None] | None:
+def final_answer(completion: str, *, only_boxed: bool = False) -> tuple[str, ParsedAnswer | None] | None:
     """The final answer of a completion with its parsed form (None if unparsable); None if it has no answer."""
     if (inside := boxed(completion)) is not None:
         return inside, _try(inside)
@@ -121,14 +121,14 @@ def final_answer(completion: str, *, only_boxed: bool = False) -> tuple[str, Rea
     return None
 
 
-def _try(text: str) -> Reading | None:
+def _try(text: str) -> ParsedAnswer | None:
     try:
         return read(text)
-    except NotRead:
+    except ParseFailed:
         return None
 
 
-def same(gold: tuple[str, Reading], said: tuple[str, Reading | None], options: MathOptions) -> bool:
+def same(gold: tuple[str, ParsedAnswer], said: tuple[str, ParsedAnswer | None], options: MathOptions) -> bool:
     """Whether an answer is the right one."""
     right, found = gold[1], said[1]
     if right.text:
@@ -151,7 +151,7 @@ def same(gold: tuple[str, Reading], said: tuple[str, Reading | None], options: M
     return _same_value(right, found, options)
 
 
-def _same_percent(right: Reading, found: Reading, options: MathOptions) -> bool:
+def _same_percent(right: ParsedAnswer, found: ParsedAnswer, options: MathOptions) -> bool:
     import sympy
 
     if right.unit == found.unit:
@@ -167,16 +167,14 @@ def _same_percent(right: Reading, found: Reading, options: MathOptions) -> bool:
     return of_one or _same_value(right, found, options)
 
 
-def _scaled(reading: Reading, factor: Any) -> Reading:
-    import dataclasses
-
+def _scaled(reading: ParsedAnswer, factor: Any) -> ParsedAnswer:
     try:
         return dataclasses.replace(reading, value=reading.value * factor, unit="")
     except TypeError:
         return reading
 
 
-def _same_value(right: Reading, found: Reading, options: MathOptions) -> bool:
+def _same_value(right: ParsedAnswer, found: ParsedAnswer, options: MathOptions) -> bool:
     if right.parts or found.parts:
         return _same_ratio(right, found, options)
     if right.value is None or found.value is None or right.count != found.count:
@@ -184,7 +182,7 @@ def _same_value(right: Reading, found: Reading, options: MathOptions) -> bool:
     return _equal(right.value, found.value, options, rounded=right.decimal or found.decimal)
 
 
-def _same_ratio(right: Reading, found: Reading, options: MathOptions) -> bool:
+def _same_ratio(right: ParsedAnswer, found: ParsedAnswer, options: MathOptions) -> bool:
     """Part by part. What cannot be a time of day is a ratio: equal to its multiples and, of two parts, its quotient."""
     ours, theirs = right.parts, found.parts
     if len(ours) == len(theirs) and all(_equal(a, b, options) for a, b in zip(ours, theirs, strict=True)):

@@ -18,12 +18,11 @@ from relax_rt.roles.data.media.pictures import Glance
 from relax_rt.roles.data.media.sight import sees
 from relax_rt.roles.models.forward import cache_keyword, check_plain
 from relax_rt.roles.rollout.engines import attention
+from relax_rt.roles.rollout.engines.attention import Segment, length_class, segments
 from relax_rt.roles.rollout.engines.base import Chunk, KvPolicy
 from relax_rt.roles.rollout.engines.gates import Gates
-from relax_rt.roles.rollout.engines.kv_cache import Fill, SlotCache
-from relax_rt.roles.rollout.engines.prefixes import PrefixStore
+from relax_rt.roles.rollout.engines.kv_cache import Fill, PrefixStore, SlotCache
 from relax_rt.roles.rollout.engines.sampling import Sampler
-from relax_rt.roles.rollout.engines.segments import Segment, length_class, segments
 from relax_rt.roles.rollout.engines.sequences import Sequence
 from relax_rt.roles.rollout.engines.weights import FlatWeights
 

@@ -43,7 +43,7 @@ class RoutingShape(msgspec.Struct, frozen=True):
 
     @property
     def row_bytes(self) -> int:
-        """Of one token's row."""
+        """Bytes of one token's row."""
         return 2 * self.layers * self.chosen
 
     def rows(self, *parts: bytes | bytearray) -> NDArray[np.int16]:
@@ -52,7 +52,7 @@ class RoutingShape(msgspec.Struct, frozen=True):
 
 
 class Rows:
-    """Of one member in an engine: what is known of it, and what has been told.
+    """Routing rows of one member in an engine.
 
     Args:
         had: rows of the tokens of its partial.
@@ -70,11 +70,11 @@ class Rows:
         return len(self._tokens) // self._size
 
     def set_prompt(self, rows: bytes) -> None:
-        """Of the positions before the prompt's last."""
+        """Set the rows of the positions before the prompt's last."""
         self._prompt = rows
 
     def extend(self, rows: bytes) -> None:
-        """Of the next tokens."""
+        """Append the rows of the next tokens."""
         self._tokens += rows
 
     def of(self, start: int, end: int) -> bytes:

@@ -8,7 +8,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from relax_rt.config.problems import KeyPath, Problem
-from relax_rt.config.schema import Filled, RoleSettings, Seconds, Table
+from relax_rt.config.schema import Filled, RoleSettings, RunConfig, Seconds, Table
+from relax_rt.roles.base.episodes import episode_tokens
+from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.models.settings import ChosenDtype, Parallel
 
 
@@ -110,3 +112,9 @@ class RolloutSettings(EngineSettings):
     kv_on_update: Literal["keep", "recompute"] = "keep"
     """The KV cache of sequences in flight at a weight update: keep it (later tokens are marked with the older version
     of the cache), or compute it again under the new weights."""
+
+
+def longest_tokens(config: RunConfig) -> int:
+    """Tokens of the longest sample that the config allows."""
+    prompted = config.table(DataTable).max_prompt_tokens + config.table(SamplingTable).max_new_tokens
+    return episode_tokens(config) or prompted

@@ -1,4 +1,4 @@
-"""How parts of the weights come from the ranks of a gang to rank 0.
+"""Brings each rank's part of the weights to rank 0.
 
 For a publication every rank copies its part aside; from then on the weights may change. The copies then cross over a
 process group that nothing else uses, on a thread of its own, so that they meet no collective of the next step.
@@ -22,18 +22,18 @@ from relax_rt.transport.rpc.errors import RelaxError, Unreachable
 T = TypeVar("T")
 
 GATHER_S = 300.0
-"""Of rank 0, for another rank's copy aside and for each of its messages: after that the rank is taken for hung."""
+"""Rank 0's limit for another rank's copy, and for each of its messages; then the rank counts as hung."""
 COMMAND_S = 1800.0
-"""Of rank 0, until a rank takes the order: it may be busy with the step, whose collectives wait as long."""
+"""Rank 0's limit until a rank takes the command: it may be busy with the step, whose collectives wait as long."""
 SEND_WAIT_S = 86_400.0
-"""Of the other ranks, for their turn: gloo sends when rank 0 receives. A rank 0 that is gone ends the wait, one that
+"""Limit of the other ranks' sends: gloo sends when rank 0 receives. A rank 0 that is gone ends the wait; one that
 hangs is ended by its supervisor."""
 TEXT_BYTES = 512
 STARTED, COPIED = "word of the order to copy its weights aside", "word of its copy aside"
 
 
 def all_gather_values(value: T, group: dist.ProcessGroup) -> list[T]:
-    """A small plain value of each rank of a group, by rank, on all of them."""
+    """Gather a small plain value of each rank of a group, by rank, on all of them."""
     data = msgspec.msgpack.encode(value)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
     dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
@@ -49,8 +49,8 @@ def all_gather_values(value: T, group: dist.ProcessGroup) -> list[T]:
 
 
 class WeightChannel:
-    """From every rank of a group to rank 0, whose calls match theirs one by one. One thread of a rank uses it at a
-    time.
+    """Messages from every rank of a group to rank 0, whose calls match theirs one by one. Used by one thread of a
+    rank at a time.
 
     Args:
         group: gloo, over ordinary memory. Its timeout bounds the wait of a rank for its turn.
@@ -65,21 +65,21 @@ class WeightChannel:
 
     @classmethod
     def beside_training(cls, device: torch.device, gather_s: float = GATHER_S) -> WeightChannel:
-        """One over a group of all ranks that is made for it; all make it at the same time."""
+        """Make a channel over a new group of all ranks; all make it at the same time."""
         return cls(dist.new_group(backend="gloo", timeout=timedelta(seconds=SEND_WAIT_S)), device, gather_s)
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Where this rank's part is kept, uint8 [nbytes]; the same each time: fresh pages cost more than the copy."""
+        """Return the buffer of this rank's part, uint8 [nbytes]; it is reused: fresh pages cost more than the copy."""
         if self._memory.numel() != nbytes:
             self._memory = torch.empty(nbytes, dtype=torch.uint8)
         return self._memory
 
     @contextmanager
     def copying(self, copied: Callable[[], None]) -> Iterator[None]:
-        """Around a rank's copy of its part. All ranks leave it together.
+        """Wrap a rank's copy of its part. All ranks leave the context together.
 
         Args:
-            copied: called when this rank's copy is made, or has failed.
+            copied: called once this rank's copy is made or has failed.
 
         Raises:
             Exception: what this rank's copy raised. RelaxError: another rank's failed. Unreachable: one is gone.
@@ -89,35 +89,35 @@ class WeightChannel:
         try:
             with _own_stream(self._device):
                 yield
-        except Exception as error:  # noqa: BLE001 - the others are told before it is raised
+        except Exception as error:  # noqa: BLE001 - the others learn of it before it is raised
             failed = error
         copied()
-        told = self._agreed(arrived, f"{type(failed).__name__}: {failed}" if failed is not None else "")
+        failure = self._agreed(arrived, f"{type(failed).__name__}: {failed}" if failed is not None else "")
         if failed is not None:
             raise failed
-        if told:
-            who, _, why = told.partition(" ")
+        if failure:
+            who, _, why = failure.partition(" ")
             raise RelaxError(f"rank {who} could not copy its weights aside", why=why)
 
     def _agreed(self, arrived: dist.Work | None, why: str) -> str:
-        """The first rank whose copy failed, and why; empty if none did. All ranks get the same."""
+        """Agree on the first rank whose copy failed, and why; empty if none did. All ranks get the same."""
         word = _encode_text(why)
         if arrived is not None:
             self._end(arrived, f"sending {STARTED} to rank 0")
             self._send(word, 0, COPIED)
             self._receive(word, 0, "whether all ranks have copied their weights aside")
             return _decode_text(word)
-        told = f"0 {why}" if why else ""
+        failure = f"0 {why}" if why else ""
         for rank in range(1, self.world):
             self._receive(word, rank, STARTED, self._order_s)
             self._receive(word, rank, COPIED, self._gather_s)
-            told = told or (f"{rank} {_decode_text(word)}" if _decode_text(word) else "")
+            failure = failure or (f"{rank} {_decode_text(word)}" if _decode_text(word) else "")
         for rank in range(1, self.world):
-            self._send(_encode_text(told), rank, "whether all ranks have copied their weights aside")
-        return told
+            self._send(_encode_text(failure), rank, "whether all ranks have copied their weights aside")
+        return failure
 
     def send(self, part: torch.Tensor, what: str) -> None:
-        """To rank 0; uint8, contiguous, in ordinary memory. Returns when rank 0 has received it.
+        """Send to rank 0: uint8, contiguous, in CPU memory. Returns when rank 0 has received it.
 
         Raises:
             Unreachable: rank 0 is gone.
@@ -125,7 +125,7 @@ class WeightChannel:
         self._send(part, 0, what)
 
     def receive(self, into: torch.Tensor, rank: int, what: str) -> None:
-        """On rank 0, what a rank sends.
+        """Receive on rank 0 what a rank sends.
 
         Raises:
             Unreachable: the rank is gone, or does not send it in time.
@@ -133,8 +133,8 @@ class WeightChannel:
         self._receive(into, rank, what, self._gather_s)
 
     def whole(self, rows: torch.Tensor, each: int) -> torch.Tensor:
-        """The rows of all ranks, one after the other, on each of them, in ordinary memory; all call it, as the first
-        part of an order.
+        """Gather the rows of all ranks, in order, on each of them, in CPU memory; all call it, as the first part of a
+        command.
 
         Args:
             rows: this rank's, [at most each, ...].
@@ -180,8 +180,7 @@ class WeightChannel:
 
 @contextmanager
 def _gloo_errors(what: str) -> Iterator[None]:
-    """Around calls of gloo alone: whatever else raises a RuntimeError, as memory that does not suffice, is no lost
-    rank."""
+    """Turn gloo's RuntimeError into Unreachable. Wrap calls of gloo alone: other RuntimeErrors are no lost rank."""
     try:
         yield
     except RuntimeError as error:  # gloo has one kind for a peer that is gone and for one that is late
@@ -190,7 +189,7 @@ def _gloo_errors(what: str) -> Iterator[None]:
 
 
 def _encode_text(text: str) -> torch.Tensor:
-    """A message of fixed size."""
+    """Encode text as a message of fixed size."""
     return torch.frombuffer(bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
 
 
@@ -199,13 +198,13 @@ def _decode_text(word: torch.Tensor) -> str:
 
 
 def _gloo_message(error: RuntimeError) -> str:
-    """What gloo says, without the place in its source before it and the advice on reading logs behind it."""
+    """Return gloo's message without the source location before it and the advice on logs after it."""
     return re.sub(r"^\[/\S+\] ", "", str(error)).partition(". ")[0]
 
 
 @contextmanager
 def _own_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU, copies within this wait for what was begun before them and hold up nothing that is begun after."""
+    """On a GPU: copies in this context wait for earlier work and delay no later work."""
     if device.type != "cuda":
         yield
         return

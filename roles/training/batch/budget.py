@@ -1,4 +1,4 @@
-"""How many tokens a micro-batch may have, and what becomes of that, and of the work, when memory runs out."""
+"""The token budget of micro-batches, and how work is retried with a smaller one when memory runs out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHORTER = "lower sampling.max_new_tokens or data.max_prompt_tokens"
 
 
 class MicroBatchAttempt(NamedTuple):
-    """A micro-batch: its tokens, and of how many parts it is that can be computed apart."""
+    """A micro-batch: its tokens, and the number of units that can be computed separately."""
 
     tokens: int
     units: int
@@ -37,7 +37,7 @@ class _SavedBudget(msgspec.Struct, frozen=True):
 
 
 def _read(file: Path) -> _SavedBudget | None:
-    """What was kept; a file that is not whole, as after the host went down, is none: the number is learnt again."""
+    """Read the saved budget; None if the file is missing or torn (the host went down): it is learnt again."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=_SavedBudget)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -45,12 +45,12 @@ def _read(file: Path) -> _SavedBudget | None:
 
 
 class TokenBudget:
-    """Tokens of a micro-batch: as configured, or fewer from the moment on that one did not fit.
+    """Tokens of a micro-batch: as configured, or fewer once one did not fit.
 
     Args:
         configured: `tokens_per_micro_batch` of the role.
-        file: where the smaller number is kept for those that come after this process; another setting voids it.
-        on_smaller: told the tokens that did not fit, the tokens from now on, and why.
+        file: keeps the smaller number for later processes; another setting voids it.
+        on_smaller: called with the tokens that did not fit, the tokens from now on, and why.
         remedy: what to do when one sequence does not fit.
     """
 
@@ -70,7 +70,8 @@ class TokenBudget:
 
     @classmethod
     def of(cls, ctx: RoleContext, configured: int, remedy: str = "") -> TokenBudget:
-        """That of a role in a run: kept in the run's folder for all slots of the role; events say when it shrinks.
+        """Make the budget of a role: saved in the run's folder for all slots of the role; an event reports each
+        reduction.
 
         Args:
             remedy: what to do, besides shorter sequences, when one does not fit.
@@ -84,7 +85,7 @@ class TokenBudget:
         return cls(configured, file, smaller, f"{SHORTER}, or {remedy}" if remedy else SHORTER)
 
     def attempting(self, rows: Sequence[SampleRow], tokens: int, *, whole_groups: bool = False) -> None:
-        """These rows are computed next.
+        """Note the rows that are computed next.
 
         Args:
             tokens: that this takes, padding included. whole_groups: the samples of a group cannot be computed apart.
@@ -94,11 +95,12 @@ class TokenBudget:
         self.attempting_units(tokens, len(units), whole_groups=whole_groups)
 
     def attempting_units(self, tokens: int, units: int, *, whole_groups: bool = False) -> None:
-        """So many tokens are computed next, of so many sequences, or groups, that can be computed apart."""
+        """Note how many tokens are computed next, and how many sequences or groups can be computed separately."""
         self._trying = MicroBatchAttempt(tokens, units, "one group" if whole_groups else "one sequence")
 
     def agree(self, gather: Callable[[int], list[int]]) -> None:
-        """Take the smallest of all ranks: those that compute parts of one micro-batch must cut the batch alike.
+        """Take the smallest budget of all ranks: ranks that compute one micro-batch together must divide the batch
+        alike.
 
         Args:
             gather: gives the value of each rank.
@@ -106,7 +108,7 @@ class TokenBudget:
         self.tokens = min(gather(self.tokens))
 
     def halve(self, why: str) -> None:
-        """What was tried last did not fit: half of it from now on.
+        """Halve the budget: the last attempt did not fit.
 
         Raises:
             GivenUp: it cannot be divided.
@@ -128,12 +130,12 @@ class TokenBudget:
 
 
 class MemoryRetry:
-    """Work in micro-batches, done again with smaller ones each time that memory runs out.
+    """Runs work in micro-batches, and retries it with smaller ones each time that memory runs out.
 
     Args:
-        device: whose memory is given back, as far as it is held without use, before the work is done again.
-        rank: as "rank 1 of the trainer": passes are made together with other ranks, which cannot leave one that they
-            are in the middle of. Empty: nobody waits for this process in a pass.
+        device: its unused cached memory is freed before a retry.
+        rank: e.g. "rank 1 of the trainer", if other ranks take part in each pass: they cannot leave one halfway. Empty:
+            no other process waits for this one in a pass.
 
     Attributes:
         halved: how often it was, since `taken`.
@@ -144,7 +146,7 @@ class MemoryRetry:
         self._halved = 0
 
     def __call__(self, work: Callable[[], T]) -> T:
-        """Do it; what it had made when memory ran out must not count.
+        """Do the work; partial results of a failed try must not count.
 
         Raises:
             GivenUp: micro-batches cannot be smaller.
@@ -157,7 +159,7 @@ class MemoryRetry:
                 if not out_of_memory(error):
                     raise
                 why = (str(error) or type(error).__name__).splitlines()[0]
-            # Only here are the frames gone that held what the pass had made.
+            # Only here, outside the except block, are the frames gone that held the tensors of the pass.
             self.budget.halve(why)
             free_cached(self._device)
             if self._rank:
@@ -169,18 +171,18 @@ class MemoryRetry:
             self._halved += 1
 
     def taken(self) -> dict[str, float]:
-        """For the step's record: how often micro-batches were halved since the last call, if they were."""
+        """Return for the step's record how often micro-batches were halved since the last call, if they were."""
         halved, self._halved = self._halved, 0
         return {"micro_batches_halved": float(halved)} if halved else {}
 
 
 class GradientAccumulation(Generic[P]):
-    """The gradients of a step, added up part by part; when memory runs out in one, the step's are computed anew.
+    """Accumulates the gradients of a step part by part; if memory runs out in one, all are computed anew.
 
     A pass that failed may have left half of its gradients in those of the passes before.
 
     Args:
-        begin: no gradients any more, and nothing measured. add: add those of a part.
+        begin: clears gradients and metrics. add: adds those of a part.
     """
 
     def __init__(self, fitting: MemoryRetry, begin: Callable[[], Any], add: Callable[[P], Any]) -> None:
@@ -203,5 +205,5 @@ class GradientAccumulation(Generic[P]):
         self._fitting(work)
 
     def forget(self) -> None:
-        """The step is over, or is not to be: the next part begins another one."""
+        """End or discard the step: the next part begins another one."""
         self._parts = []

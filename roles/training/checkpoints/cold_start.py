@@ -30,7 +30,7 @@ Floats = NDArray[np.float32]
 
 
 class ColdStartProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a checkpoint of a cold start has come.
+    """Progress of a cold start, in each of its checkpoints.
 
     Attributes:
         step: optimizer steps done, of `total`. done: the phase is over, and RL begins with these weights.
@@ -47,17 +47,17 @@ class ColdStartProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cold_start_folder(run_dir: Path) -> Path:
-    """Where the checkpoints are."""
+    """Return the folder of the cold start's checkpoints."""
     return run_dir / FOLDER
 
 
 def write_progress(folder: Path, mark: ColdStartProgress) -> None:
-    """Into a checkpoint that is being made."""
+    """Write progress into a checkpoint that is being written."""
     (folder / PROGRESS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(mark)))
 
 
 def read_progress(folder: Path) -> ColdStartProgress | None:
-    """How far a checkpoint has come; None if it does not say.
+    """Read a checkpoint's progress; None if it has none.
 
     Raises:
         OSError: the file system refused it, see `is_transient`.
@@ -71,9 +71,9 @@ def read_progress(folder: Path) -> ColdStartProgress | None:
 
 
 def cold_start_weights(run_dir: Path) -> Path | None:
-    """The weights after the cold start, as a Hugging Face folder; None before its end."""
+    """Return the weights after the cold start, as a Hugging Face folder; None before its end."""
     for folder in sorted(cold_start_folder(run_dir).glob(f"{PREFIX}*"), reverse=True):
-        # What cannot be read now is asked again: by those who wait for it, and by a trainer that goes on.
+        # What cannot be read now is tried again, by waiting roles and by a resuming trainer.
         with suppress(OSError):
             mark = read_progress(folder)
             if mark is not None and mark.done:
@@ -82,7 +82,7 @@ def cold_start_weights(run_dir: Path) -> Path | None:
 
 
 def write_reference_logprobs(folder: Path, values: list[list[Floats]], digest: str) -> None:
-    """Keep log-probabilities of the weights before the phase, of each sequence of each row; whole or not at all."""
+    """Save the initial weights' log-probabilities of each sequence of each row, atomically."""
     flat = [one for row in values for one in row]
     joined: Floats = np.concatenate(flat).astype(np.float32)
     tensors: dict[str, np.ndarray] = {
@@ -96,7 +96,7 @@ def write_reference_logprobs(folder: Path, values: list[list[Floats]], digest: s
 
 
 def read_reference_logprobs(folder: Path, digest: str) -> list[list[Floats]] | None:
-    """What `write_reference_logprobs` left, if it is of this data."""
+    """Read what `write_reference_logprobs` saved, if it is of this data."""
     try:
         with safe_open(folder / REFERENCE_FILE, framework="np") as file:
             found = {name: file.get_tensor(name) for name in ("lengths", "members", "values")}
@@ -118,10 +118,9 @@ POLL_S = 0.5
 
 
 async def report_cold_start_wait(ctx: RoleContext) -> None:
-    """Say, in a run with a cold start that has no weights yet, that there is nothing to do until then.
+    """In a run whose cold start is under way, report that the role waits for it, and count the role as started.
 
-    The role counts as started with it: the cold start may take longer than a start may. What waits for the weights
-    themselves goes on waiting.
+    The cold start may take longer than a start may. Whoever waits for the weights themselves keeps waiting.
     """
     if not ctx.config.table(ColdStartTable).wanted:
         return
@@ -133,7 +132,7 @@ async def report_cold_start_wait(ctx: RoleContext) -> None:
 
 
 async def wait_for_cold_start(ctx: RoleContext) -> Path | None:
-    """The weights that RL begins with, once they are there; None: the role was asked to stop before."""
+    """Wait for the weights that RL begins with; None: the role was asked to stop before."""
     while (folder := cold_start_weights(ctx.run_dir)) is None:
         ctx.progress.waiting(WHY)
         if not ctx.stopping.is_set():

@@ -1,4 +1,4 @@
-"""Around the trainer's checkpoints: which one it goes on from, and how one that is being written gets on."""
+"""Resumes from the newest good checkpoint, and waits for one that is being written."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from relax_rt.transport.rpc.errors import Corrupt, Refused, RelaxError, StaleEpo
 
 LOOK_S = 1.0
 COMPARE_ALLOWANCE_S = 120.0
-"""Until the first bytes of a checkpoint that is compared were read."""
+"""Time until the first bytes of a checkpoint that is verified are read."""
 MIB = 1 << 20
 LISTED_FAULTS = 4
-"""Checkpoints whose faults are told in full when none can be read."""
+"""Checkpoints whose faults are listed in full when none can be read."""
 
 Resume = Callable[[Path, CheckpointState], Awaitable[None]]
 
 
 class ResumedCheckpoint(NamedTuple):
-    """A checkpoint that a training goes on from."""
+    """The checkpoint that a training resumed from."""
 
     folder: Path
     state: CheckpointState
@@ -37,22 +37,23 @@ class ResumedCheckpoint(NamedTuple):
 async def resume_newest(
     ctx: RoleContext, store: CheckpointStore, take: Resume, *, shown: str = "", anew: bool = False
 ) -> tuple[ResumedCheckpoint | None, list[str]]:
-    """Go on from the newest checkpoint that can be read and whose files have the bytes that were written, which is seen
-    before anything of it is taken. Those passed over are said (event `checkpoint_damaged`) and, once an older one was
-    taken, set aside (event `checkpoint_quarantined`).
+    """Resume from the newest checkpoint that can be read and whose digests match, which is verified first.
+
+    Skipped ones are reported (event `checkpoint_damaged`) and, once an older one was resumed, quarantined (event
+    `checkpoint_quarantined`).
 
     Args:
-        take: goes on from a checkpoint, or refuses it.
-        shown: before the names of checkpoints in events.
-        anew: where none can be read all are set aside, and it is begun anew.
+        take: resumes a checkpoint, or refuses it.
+        shown: prefix of the names of checkpoints in events.
+        anew: if none can be read, quarantine all and start anew.
 
     Returns:
-        The checkpoint taken, None if there is none yet; and the names of those passed over.
+        The resumed checkpoint, None if there is none yet; and the names of those skipped.
 
     Raises:
         BadInput: there are some, and none can be read; all are left as they are. To begin at step 0 would undo the run.
-            Or one is of another model, another run or a newer version: it is good, and must not be passed over.
-        RelaxError: the file system refused one: another try may read it, so nothing is passed over.
+            Or one is of another model, another run or a newer version: it is good, and must not be skipped.
+        RelaxError: the file system refused one: another try may read it, so nothing is skipped.
         StaleEpoch: a newer incarnation of the trainer has begun.
     """
     passed: list[tuple[Path, str]] = []
@@ -76,7 +77,7 @@ async def resume_newest(
                 return ResumedCheckpoint(folder, state), [one.name for one, _ in passed]
         passed.append((folder, why))
         ctx.event("checkpoint_damaged", checkpoint=f"{shown}{folder.name}", why=why)
-        ctx.log.warning("passing over a checkpoint", checkpoint=f"{shown}{folder.name}", error=why)
+        ctx.log.warning("skipping a checkpoint", checkpoint=f"{shown}{folder.name}", error=why)
     if anew:
         await _set_aside(ctx, store, passed, shown)
         return None, [one.name for one, _ in passed]
@@ -99,14 +100,14 @@ def verify_files(
     if not state.files:
         return
     what = f"comparing {shown}{folder.name} with its digests"
-    began = told = time.monotonic()
+    began = last = time.monotonic()
     lock = threading.Lock()
 
     def done(nbytes: int) -> None:
-        nonlocal told
+        nonlocal last
         with lock:
-            since, told = told, time.monotonic()
-            ctx.progress.extend(told - since, what)
+            since, last = last, time.monotonic()
+            ctx.progress.extend(last - since, what)
         ctx.progress.advance(max(1, nbytes // MIB), what)
 
     ctx.progress.extend(COMPARE_ALLOWANCE_S, what)

@@ -59,13 +59,13 @@ class WeightBroadcaster:
 
     @classmethod
     def of(cls, ctx: RoleContext, table: PublicationTable, communicator: Communicator) -> WeightBroadcaster | None:
-        """As the config says; None: no broadcasts."""
+        """Make the broadcaster that the config asks for; None: no broadcasts."""
         if table.carrier != "collective":
             return None
         return cls(ctx, stage_folder(ctx), table.broadcast_timeout_s, communicator)
 
-    async def before(self, manifest: Manifest) -> None:
-        """Write down whom the version will be broadcast to; to be called before its commit."""
+    async def reserve(self, manifest: Manifest) -> None:
+        """Reserve the receivers of a version; call it before the commit."""
         self._drop("it was not committed")
         if self._group is None or (self.current is not None and not self.current.done()):
             return
@@ -103,8 +103,8 @@ class WeightBroadcaster:
         if group is not None:
             await group.__aexit__(None, None, None)
 
-    def begin(self) -> None:
-        """The version is committed: broadcast it, behind whatever comes next."""
+    def start(self) -> None:
+        """Broadcast the committed version in the background."""
         reserved, manifest, self._reserved = self._reserved, self._manifest, None
         if reserved is not None and manifest is not None:
             self.current = asyncio.create_task(self._send(manifest, reserved))

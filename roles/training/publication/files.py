@@ -1,4 +1,4 @@
-"""The trainer's versions as files: before they are committed where engines have no other way, else behind."""
+"""Writes the trainer's versions as files: before the commit if engines have no other way, else in the background."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ HUNG_S = 60.0
 """Longer than its own limit a copy takes only where a call of the file system does not come back."""
 CLOSE_S = 5.0
 """For a copy that was given up to notice it. A thread in a call that does not come back is left behind."""
-LASTING = frozenset(
+PERMANENT_ERRNOS = frozenset(
     (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
 )
-"""What the next trainer would be told as well; a disk that is full or does not answer may be mended meanwhile."""
+"""Errors that the next trainer would get as well; a disk that is full or does not answer may be mended meanwhile."""
 
 
 class WeightFiles:
@@ -49,27 +49,27 @@ class WeightFiles:
         self._closing = False
         self._next: VersionRecord | None = None
         self._newest = 0
-        self._told = 0
-        self._behind: asyncio.Task[None] | None = None
+        self._reported = 0
+        self._writer: asyncio.Task[None] | None = None
         self._directory: WeightDirectory | None = None
         try:
-            self._opened()
+            self._open_directory()
         except (OutOfSpace, Refused) as error:
             if only_way:
-                raise _judged(error) from error
-            self._not_filed(0, error)
+                raise _permanent_or_not(error) from error
+            self._report_failure(0, error)
 
     @classmethod
     def of(cls, ctx: RoleContext) -> WeightFiles | None:
-        """As the config says; None: no files. Blocks."""
+        """Make the writer that the config asks for; None: no files. Blocks."""
         table = ctx.config.table(PublicationTable)
         folder = files_folder(ctx, table.directory)
         if folder is None or table.carrier not in ("auto", "directory"):
             return None
         return cls(ctx, folder, only_way=table.carrier == "directory", timeout_s=table.directory_timeout_s)
 
-    async def before(self, record: VersionRecord) -> None:
-        """To be called before the commit.
+    async def write_before_commit(self, record: VersionRecord) -> None:
+        """Write a version before its commit, if the files are the engines' only way.
 
         Raises:
             OutOfSpace, DeadlineExceeded, Refused: engines would not get the version. BadInput: nor any other.
@@ -78,54 +78,54 @@ class WeightFiles:
             try:
                 await asyncio.to_thread(self._write, record)
             except Refused as error:
-                raise _judged(error) from error
+                raise _permanent_or_not(error) from error
 
-    async def after(self, record: VersionRecord) -> None:
-        """To be called when it is committed. Where engines have another way the copy is made behind the training, of
-        the newest version when the one before is done."""
+    async def write_after_commit(self, record: VersionRecord) -> None:
+        """Handle a committed version: write it in the background, unless that was done before the commit. While a
+        copy is under way only the newest version waits for it."""
         if self._only_way:
             await asyncio.to_thread(self._retire, record)
             return
         self._next, self._newest = record, record.version
-        if self._behind is None or self._behind.done():
-            self._behind = asyncio.create_task(self._follow())
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.create_task(self._write_newest())
 
-    async def through(self) -> None:
-        """Wait until the newest version is in the folder, or was given up: each copy has its time. A role that is
-        asked to stop has little, and does not wait."""
+    async def wait(self) -> None:
+        """Wait until the newest version is in the folder or was given up; each copy has a limit. A role that is
+        asked to stop does not wait."""
         # The copy under way, and the newest after it.
         limit_s = 2 * self._timeout_s + HUNG_S
         until = time.monotonic() + limit_s
         try:
-            while self._behind is not None and not self._behind.done() and not self._ctx.stopping.is_set():
+            while self._writer is not None and not self._writer.done() and not self._ctx.stopping.is_set():
                 if time.monotonic() > until:
                     what = f"the newest weights in {self._folder}"
-                    self._not_filed(
+                    self._report_failure(
                         self._newest, DeadlineExceeded(what, why=f"the file system has not answered for {limit_s:g} s")
                     )
                     return
                 self._ctx.progress.waiting(f"the newest weights are put into {self._folder}")
-                await asyncio.wait([self._behind], timeout=LOOK_S)
+                await asyncio.wait([self._writer], timeout=LOOK_S)
         finally:
             self._ctx.progress.waiting("")
 
     async def close(self) -> None:
         """Give up what is being written."""
         self._closing = True
-        if self._behind is not None:
-            await asyncio.wait([self._behind], timeout=CLOSE_S)
+        if self._writer is not None:
+            await asyncio.wait([self._writer], timeout=CLOSE_S)
 
-    async def _follow(self) -> None:
+    async def _write_newest(self) -> None:
         while self._next is not None and not self._closing:
             record, self._next = self._next, None
             try:
                 await in_own_thread(partial(self._put, record))
             except Gone:
                 continue  # the stage keeps the newest committed one: there is a newer
-            except Exception as error:  # noqa: BLE001 a copy costs no more than itself, and is told
-                self._not_filed(record.version, error)
+            except Exception as error:  # noqa: BLE001 a copy costs no more than itself, and is reported
+                self._report_failure(record.version, error)
 
-    def _opened(self) -> WeightDirectory:
+    def _open_directory(self) -> WeightDirectory:
         if self._directory is None:
             self._directory = WeightDirectory(
                 self._folder,
@@ -137,7 +137,7 @@ class WeightFiles:
         return self._directory
 
     def _write(self, record: VersionRecord) -> None:
-        directory, source = self._opened(), StageSource(stage_folder(self._ctx), record)
+        directory, source = self._open_directory(), StageSource(stage_folder(self._ctx), record)
         with source.mapped() as view:
             directory.write(record, source.manifest, view, self._timeout_s)
 
@@ -146,12 +146,12 @@ class WeightFiles:
         self._retire(record)
 
     def _retire(self, record: VersionRecord) -> None:
-        self._opened().retire(record.version)
+        self._open_directory().retire(record.version)
 
-    def _not_filed(self, version: int, error: Exception) -> None:
-        if version and version == self._told:
+    def _report_failure(self, version: int, error: Exception) -> None:
+        if version and version == self._reported:
             return
-        self._told = version
+        self._reported = version
         why = str(error) if isinstance(error, RelaxError | OSError) else f"{type(error).__name__}: {error}"
         self._ctx.event("weights_save_failed", version=version, why=why)
         self._ctx.log.warning("a version was not put into the folder", version=version, why=why)
@@ -179,10 +179,10 @@ async def in_own_thread(work: Callable[[], None]) -> None:
     await done
 
 
-def _judged(error: OutOfSpace | Refused) -> OutOfSpace | Refused | BadInput:
-    """The error itself, or BadInput where no restart of the trainer mends it."""
+def _permanent_or_not(error: OutOfSpace | Refused) -> OutOfSpace | Refused | BadInput:
+    """Return the error, or BadInput if no restart of the trainer can help."""
     cause = error.__cause__
-    if not isinstance(cause, OSError) or cause.errno not in LASTING:
+    if not isinstance(cause, OSError) or cause.errno not in PERMANENT_ERRNOS:
         return error
     hint = error.hint or 'name a folder in publication.directory that this user may write in, or use carrier = "auto"'
     return BadInput(error.what, why=error.why, hint=hint)

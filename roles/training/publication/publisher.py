@@ -1,4 +1,4 @@
-"""The trainer's side: weights onto the stage and committed while the trainer goes on; who has them is watched."""
+"""Publishes the trainer's weights: staged and committed while training continues; watches which engines have them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from relax_rt.transport.weights.stage import WeightStage
 
 REGISTRY_WAIT_S = 600.0
 STAGE_WAIT_S = 60.0
-"""For room on the stage, from the moment on that no engine is owed patience any more."""
+"""Wait for room on the stage, once no engine has time left to take the version before."""
 COPY_S = 300.0
-"""For the copy itself, once there is room."""
+"""Limit of the copy itself, once there is room."""
 STAGE_RETRY_S = 0.1
 RETRY_S = 0.5
 WATCH_S = 2.0
-FEW_KEPT = 0.5
-"""Below this part of the adapters' changes the trainer warns."""
+MIN_CHANGES_KEPT = 0.5
+"""The trainer warns if a smaller fraction of the adapters' changes survives rounding."""
 
 T = TypeVar("T")
 
@@ -60,10 +60,10 @@ class StagedVersion(msgspec.Struct, frozen=True):
 
 
 class Publisher:
-    """Publishes one version after the other, each in the background of what the trainer does next.
+    """Publishes one version after the other, each in the background of the next step.
 
     The weights are copied to the stage at once, those of a gang's other ranks aside; until that is done
-    `weights_may_change` holds the next optimizer step, but not its forward and backward passes. Gathering the copies,
+    `wait_copied` holds the next optimizer step, but not its forward and backward passes. Gathering the copies,
     digests, the delta and the commit need the copies alone. At most one publication is under way. What goes wrong in it
     is raised by the next call.
 
@@ -91,9 +91,9 @@ class Publisher:
     ) -> None:
         self._ctx, self._stage, self._backend, self._dtype, self._table = ctx, stage, backend, dtype, table
         self._committed, self._files = committed, files
-        self._spread, self._device = WeightBroadcaster.of(ctx, table, communicator), DeviceWeights.of(ctx, table)
-        self._adapted = AdapterVersions.of(table, backend, stage, dtype)
-        self._machine = EngineTracker(engines, table.ack_timeout_s)
+        self._broadcaster, self._device = WeightBroadcaster.of(ctx, table, communicator), DeviceWeights.of(ctx, table)
+        self._adapter_versions = AdapterVersions.of(table, backend, stage, dtype)
+        self._tracker = EngineTracker(engines, table.ack_timeout_s)
         self._copied = threading.Event()
         self._copied.set()
         self._idle = threading.Event()
@@ -102,43 +102,44 @@ class Publisher:
         self._copy_wait_s = table.ack_timeout_s + STAGE_WAIT_S + COPY_S
         # Each of its parts has a limit; a disk or a driver that never answers has none.
         self._limit_s = self._copy_wait_s + STAGE_WAIT_S + COPY_S + table.directory_timeout_s + REGISTRY_WAIT_S
-        self._begun_at = 0.0
+        self._started_at = 0.0
         self._facts: dict[int, dict[str, float | int]] = {}
-        self._doing = ""
+        self._phase = ""
         self._copied_at: float | None = None
         self.current: asyncio.Task[VersionRecord] | None = None
         self._watching = asyncio.create_task(self._watch())
 
-    async def begin(self, weights: VersionRecord) -> None:
-        """Publish the backend's weights as this version; returns when the publication before it is through."""
-        await self.through()
+    async def publish(self, weights: VersionRecord) -> None:
+        """Publish the backend's weights as this version; returns once the publication before it is committed."""
+        await self.wait_committed()
         self._copied.clear()
-        self._begun_at = time.monotonic()
+        self._started_at = time.monotonic()
         self.current = asyncio.create_task(self._publish(weights))
 
-    async def through(self, publication: asyncio.Task[VersionRecord] | None = None) -> None:
-        """Wait until what was begun, unless given the newest, is committed; what is waited for is seen meanwhile."""
+    async def wait_committed(self, publication: asyncio.Task[VersionRecord] | None = None) -> None:
+        """Wait until a publication (default: the newest) is committed; the wait is visible in the role's progress."""
         publication = publication or self.current
         if publication is None:
             return
         try:
             while not publication.done():
                 self._check_overdue()
-                self._ctx.progress.waiting(f"the publication before: {self._doing}")
+                self._ctx.progress.waiting(f"the publication before: {self._phase}")
                 await asyncio.wait([publication], timeout=RETRY_S)
         finally:
             self._ctx.progress.waiting("")
         publication.result()
 
-    async def filed(self) -> None:
-        """Wait until the newest version lies in the folder of files, where there is one and it takes it."""
+    async def wait_files(self) -> None:
+        """Wait until the newest version is written to the folder of files, if there is one."""
         if self._files is not None:
-            await self._files.through()
+            await self._files.wait()
 
-    def weights_may_change(self) -> float:
-        """Blocks (not the event loop: call it in the trainer's thread) until the weights have been copied.
+    def wait_copied(self) -> float:
+        """Block until the weights have been copied and may change. Call it in the trainer's thread.
 
-        Answers with how long that took (s); what is waited for is seen meanwhile.
+        Returns:
+            Seconds waited.
         """
         if self._copied.is_set():
             return 0.0
@@ -147,27 +148,27 @@ class Publisher:
             while not self._copied.wait(RETRY_S):
                 if time.monotonic() - began > self._copy_wait_s:
                     raise DeadlineExceeded(
-                        f"the weights were not copied within {self._copy_wait_s:g} s", why=self._doing
+                        f"the weights were not copied within {self._copy_wait_s:g} s", why=self._phase
                     )
-                self._ctx.progress.waiting(f"the copy of the weights before: {self._doing}")
+                self._ctx.progress.waiting(f"the copy of the weights before: {self._phase}")
         finally:
             self._ctx.progress.waiting("")
         return time.monotonic() - began
 
     def check(self) -> None:
-        """Raise what went wrong in the background, or that a publication has taken too long."""
+        """Raise the failure of a background task, or DeadlineExceeded for an overdue publication."""
         self._check_overdue()
-        broadcast = self._spread.current if self._spread is not None else None
+        broadcast = self._broadcaster.current if self._broadcaster is not None else None
         for task in (self.current, self._watching, broadcast):
             if task is not None and task.done():
                 task.result()
 
     @property
     def overdue(self) -> bool:
-        """Whether the copy of a publication, or all of it, is under way for longer than its parts may take."""
+        """Whether the copy of a publication, or all of it, has taken longer than its parts may take."""
         if self.current is None or self.current.done():
             return False
-        return time.monotonic() - self._begun_at > self._limit_now_s
+        return time.monotonic() - self._started_at > self._limit_now_s
 
     @property
     def _limit_now_s(self) -> float:
@@ -176,10 +177,10 @@ class Publisher:
     def _check_overdue(self) -> None:
         limit_s = self._limit_now_s
         if self.overdue:
-            raise DeadlineExceeded(f"the publication was not through within {limit_s:g} s", why=self._doing)
+            raise DeadlineExceeded(f"the publication was not through within {limit_s:g} s", why=self._phase)
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel what is under way."""
         self._closing = True
         tasks = [task for task in (self.current, self._watching) if task is not None]
         for task in tasks:
@@ -187,32 +188,32 @@ class Publisher:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._files is not None:
             await self._files.close()
-        if self._spread is not None:
-            await self._spread.close()
+        if self._broadcaster is not None:
+            await self._broadcaster.close()
         # The thread that writes the stage cannot be cancelled; the stage must not be closed under it.
         await asyncio.to_thread(self._idle.wait, COPY_S)
         if self._device is not None:
             await asyncio.to_thread(self._device.close)
 
     async def _publish(self, weights: VersionRecord) -> VersionRecord:
-        """Stage, seal with digests, commit under this incarnation's epoch, retire the one before."""
+        """Stage and seal with digests, commit under this incarnation's epoch, retire the version before."""
         try:
             staged = await self._staged(weights.version)
         finally:
             self._copied.set()
         record = VersionRecord(weights.version, weights.parent, weights.step, staged.manifest.digest, weights.changed)
         if self._files is not None:
-            self._doing = f"version {weights.version} is put into the folder of files, before its commit"
-            await self._files.before(record)
-        if self._spread is not None:
-            self._doing = f"whom version {weights.version} is broadcast to is written down, before its commit"
-            await self._spread.before(staged.manifest)
-        self._doing = f"version {weights.version} is to be committed in the registry"
-        record = await self._patiently(lambda: self._ctx.registry.commit_version(record))
+            self._phase = f"version {weights.version} is put into the folder of files, before its commit"
+            await self._files.write_before_commit(record)
+        if self._broadcaster is not None:
+            self._phase = f"whom version {weights.version} is broadcast to is written down, before its commit"
+            await self._broadcaster.reserve(staged.manifest)
+        self._phase = f"version {weights.version} is to be committed in the registry"
+        record = await self._wait_for_registry(lambda: self._ctx.registry.commit_version(record))
         self._committed = record.version
-        self._doing = f"version {record.version} is committed; the memory of those before it is freed"
-        if self._spread is not None:
-            self._spread.begin()
+        self._phase = f"version {record.version} is committed; the memory of those before it is freed"
+        if self._broadcaster is not None:
+            self._broadcaster.start()
         facts: dict[str, float | int] = {
             "bytes": staged.manifest.layout.nbytes,
             "delta_bytes": staged.manifest.deltas[-1].nbytes if staged.manifest.deltas else 0,
@@ -225,10 +226,10 @@ class Publisher:
             facts["changes_kept"] = round(staged.changes_kept, 4)
             self._warn_of_lost_changes(staged.changes_kept)
         self._facts = {record.version: facts}
-        self._report(self._machine.committed(record.version, time.monotonic()))
+        self._report(self._tracker.committed(record.version, time.monotonic()))
         await asyncio.to_thread(self._stage.retire, record.version)
-        if self._spread is not None:
-            await self._spread.retire(record.version)
+        if self._broadcaster is not None:
+            await self._broadcaster.retire(record.version)
         if self._device is not None:
             await asyncio.to_thread(self._device.retire, record.version)
         self._ctx.event(
@@ -242,13 +243,13 @@ class Publisher:
         )
         await self._ctx.ready(record.version)
         if self._files is not None:
-            self._doing = f"version {record.version} is committed; those before it are removed from the folder of files"
-            await self._files.after(record)
+            self._phase = f"version {record.version} is committed; those before it are removed from the folder of files"
+            await self._files.write_after_commit(record)
         return record
 
     def _warn_of_lost_changes(self, kept: float) -> None:
-        """Once a process: engines sample from what is published, and not from what was trained."""
-        if kept >= FEW_KEPT or self._warned:
+        """Warn once a process: engines sample from what is published, not from what was trained."""
+        if kept >= MIN_CHANGES_KEPT or self._warned:
             return
         self._warned = True
         self._ctx.log.warning(
@@ -258,10 +259,10 @@ class Publisher:
         )
 
     async def _staged(self, version: int) -> StagedVersion:
-        """Wait for a free buffer as long as engines are owed patience; then take one from whoever holds it."""
+        """Stage the version; wait for a free buffer while engines have time to release one, then evict a reader."""
         deadline, evict = math.inf, False
         while True:
-            self._doing = f"version {version} is staged"
+            self._phase = f"version {version} is staged"
             try:
                 return await asyncio.to_thread(self._write, version, evict)
             except OutOfSpace as error:
@@ -269,8 +270,8 @@ class Publisher:
                 # Once copied, the weights may be others: they must not be exported again as this version.
                 if self._copied.is_set() or now > deadline:
                     raise
-                self._doing = str(error)
-                if not evict and not self._machine.patience_s(now):
+                self._phase = str(error)
+                if not evict and not self._tracker.patience_s(now):
                     deadline, evict = now + STAGE_WAIT_S, True
                 await asyncio.sleep(STAGE_RETRY_S)
 
@@ -288,17 +289,17 @@ class Publisher:
             # Where only memory is short nothing is taken from anybody.
             why = "readers hold every buffer longer than engines have time"
             self._ctx.event("weights_evicted", version=version, buffer=evicted, why=why)
-        base = self._adapted.base(layout, self._committed) if self._adapted is not None else None
+        base = self._adapter_versions.base(layout, self._committed) if self._adapter_versions is not None else None
         with self._stage.writing(layout, self._committed) as (file, view):
             adapters: VersionAdapters | None = None
-            if self._adapted is not None and base is not None:
-                adapters = self._adapted.take(base)
+            if self._adapter_versions is not None and base is not None:
+                adapters = self._adapter_versions.take(base)
             else:
-                self._backend.export(view, self._dtype, lambda: self._aside(version))
-            self._aside(version)
+                self._backend.export(view, self._dtype, lambda: self._release_weights(version))
+            self._release_weights(version)
             kept = getattr(self._backend, "changes_kept", None)
-            if self._adapted is not None and adapters is not None:
-                self._adapted.make(adapters, view)
+            if self._adapter_versions is not None and adapters is not None:
+                self._adapter_versions.make(adapters, view)
             manifest = self._sealed(version, layout, file, view, adapters)
             if self._device is not None:
                 self._device.show(manifest, view)
@@ -308,17 +309,17 @@ class Publisher:
         assert self._copied_at is not None
         return StagedVersion(manifest, self._copied_at - began, time.monotonic() - began, kept)
 
-    def _aside(self, version: int) -> None:
-        """The weights may change: what is still read of them was copied."""
+    def _release_weights(self, version: int) -> None:
+        """Let the weights change: all that is still read of them was copied."""
         if self._copied_at is None:
             self._copied_at = time.monotonic()
-            self._doing = f"version {version} is brought to the stage, whole"
+            self._phase = f"version {version} is brought to the stage, whole"
             self._copied.set()
 
     def _sealed(
         self, version: int, layout: Layout, file: str, view: memoryview, adapters: VersionAdapters | None
     ) -> Manifest:
-        """Seal the copy, rounded to what is sent; a shared memory that is full is waited for with the copy in it."""
+        """Seal the copy, rounded to the wire dtype; if shared memory is full, keep the copy and wait for room."""
         narrow = self._narrowed(layout, view)
         beside, digest = (adapters.beside, adapters.base.digest) if adapters is not None else (b"", "")
         deadline = time.monotonic() + STAGE_WAIT_S
@@ -328,19 +329,19 @@ class Publisher:
             except OutOfSpace as error:
                 if self._closing or time.monotonic() > deadline:
                     raise
-                self._doing = str(error)
+                self._phase = str(error)
                 time.sleep(STAGE_RETRY_S)
 
     def _narrowed(self, layout: Layout, view: memoryview) -> bytes:
-        """The version as it is sent, in fewer bits; from here on `view` holds what will arrive. Empty: as it is."""
+        """Round the version to the wire dtype; `view` then holds what will arrive. Empty: it is sent as it is."""
         wire = wire_of(self._table.wire_dtype, self._dtype)
         if wire is None:
             return b""
 
         return wire_version(layout, view, wire)
 
-    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
-        """A call of the registry that waits out its absence: the step must not be lost for it."""
+    async def _wait_for_registry(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Repeat a call of the registry until it answers: its absence must not cost the step."""
         deadline = time.monotonic() + REGISTRY_WAIT_S
         while True:
             try:
@@ -348,21 +349,21 @@ class Publisher:
             except (Unreachable, DeadlineExceeded) as error:
                 if time.monotonic() > deadline:
                     raise
-                self._doing = f"the registry is away: {error}"
+                self._phase = f"the registry is away: {error}"
                 await asyncio.sleep(STAGE_RETRY_S)
 
     async def _watch(self) -> None:
-        """Follow what the engines tell the registry."""
+        """Pass the registry's member changes to the tracker."""
         revision = 0
         while True:
             try:
                 changes = await self._ctx.registry.watch(revision, WATCH_S)
             except RelaxError:
                 await asyncio.sleep(RETRY_S)
-                self._report(self._machine.tick(time.monotonic()))
+                self._report(self._tracker.tick(time.monotonic()))
                 continue
             revision = changes.revision
-            self._report(self._machine.members(changes.members, time.monotonic()))
+            self._report(self._tracker.members(changes.members, time.monotonic()))
 
     def _report(self, reports: list[TrackerReport]) -> None:
         for report in reports:
@@ -376,9 +377,9 @@ class Publisher:
                         "engine_lost", engine=str(who), version=report.version, has=report.has, why=report.why
                     )
                 case VersionSettled():
-                    self._settled(report)
+                    self._record_settled(report)
 
-    def _settled(self, report: VersionSettled) -> None:
+    def _record_settled(self, report: VersionSettled) -> None:
         facts = self._facts.get(report.version, {})
         self._ctx.metrics(
             {

@@ -24,7 +24,7 @@ from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.roles.training.reference.model import FrozenModel
-    from relax_rt.transport.queue.client import LeasedBatch
+    from relax_rt.transport.queue.batch import LeasedBatch
     from relax_rt.transport.queue.ledger.messages import SampleKey
 
 TASK, COLUMN = "reference", "reference_logprobs"

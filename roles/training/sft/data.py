@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from relax_rt.config.schema import RunConfig
 from relax_rt.roles.base.sample import Sample, bare_meta
-from relax_rt.roles.data.canonical import canonical, in_held_out, item_id
 from relax_rt.roles.data.columns import misspelt, parse_messages
 from relax_rt.roles.data.files import read_rows
 from relax_rt.roles.data.items import Message, PromptItem, RawItem, answer_text
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.data.source import PromptSource, conversation, fill
+from relax_rt.roles.data.split.canonical import canonical, in_held_out, item_id
 from relax_rt.roles.evaluation.sets import load_set
 from relax_rt.roles.evaluation.settings import EvaluationTable
 from relax_rt.roles.models.tokenizer import ChatTokenizer
@@ -31,7 +31,7 @@ Kind = Literal["sft", "dpo"]
 KEYS = ("messages", "prompt", "completion", "chosen", "rejected", "metadata")
 MAX_ROWS = 2_000_000
 MAX_FAULTS = 8
-"""So many unusable rows are told one by one."""
+"""Unusable rows that are listed one by one."""
 
 
 class SftRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.roles.rollout import engines
+from relax_rt.roles.rollout import engine_factory
 from relax_rt.roles.rollout.engines.base import Chunk, GroupRequest
 
 MEMBERS = 1 << 12
@@ -136,10 +136,10 @@ def _aborted(one: GroupRequest) -> Chunk:
 def install() -> None:
     """Every rollout's engine of this process is such a one; the evaluator's is as it is."""
     shape = json.loads(os.environ["RELAX_LONG_TAIL"])
-    make = engines.make_engine
+    make = engine_factory.make_engine
 
     def wrapped(ctx: Any, folder: Any, settings: Any) -> Any:
         made = make(ctx, folder, settings)
         return LongTail(made, **shape) if ctx.who.slot.startswith("rollout/") else made
 
-    engines.make_engine = wrapped
+    engine_factory.make_engine = wrapped

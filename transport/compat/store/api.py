@@ -59,7 +59,7 @@ class RowNames(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoredRows(msgspec.Struct, frozen=True):
-    """What a put left.
+    """The rows of a put as they are now.
 
     Attributes:
         indexes: of the rows, in the order of the call.
@@ -131,7 +131,7 @@ class RowStatus(msgspec.Struct, frozen=True):
 
 
 class StoreMembership(msgspec.Struct, frozen=True):
-    """A process has joined the store: who it is from now on, and where payloads lie."""
+    """The answer to `join`: the name and epoch to call with, and where payloads lie."""
 
     who: Incarnation
     shm_dir: str
@@ -183,7 +183,7 @@ class StoreApi(Protocol):
 
     @idempotent
     async def get(self, seq: Count, rows: RowNames, fields: list[str] | None) -> FetchedRows:
-        """Where the fields (all that every row has, if None) of the rows that are there lie."""
+        """Pin the fields of the rows (None: all that every row has), and answer where they lie."""
 
     @idempotent
     async def unpin(self, seq: Count, pins: list[Count]) -> list[Extent]:

@@ -224,7 +224,7 @@ class StoreBroker:
     # --- StoreApi
 
     async def join(self, name: str, node: str, pid: int) -> StoreMembership:
-        """StoreApi.join."""
+        """Admit a process of this node, watch it, and issue its epoch."""
         if node != node_name():
             raise Refused(
                 f"joining the store as '{name}'",
@@ -240,11 +240,11 @@ class StoreBroker:
         return StoreMembership(who, str(self._shm_dir), str(self._spill_dir))
 
     async def configure(self, seq: int, config: StoreConfig) -> StoreConfig:
-        """StoreApi.configure."""
+        """Set the configuration if there is none."""
         return self._call(ev.ConfigureStore(config), seq, StoreConfig)
 
     async def config(self) -> StoreConfig | None:
-        """StoreApi.config."""
+        """The configuration in force."""
         return self._ledger.state.config
 
     async def put(
@@ -258,7 +258,7 @@ class StoreBroker:
         replace_tags: bool,
         wait_s: float,
     ) -> StoredRows:
-        """StoreApi.put."""
+        """Put a block's columns and tags on rows; waits for room."""
         if max(new, len(rows.keys), len(rows.indexes)) > MAX_ROWS:
             raise Refused(f"put of over {MAX_ROWS} rows", why="that is the limit of one call", hint="put fewer at once")
         return await self._wait_for(
@@ -266,27 +266,27 @@ class StoreBroker:
         )
 
     async def find(self, rows: RowNames) -> FoundRows:
-        """StoreApi.find."""
+        """The rows that are there."""
         return self._ledger.rows.find(rows)
 
     async def get(self, seq: int, rows: RowNames, fields: list[str] | None) -> FetchedRows:
-        """StoreApi.get."""
+        """Pin fields of rows for the caller."""
         return self._call(ev.GetRows(rows, fields), seq, FetchedRows)
 
     async def unpin(self, seq: int, pins: list[int]) -> list[Extent]:
-        """StoreApi.unpin."""
+        """Release pins of the caller."""
         return list(self._call(ev.UnpinRows(pins), seq, list))
 
     async def clear(self, seq: int, rows: RowNames) -> list[Extent]:
-        """StoreApi.clear."""
+        """Remove rows, or a partition."""
         return list(self._call(ev.ClearRows(rows), seq, list))
 
     async def list_keys(self, partition: str | None) -> dict[str, dict[str, Tags]]:
-        """StoreApi.list_keys."""
+        """Keys and tags by partition."""
         return self._ledger.rows.list_keys(partition)
 
     async def partitions(self) -> list[str]:
-        """StoreApi.partitions."""
+        """Names of the partitions."""
         return list(self._ledger.state.partitions)
 
     async def sample(
@@ -300,20 +300,20 @@ class StoreBroker:
         batch_index: int | None,
         wait_s: float,
     ) -> FoundRows:
-        """StoreApi.sample."""
+        """Rows for a task, chosen by the sampler; waits for them."""
         event = ev.SampleRows(partition, task, fields, batch, rank, batch_index)
         return await self._wait_for(event, ROWS, seq, wait_s, FoundRows)
 
     async def consumed(self, partition: str, task: str) -> RowStatus:
-        """StoreApi.consumed."""
+        """Which rows a task has consumed."""
         return self._ledger.rows.consumed(partition, task)
 
     async def produced(self, partition: str, fields: list[str]) -> RowStatus:
-        """StoreApi.produced."""
+        """Which fields each row has."""
         return self._ledger.rows.produced(partition, fields)
 
     async def reset(self, seq: int, partition: str, task: str | None) -> bool:
-        """StoreApi.reset."""
+        """Let a task consume a partition anew."""
         return self._call(ev.ResetTask(partition, task), seq, bool)
 
     def waiting(self) -> dict[str, str]:

@@ -120,6 +120,8 @@ class StoreLedger:
             )
 
     def _called(self, who: Incarnation, event: object, seq: int) -> Reply:
+        # A client repeats a call under its number until it is answered, also to the next broker. So the answer is part
+        # of the state: it is journaled with the call, by replay, and kept for as many calls as can be in flight.
         self.check_caller(who)
         answers = self.state.callers[owner_key(who)].answers
         if (known := answers.get(seq)) is not None:

@@ -236,7 +236,7 @@ class RowTable:
     # --- read
 
     def find(self, rows: RowNames) -> FoundRows:
-        """StoreApi.find."""
+        """The rows that are there, in the order of the names."""
         return self._found(self._known(rows))
 
     def _found(self, named: list[Named]) -> FoundRows:
@@ -249,7 +249,10 @@ class RowTable:
         )
 
     def get(self, who: Incarnation, event: state.GetRows, pin: int = 0) -> FetchedRows:
-        """StoreApi.get. A repeated call (pin: of the first one) reads anew under the same pin."""
+        """Pin the fields of rows, and answer where they lie.
+
+        pin: of the first call, when this is its repetition: what it reads now is pinned under the same number.
+        """
         if pin and self.state.pins.get(pin, Pin(who, [])).who == who:
             self._release(pin)
             self.changed = True
@@ -277,7 +280,7 @@ class RowTable:
         )
 
     def _segments(self, named: list[Named], fields: frozenset[str]) -> tuple[list[int], list[RowRun]]:
-        """Blocks to look at, each once, and runs of rows that lie one after the other in the same ones."""
+        """The blocks to read, each once, and runs of rows that are consecutive in the same blocks."""
         blocks = self._blocks.blocks
         ids: dict[int, int] = {}
         wanted: dict[int, bool] = {}
@@ -316,7 +319,7 @@ class RowTable:
     # --- clear
 
     def clear(self, rows: RowNames) -> None:
-        """StoreApi.clear."""
+        """Remove rows; with neither keys nor indexes the whole partition."""
         whole = not rows.keys and not rows.indexes
         named = self._known(rows)
         by_partition: dict[str, list[int]] = {}
@@ -381,8 +384,8 @@ class RowTable:
             self._batches.setdefault(index, []).append((task, rank, number))
 
     @staticmethod
-    def _given_as(partition: Partition, task: str, at: sampling.BatchKey | None) -> list[int] | None:
-        """What is left of a batch that was given before."""
+    def _batch_granted(partition: Partition, task: str, at: sampling.BatchKey | None) -> list[int] | None:
+        """What is left of a batch that was granted before; None if it was not."""
         if at is None:
             return None
         rank, number = at
@@ -399,7 +402,7 @@ class RowTable:
         return sorted(i for i, row in partition.rows.items() if i not in given and fields <= self._fields_of(row))
 
     def sample(self, event: state.SampleRows) -> FoundRows:
-        """StoreApi.sample.
+        """Choose rows for a task by the sampler, and mark them consumed.
 
         Raises:
             Refused: the sampler cannot make such a batch.
@@ -410,7 +413,7 @@ class RowTable:
         if event.batch < 1:
             raise Refused(f"sample of {event.batch} rows", why="a batch has at least one row")
         at = sampling.batch_of(self.config.sampler, event.rank, event.batch_index)
-        known = self._given_as(partition, event.task, at)
+        known = self._batch_granted(partition, event.task, at)
         if known is not None and not known:
             return FoundRows(waiting_on=f"batch and rank {at}, which were given before and whose rows are cleared")
         chosen = known or self._chosen(event, partition, at)
@@ -424,7 +427,7 @@ class RowTable:
         return self.granted(chosen)
 
     def _chosen(self, event: state.SampleRows, partition: Partition, at: sampling.BatchKey | None) -> list[int]:
-        """A batch that was not given before; those that are to be given again are kept."""
+        """A new batch; one with a rank and index is kept, to be granted again."""
         shares = sampling.choose(
             self.config.sampler,
             self._ready_for(event, partition),
@@ -449,7 +452,10 @@ class RowTable:
         return self._found(self._at(indexes))
 
     def reset(self, event: state.ResetTask) -> bool:
-        """StoreApi.reset. Batches that were given by rank are kept, as the ranks may still ask for them."""
+        """Let a task consume the partition anew.
+
+        Batches granted to a rank are kept, as other processes of the rank may still ask for them.
+        """
         partition = self.state.partitions.get(event.partition)
         if partition is None:
             return False
@@ -462,7 +468,7 @@ class RowTable:
     # --- questions
 
     def list_keys(self, name: str | None) -> dict[str, dict[str, Tags]]:
-        """StoreApi.list_keys."""
+        """Keys and their tags, by partition."""
         names = list(self.state.partitions) if name is None else [name]
         return {
             name: {key: partition.rows[index].tags for key, index in partition.keys.items()}
@@ -471,7 +477,7 @@ class RowTable:
         }
 
     def consumed(self, name: str, task: str) -> RowStatus:
-        """StoreApi.consumed."""
+        """Which rows the task has consumed."""
         partition = self.state.partitions.get(name)
         if partition is None:
             return RowStatus()
@@ -480,7 +486,7 @@ class RowTable:
         return RowStatus(True, indexes, [[index in done] for index in indexes])
 
     def produced(self, name: str, fields: list[str]) -> RowStatus:
-        """StoreApi.produced."""
+        """Which of the fields each row has."""
         partition = self.state.partitions.get(name)
         if partition is None or not fields:
             return RowStatus()

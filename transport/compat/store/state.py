@@ -89,7 +89,7 @@ class StoreState(msgspec.Struct):
     Attributes:
         n: number of the last event applied.
         memory: name of the shared memory that payloads lie in.
-        callers: by owner key (see slab_names).
+        callers: by owner key (see memory.refs).
         partitions: by name, oldest first.
         pins: what is being read, by number.
     """

@@ -60,7 +60,7 @@ class BrokerProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether it is not there (any more)."""
+        """Whether the process has exited."""
         return self._process.poll() is not None
 
     def _keep(self) -> None:
@@ -82,7 +82,7 @@ class BrokerProcess:
         self._process.stdin.close()
 
     def stop(self) -> None:
-        """End it in order."""
+        """Terminate it; kill it if it does not exit in time."""
         self._stopping.set()
         with self._lock:
             self._process.terminate()
@@ -95,7 +95,7 @@ class BrokerProcess:
 
 
 class Connection:
-    """A client of the keyed store that blocking code and any event loop can use.
+    """A client of the store, for blocking code and for any event loop.
 
     Args:
         folder: of the queue; a broker serves it.
@@ -115,7 +115,7 @@ class Connection:
             raise
 
     async def _connect(self, capacity_bytes: int, settings: StoreConfig | None) -> tuple[StoreClient, StoreConfig]:
-        name = f"door-{self.pid}-{uuid.uuid4().hex[:8]}/0"
+        name = f"client-{self.pid}-{uuid.uuid4().hex[:8]}/0"
         store = await StoreClient.connect(self.folder, name, capacity_bytes=capacity_bytes)
         try:
             if settings is not None:
@@ -131,7 +131,7 @@ class Connection:
             raise
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Blocks until it is done."""
+        """Run a coroutine on the connection's loop, and block until it is done."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -140,7 +140,7 @@ class Connection:
             raise
 
     async def arun(self, work: Coroutine[Any, Any, T]) -> T:
-        """Awaits it, from any event loop."""
+        """Run a coroutine on the connection's loop, awaited from any other loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class Connection:
 
 
 class _Process:
-    """What of the queue belongs to this process."""
+    """The connection and the broker of this process."""
 
     def __init__(self) -> None:
         self.connection: Connection | None = None
@@ -170,7 +170,7 @@ _process = _Process()
 
 
 def _mine() -> Connection | None:
-    """The connection, unless it is that of a process which this one was forked from."""
+    """The connection, unless it was inherited by a fork."""
     known = _process.connection
     if known is not None and known.pid != os.getpid():
         _process.connection, _process.lock = None, threading.Lock()

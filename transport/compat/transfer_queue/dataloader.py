@@ -17,7 +17,7 @@ from relax_rt.transport.compat.transfer_queue.client import TransferQueueClient
 from relax_rt.transport.compat.transfer_queue.metadata import BatchMeta
 
 WAIT_S = float(os.environ.get("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", "1"))
-"""How long one question for a batch waits; then it is asked whether there will be any more."""
+"""How long one request for a batch waits, before the loader checks whether the partition is consumed."""
 
 Item = tuple[TensorDict, BatchMeta]
 Fetch = Callable[..., tuple[TensorDict | None, BatchMeta]]
@@ -35,7 +35,7 @@ class StreamingDataset(IterableDataset[Item]):
         partition_id: where they are.
         task_name: each sample is given to a task once.
         dp_rank: number of the data-parallel group; all processes with the same one get the same batches.
-        should_check_consumption_status: end when the whole partition has been consumed; else go on for ever.
+        should_check_consumption_status: end when the whole partition has been consumed; else never end.
         fetch_batch_fn: asks for a batch in place of default_fetch_batch_fn; called with its arguments, by name.
         process_batch_fn: cuts a batch into micro-batches in place of chunk_batch_fn.
 

@@ -1,4 +1,4 @@
-"""Errors of the door. Each is also of the class that users of the interface catch."""
+"""Errors of the interface. Each is also of the class that users of the interface catch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ParserFailed(RelaxError, RuntimeError):
 
 
 class StorageKeyNotFoundError(KeyError):
-    """A sample that was named is not there any more."""
+    """A sample of a batch was cleared."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""

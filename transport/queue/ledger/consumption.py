@@ -131,14 +131,14 @@ def batch_of(core: Core, lease: Lease, held: Iterable[tuple[SampleKey, SampleSta
     """
     # Blocks put after the grant are left out: only those of the grant are pinned, so that a batch that is asked for
     # again (its first answer was lost) shows exactly the memory that its holder may read.
-    told = set(lease.blocks)
+    granted = set(lease.blocks)
     place: dict[int, int] = {}
     infos: list[SampleInfo] = []
     runs: list[SampleRun] = []
     if core.policy.step_task:
-        infos = _infos(core, lease, told, place)
+        infos = _infos(core, lease, granted, place)
     else:
-        runs = runs_of(core.samples_of(lease) if held is None else held, told, place)
+        runs = runs_of(core.samples_of(lease) if held is None else held, granted, place)
     blocks = [core.blocks.blocks[id_].ref for id_ in place]
     blobs = core.blocks.blob_refs(place)
     return LeaseGrant(lease.id, infos, runs, blocks, blobs, _remote(core, lease), core.state.limits.lease_s)
@@ -149,7 +149,7 @@ def _remote(core: Core, lease: Lease) -> dict[str, str]:
     return callers.remote(lease.holder, {owner_of(extent.slab) for extent in lease.pins}) if callers.processes else {}
 
 
-def _infos(core: Core, lease: Lease, told: set[int], place: dict[int, int]) -> list[SampleInfo]:
+def _infos(core: Core, lease: Lease, granted: set[int], place: dict[int, int]) -> list[SampleInfo]:
     infos: list[SampleInfo] = []
     step = lease.task == core.policy.step_task
     for key in lease.keys:
@@ -159,7 +159,7 @@ def _infos(core: Core, lease: Lease, told: set[int], place: dict[int, int]) -> l
         sample = group.samples[key.member]
         if not step and sample.leases.get(lease.task) != lease.id:
             continue
-        parts = [(place.setdefault(p.block, len(place)), p.row) for p in sample.parts if p.block in told]
+        parts = [(place.setdefault(p.block, len(place)), p.row) for p in sample.parts if p.block in granted]
         prompt = group.prompt
         infos.append(
             SampleInfo(
@@ -362,10 +362,10 @@ def lapse(core: Core, lease: Lease, *, pinned: bool, blame: bool = True) -> None
     _offer_again(core, lease.task, groups, [key for key, _ in samples])
 
 
-def runs_of(held: Iterable[tuple[SampleKey, SampleState]], told: set[int], place: dict[int, int]) -> list[SampleRun]:
-    """Samples on lease of a queue without steps, where prompts and versions are of no matter.
+def runs_of(held: Iterable[tuple[SampleKey, SampleState]], granted: set[int], place: dict[int, int]) -> list[SampleRun]:
+    """Samples on lease of a queue without steps, where prompts and versions do not count.
 
-    told: blocks to speak of; place: where each is in the batch's list, extended here.
+    granted: blocks of the lease; place: where each is in the batch's list, extended here.
     """
     runs: list[SampleRun] = []
     start, count, by_group = SampleKey(0, 0), 0, False
@@ -382,11 +382,11 @@ def runs_of(held: Iterable[tuple[SampleKey, SampleState]], told: set[int], place
                 lengths.append(sample.length)
                 continue
         if count:
-            runs.append(_run(start, count, by_group, parts, lengths, told, place))
+            runs.append(_run(start, count, by_group, parts, lengths, granted, place))
         start, count, by_group, parts, lengths = key, 1, False, sample.parts, [sample.length]
         group, member = key.group, key.member
     if count:
-        runs.append(_run(start, count, by_group, parts, lengths, told, place))
+        runs.append(_run(start, count, by_group, parts, lengths, granted, place))
     return runs
 
 
@@ -396,10 +396,10 @@ def _run(
     by_group: bool,
     parts: list[SamplePart],
     lengths: list[int],
-    told: set[int],
+    granted: set[int],
     place: dict[int, int],
 ) -> SampleRun:
-    first = [(place.setdefault(part.block, len(place)), part.row) for part in parts if part.block in told]
+    first = [(place.setdefault(part.block, len(place)), part.row) for part in parts if part.block in granted]
     return SampleRun(key, count, by_group, first, lengths if max(lengths) >= 0 else [])
 
 

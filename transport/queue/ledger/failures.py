@@ -179,7 +179,7 @@ MAX_RETIRED = 65_536
 EXAMPLE = 400
 LAST_GROUPS = 8
 REPORT_EVERY_S = 5.0
-"""A cause that goes on is reported at least this often, and whenever its count has doubled."""
+"""A lasting cause is reported at least this often, and whenever its count has doubled."""
 _LINE = re.compile(r"([^\s:()'\"]+\.py:\d+)")
 _NUMBER = re.compile(r"\d+")
 
@@ -273,7 +273,7 @@ def killed_consumers(core: Core, group: SampleGroup, task: str, members: Sequenc
 def begin(core: Core) -> None:
     """Reset the counts at the start of a run; retired items stay.
 
-    `passed` goes on: groups that outlive the start know it from before.
+    `passed` continues: groups that outlive the start recorded it before.
     """
     before = core.state.progress
     core.state.progress = ProgressState(passed=before.passed, retired=before.retired, revision=before.revision)

@@ -8,7 +8,7 @@ import bisect
 from collections import Counter, deque
 
 RECENT = 4096
-"""Lengths from which the deciles are told."""
+"""Lengths from which the deciles are computed."""
 
 
 class LengthStatistics:

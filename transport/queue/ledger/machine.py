@@ -161,7 +161,7 @@ class Ledger:
         return self.core.state
 
     def snapshot(self) -> bytes:
-        """The whole state; a ledger made from it goes on as this one would."""
+        """Encode the whole state; a ledger made from it continues as this one would."""
         return msgspec.msgpack.encode(self.core.state)
 
     def knows(self, who: Incarnation) -> bool:

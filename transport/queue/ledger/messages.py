@@ -122,7 +122,7 @@ class PartialChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
         start: the tokens before this one were saved before; those from here on are replaced.
         tokens, logprobs: int32 and float32, little-endian, as many of one as of the other.
         versions: of these tokens, in positions of the completion.
-        origin: digest of what else the tokens depend on (prompt, temperature), for whoever goes on with them.
+        origin: digest of what else the tokens depend on (prompt, temperature), for whoever resumes them.
         rows: what else their producer keeps of them, as many bytes of each as of any other: experts that a token was
             routed to. Empty: nothing.
     """
@@ -372,7 +372,7 @@ class ItemsAssigned(msgspec.Struct, frozen=True, tag="items_assigned"):
 
 
 class Membership(msgspec.Struct, frozen=True):
-    """What a process is told when it joins a queue of its own accord.
+    """The broker's answer to a process that joins a queue without a supervisor.
 
     Attributes:
         who: its incarnation; the epoch is issued by the ledger.

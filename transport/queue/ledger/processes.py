@@ -85,7 +85,7 @@ def lapse_overdue(core: Core, event: ev.Lapse) -> None:
 
 
 def configure(core: Core, event: ev.ConfigureQueue) -> None:
-    """The policy and limits from here on. Work for tasks that are no more ends; new tasks see what is there.
+    """Change policy and limits. Work for removed tasks ends; new tasks see the samples that are there.
 
     Raises:
         Refused: samples that were made under the old policy cannot go on under this one.

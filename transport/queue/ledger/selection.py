@@ -203,7 +203,7 @@ def choose_urgent_first(sampler: BatchSampler, units: Iterable[Unit], request: L
     first = choose(sampler, urgent, msgspec.structs.replace(request, groups=groups)).units if urgent else []
     if not first:
         return choose(sampler, pool, request)
-    left = _left(request, first)
+    left = _remaining(request, first)
     if left is None or len(first) < len(urgent):
         # What was left of the urgent ones had no room; it goes first in the next batch.
         return Selection(first)
@@ -216,7 +216,7 @@ def choose_urgent_first(sampler: BatchSampler, units: Iterable[Unit], request: L
     return Selection(first + second.units)
 
 
-def _left(request: LeaseRequest, chosen: list[Unit]) -> LeaseRequest | None:
+def _remaining(request: LeaseRequest, chosen: list[Unit]) -> LeaseRequest | None:
     """What is still wanted besides these units; None: nothing."""
     groups = request.groups - len(chosen)
     samples = request.samples - sum(len(unit.keys) for unit in chosen)
@@ -234,7 +234,7 @@ def refuse_stale(core: Core, beyond: int = 0) -> None:
     """End every group over the staleness bound that is not on lease to the trainer; its prompt returns.
 
     beyond: samples that may have been there beyond the bound: the newest so many end as that, or are recycled, less
-        what was recycled before and still goes on.
+        what was recycled before and still continues.
     """
     if core.state.trainer_version is None or core.policy.max_staleness == float("inf"):
         return
@@ -247,7 +247,7 @@ def refuse_stale(core: Core, beyond: int = 0) -> None:
     for group in stale:
         if group.recycled and not regenerate_stale_members(core, group):
             core.end(group, "dropped(surplus)" if beyond else REFUSED)
-    left = beyond - _going_on(core) if beyond else 0
+    left = beyond - _recycled_samples(core) if beyond else 0
     for group in stale:
         if group.recycled:
             continue
@@ -256,7 +256,7 @@ def refuse_stale(core: Core, beyond: int = 0) -> None:
         left -= group.size
 
 
-def _going_on(core: Core) -> int:
+def _recycled_samples(core: Core) -> int:
     """Samples of recycled groups that are not ready for training: they take the room of new surplus."""
     return sum(
         group.size
@@ -299,22 +299,22 @@ def hold_for_stragglers(core: Core, *, ends_step: bool = True) -> str:
         since = core.now if core.state.blocked_since is None else core.state.blocked_since
         patience_s = core.policy.straggler_wait_s if core.policy.on_straggler == "wait" else 0.0
         if core.now - since < patience_s:
-            blocked(core, since)
-            return _names(late)
+            set_blocked(core, since)
+            return _describe_stragglers(late)
         for group in late:
             core.tally("stragglers")
             # Nobody waits for the same prompt for ever. What took no time is tried again as often as it takes.
             in_vain = patience_s > 0 and bool(group.missing())
             core.end(group, "dropped(straggler)", fate="failed" if in_vain else "return")
         core.changed = True
-    blocked(core, None)
+    set_blocked(core, None)
     return ""
 
 
-def places(core: Core, groups: int) -> int:
-    """How many of the groups that a step lacks may be taken before its stragglers are there, which need the others.
+def groups_beside_stragglers(core: Core, groups: int) -> int:
+    """How many groups a step may lease before its stragglers are there: it reserves the others for them.
 
-    Else what is made fast would take the places of what takes long, and the update refuse that.
+    Otherwise groups that are made fast would take the places of those that take long, which the update then refuses.
     """
     if core.policy.on_straggler != "wait":
         return groups
@@ -325,8 +325,8 @@ def places(core: Core, groups: int) -> int:
 
 
 def _beyond_bound(core: Core, late: list[SampleGroup]) -> list[SampleGroup]:
-    """The newest stragglers, as many as are surplus, less what goes on already: the batch does not wait for them."""
-    over = outstanding(core) - admission_bound(core, core.state.trainer_version or 0) - _going_on(core)
+    """The newest stragglers, as many as are surplus beside recycled groups: the batch does not wait for them."""
+    over = outstanding(core) - admission_bound(core, core.state.trainer_version or 0) - _recycled_samples(core)
     found: list[SampleGroup] = []
     for group in reversed(late):
         if not allowed_surplus(core) or over <= 0:
@@ -336,14 +336,14 @@ def _beyond_bound(core: Core, late: list[SampleGroup]) -> list[SampleGroup]:
     return found
 
 
-def blocked(core: Core, since: float | None) -> None:
+def set_blocked(core: Core, since: float | None) -> None:
     """Record since when the batch waits for stragglers only."""
     if core.state.blocked_since != since:
         core.state.blocked_since = since
         core.changed = True
 
 
-def _names(late: list[SampleGroup]) -> str:
+def _describe_stragglers(late: list[SampleGroup]) -> str:
     """Say what the batch waits for."""
     group = late[0]
     there = sum(sample.generated for sample in group.samples)
@@ -462,10 +462,10 @@ def settle(core: Core, who: Incarnation, request: LeaseRequest) -> tuple[LeaseRe
 def _granted(core: Core, request: LeaseRequest) -> tuple[int, str]:
     """How many groups may be granted of what a step lacks, and why not all of them."""
     ready = len(core.step_ready)
-    room = places(core, request.groups) if request.at_least else request.groups
+    room = groups_beside_stragglers(core, request.groups) if request.at_least else request.groups
     lacking = f"{ready} of {request.groups} groups are ready for training"
     if ready < request.groups and (room or not ready):
-        blocked(core, None)
+        set_blocked(core, None)
         return min(ready, room), lacking
     waiting_on = hold_for_stragglers(core, ends_step=not request.at_least)
     if waiting_on:

@@ -101,7 +101,7 @@ class Callers(msgspec.Struct):
         return home.node if home is not None and not is_spilled(owner + "-") else self.node
 
     def alive(self, owner: str) -> bool:
-        """Whether the incarnation with this key (see slab_names.owner_key) may call."""
+        """Whether the incarnation with this key (see refs.owner_key) may call."""
         return owner in self.replies
 
     def ended(self, owner: str) -> bool:
@@ -142,7 +142,7 @@ class SamplePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         task: who put them; empty: the producer.
-        version: the weights they were computed with (-1: of no matter).
+        version: the weights they were computed with (-1: they do not depend on weights).
     """
 
     block: int
@@ -271,7 +271,7 @@ class Lease(msgspec.Struct, array_like=True, gc=False):
     """Samples that one incarnation works on.
 
     Attributes:
-        blocks: those that its holder was told of. pins: the extents of these, which it may be reading.
+        blocks: those in its holder's grant. pins: the extents of these, which it may be reading.
         holder: who works on it; of an ended lease, who may still be reading.
     """
 
@@ -368,7 +368,7 @@ class State(msgspec.Struct):
         tallies: counts of other events, for the account.
         partials_bytes: of the partial completions of unfinished members.
         surplus_requested: groups that may be under way beyond the bound until the next step, as over_provision.
-        refused_told: tokens refused as over-stale that the trainer was told of.
+        refused_reported: tokens refused as over-stale that were reported to the trainer.
         progress: what was lost of what, and whether anything comes of the run.
     """
 
@@ -401,5 +401,5 @@ class State(msgspec.Struct):
     tallies: dict[str, int] = {}
     partials_bytes: int = 0
     surplus_requested: int = 0
-    refused_told: int = 0
+    refused_reported: int = 0
     progress: ProgressState = msgspec.field(default_factory=ProgressState)

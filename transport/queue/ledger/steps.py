@@ -56,8 +56,8 @@ def complete_step(core: Core, who: Incarnation, event: CompleteStep) -> StepRepl
     core.changed = True
     refuse_stale(core, allowed_surplus(core))
     limit_surplus_request(core)
-    told, state.refused_told = state.refused_told, state.tallies.get(REFUSED_TOKENS, 0)
-    return StepReply(early_checkpoint(core), refused_tokens=state.refused_told - told)
+    before, state.refused_reported = state.refused_reported, state.tallies.get(REFUSED_TOKENS, 0)
+    return StepReply(early_checkpoint(core), refused_tokens=state.refused_reported - before)
 
 
 def step_lease(core: Core, who: Incarnation, id_: int, what: str) -> Lease:

@@ -34,13 +34,12 @@ from relax_rt.roles.rollout.engines.base import (
     check_request,
 )
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
-from relax_rt.roles.rollout.engines.sglang import update
-from relax_rt.roles.rollout.engines.sglang.asking import RowReader, body_of
+from relax_rt.roles.rollout.engines.sglang import weight_loading
 from relax_rt.roles.rollout.engines.sglang.client import Event, Limits
-from relax_rt.roles.rollout.engines.sglang.loading import Held, Loader, NotShown
-from relax_rt.roles.rollout.engines.sglang.members import Batch, Line, Member
 from relax_rt.roles.rollout.engines.sglang.options import Device, Option, unlike_the_model
+from relax_rt.roles.rollout.engines.sglang.requests import Batch, Line, Member, RowReader, body_of
 from relax_rt.roles.rollout.engines.sglang.server import Place, Server
+from relax_rt.roles.rollout.engines.sglang.weight_loading import Held, Loader, OnFileFallback
 from relax_rt.roles.rollout.engines.sglang.weights import Recipe, by_expert, check_layout, published_tensors, recipes
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, Refused, RelaxError, Unreachable
@@ -88,7 +87,7 @@ class SglangEngine:
         booting: Callable[[float], object] = lambda _: None,
         tell: Callable[[str], object] = lambda _: None,
         attempt: Path | None = None,
-        not_shown: NotShown = lambda version, why: None,
+        not_shown: OnFileFallback = lambda version, why: None,
     ) -> None:
         if why := unlike_the_model(model):
             raise Refused(
@@ -126,7 +125,7 @@ class SglangEngine:
 
     @property
     def server_pid(self) -> int:
-        """Of the guard over the server; 0 when there is none."""
+        """Process id of the guard over the server; 0 when there is none."""
         return self._server.pid
 
     @property
@@ -137,7 +136,7 @@ class SglangEngine:
     # --- life
 
     async def start(self, sink: Sink, on_failure: OnFailure) -> None:
-        """See Engine.start. The server is up and has yielded a token when this returns.
+        """Start the server; it is up and has yielded a token when this returns.
 
         Raises:
             ServerDied, DeadlineExceeded: it is not; with its last lines.
@@ -150,7 +149,7 @@ class SglangEngine:
         try:
             await self._first_token(self._table.boot_timeout_s - (time.monotonic() - began))
             self._limits = await self._server.client.limits(self._table.update_timeout_s)
-            held = await update.reported(self._server.client, self._table.update_timeout_s)
+            held = await weight_loading.reported(self._server.client, self._table.update_timeout_s)
             self._held = Held(0, held)
             self._loader.recipes = await asyncio.to_thread(self._find_recipes, held)
         except BaseException:
@@ -178,7 +177,7 @@ class SglangEngine:
         return recipes(names, layout)
 
     async def close(self, timeout_s: float) -> None:
-        """See Engine.close."""
+        """End the server and give all memory back."""
         deadline = time.monotonic() + timeout_s
         self._hold("close", "it is being closed")
         self._failed = self._failed or Refused("the engine", why="it is closed")
@@ -233,7 +232,7 @@ class SglangEngine:
     # --- requests
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """See Engine.submit."""
+        """Sample the members of these requests."""
         if self._failed is not None or self._watcher is None:
             why = str(self._failed) if self._failed else "it is not started"
             raise EngineEnded("requests to the SGLang engine", why=why, hint="its role starts a new one")
@@ -266,7 +265,7 @@ class SglangEngine:
             )
 
     def abort(self, request: int) -> None:
-        """See Engine.abort."""
+        """End a request's members at the next token boundary."""
         for member in self._members.get(request, []):
             member.aborted = True
         waiting = self._line.drop(request)
@@ -378,7 +377,7 @@ class SglangEngine:
         self._advance()
 
     async def pause(self, why: str) -> None:
-        """See Engine.pause."""
+        """Generate nothing until `resume`."""
         async with self._change:
             before = self._holds.get("pause")
             self._hold("pause", why or "paused")
@@ -399,7 +398,7 @@ class SglangEngine:
             self._check_running()
 
     async def resume(self) -> None:
-        """See Engine.resume."""
+        """Generate again."""
         async with self._change:
             self._release("pause")
 
@@ -454,7 +453,7 @@ class SglangEngine:
             self._release(name)
 
     async def prepare(self, source: WeightSource) -> None:
-        """See Engine.prepare."""
+        """Fetch a version into the private copy."""
         await self._fetch.acquire()
         fetch = asyncio.create_task(self._fill_copy(source))
         try:
@@ -480,7 +479,7 @@ class SglangEngine:
             self._fetch.release()
 
     async def commit(self, record: VersionRecord, kv: KvPolicy) -> Swap:
-        """See Engine.commit."""
+        """Swap to the version that was prepared."""
         async with self._fetch:
             prepared = self._prepared
             if prepared is None or prepared.version != record.version:
@@ -499,7 +498,7 @@ class SglangEngine:
     # --- memory
 
     async def release_memory(self, *, keep_weights: bool = True) -> None:
-        """See Engine.release_memory. The weights come back anyway: from the copy, which is no memory of the device."""
+        """Release the device's memory. The weights come back anyway, from the copy in host memory."""
         async with self._fetch:
             what, held = "the release of the engine's memory", self._held.version
             if self._running or len(self._line):
@@ -512,33 +511,33 @@ class SglangEngine:
             self._prepared = None
             self._loader.hide()
             async with self._still("memory", ""):
-                await update.release_memory(self._server.client, self._table.update_timeout_s)
+                await weight_loading.release_memory(self._server.client, self._table.update_timeout_s)
                 self._hold("released", "its memory is released")
 
     async def resume_memory(self) -> None:
-        """See Engine.resume_memory."""
+        """Take the device's memory again."""
         async with self._fetch:
             if "released" not in self._holds:
                 return
             async with self._still("memory", ""):
-                await update.resume_memory(self._server.client, self._table.update_timeout_s)
+                await weight_loading.resume_memory(self._server.client, self._table.update_timeout_s)
                 await self._restore(self._held)
                 self._holds.pop("released")
 
     async def _restore(self, held: Held) -> None:
         """A device gives memory back without what was in it."""
         client, limit = self._server.client, self._table.update_timeout_s
-        if await update.reported(client, limit) == held.expected:
+        if await weight_loading.reported(client, limit) == held.expected:
             return
         if held.version and self._loader.copy.version == held.version:
             await self._loader.load(client, held, flush=True)
             return
         if not held.version:
-            await update.load_file(client, self._folder, 0, flush=True, timeout_s=limit)
-        await update.verify(client, held.expected, held.version, limit)
+            await weight_loading.load_file(client, self._folder, 0, flush=True, timeout_s=limit)
+        await weight_loading.verify(client, held.expected, held.version, limit)
 
     def load(self) -> EngineLoad:
-        """See Engine.load."""
+        """Report the engine's load."""
         members = [*self._running.values(), *self._line]
         taken = sum(len(member.request.prompt) + len(member.tokens) for member in self._running.values())
         return EngineLoad(

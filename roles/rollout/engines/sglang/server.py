@@ -174,7 +174,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the guard, whose descendant the server is; 0 when there is none."""
+        """Process id of the guard, whose descendant the server is; 0 when there is none."""
         return self._guard.pid if self._guard is not None else 0
 
     async def start(self, timeout_s: float) -> None:

@@ -312,7 +312,7 @@ async def test_following_goes_on_after_whatever_goes_wrong(
         assert following is not None
         following.cancel()
         await asyncio.wait({following})
-        assert known._members is not None and "nobody follows the members" in known._members.away
+        assert known._members is not None and "the members are not watched" in known._members.away
         who = registry.enter("judge/0", one)
         await patient.pid()
         await eventually(lambda: known.members("them").lives(who) and not known.members("them").away)

@@ -187,4 +187,6 @@ async def test_a_slow_consumer_does_not_make_its_producer_look_hung(
         actor.release.set()
         await call
         assert [i async for i in items] == list(range(1, 10))
-        await eventually(lambda: actor.ctx.waits[-1] == "calls" and actor._mailbox.given == actor._mailbox.at_work == 0)
+        await eventually(
+            lambda: actor.ctx.waits[-1] == "calls" and actor._mailbox.with_consumer == actor._mailbox.running == 0
+        )

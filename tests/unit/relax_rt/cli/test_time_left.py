@@ -16,6 +16,7 @@ from relax_rt.cli.starter import write_starter
 from relax_rt.cli.time_left import HEAD_BYTES, estimate_of, expected
 from relax_rt.config.loader import load_config, write_resolved
 from relax_rt.config.schema import RunConfig
+from relax_rt.roles.training.checkpoints.store import FORMAT
 from relax_rt.supervision import control
 from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.rundir import machine, update_run
@@ -61,7 +62,7 @@ def test_without_an_earlier_run_nothing_is_promised() -> None:
 def checkpoint(name: str, step: int) -> None:
     folder = Path(config(name).run.dir) / "checkpoints" / f"step-{step:06d}"
     folder.mkdir(parents=True)
-    state = {"step": step, "version": step + 1, "digest": "", "epoch": 6, "ledger_step": step}
+    state = {"format": FORMAT, "step": step, "version": step + 1, "digest": "", "epoch": 6, "ledger_step": step}
     (folder / "relax_rt.json").write_text(json.dumps(state))
 
 

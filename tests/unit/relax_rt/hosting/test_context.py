@@ -345,8 +345,8 @@ def beats(ours: socket.socket, within_s: float) -> int:
 
 async def test_waiting_role_beats_while_its_loop_answers(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
-    progress = ProgressReporter(theirs, beat_s=0.02)
-    progress.follow(asyncio.get_running_loop())
+    progress = ProgressReporter(theirs, heartbeat_s=0.02)
+    progress.watch_loop(asyncio.get_running_loop())
     progress.waiting("for samples")
     while await asyncio.to_thread(beats, ours, 0.5) < 2:
         pass
@@ -360,7 +360,7 @@ async def test_waiting_role_beats_while_its_loop_answers(pair: tuple[socket.sock
 
 def test_busy_role_does_not_beat(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
-    progress = ProgressReporter(theirs, beat_s=0.02)
+    progress = ProgressReporter(theirs, heartbeat_s=0.02)
     progress.advance(1, "computing")
     ours.recv(65536)
     ours.settimeout(0.3)

@@ -22,7 +22,7 @@ SOON_S = 120
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LEFT_S", "CLOSE_S", "TEARDOWN_S"):
+    for name in ("CANCEL_S", "CLOSE_S", "TEARDOWN_S"):
         monkeypatch.setattr(host, name, 0.1)
 
 
@@ -41,7 +41,7 @@ def test_a_thread_at_work_keeps_no_failed_role() -> None:
 
     began = time.monotonic()
     with pytest.raises(ValueError, match="why it ended"):
-        host.run_and_leave(role())
+        host.run_role_loop(role())
     assert time.monotonic() - began < SOON_S and not done.is_set()
     free.set()
     assert done.wait(SOON_S)
@@ -54,7 +54,7 @@ def test_a_thread_of_a_role_that_has_done_its_work_is_waited_for() -> None:
         asyncio.get_running_loop().run_in_executor(None, lambda: (time.sleep(0.3), done.set()))
         return True
 
-    host.run_and_leave(role())
+    host.run_role_loop(role())
     assert done.is_set()
 
 
@@ -78,7 +78,7 @@ def test_a_thread_of_a_setup_that_was_cut_short_keeps_nobody() -> None:
 
     began = time.monotonic()
     try:
-        host.run_and_leave(role())
+        host.run_role_loop(role())
         assert time.monotonic() - began < SOON_S
     finally:
         free.set()
@@ -158,7 +158,7 @@ class Careless(Role):
 @pytest.fixture
 def patient(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here is ended by a limit."""
-    for name in ("LEFT_S", "CLOSE_S", "TEARDOWN_S"):
+    for name in ("CANCEL_S", "CLOSE_S", "TEARDOWN_S"):
         monkeypatch.setattr(host, name, SOON_S)
 
 
@@ -210,7 +210,7 @@ def test_a_task_that_swallows_its_cancellation_cuts_off_no_thread_that_is_of_use
         return True
 
     kept: list[asyncio.Task[None]] = []
-    host.run_and_leave(role())
+    host.run_role_loop(role())
     assert done.is_set()
 
 

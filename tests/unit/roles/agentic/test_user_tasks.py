@@ -287,7 +287,7 @@ def held_out(player: Any, events: list[str], silent_s: float = 4.0) -> EpisodeEv
         _slots=asyncio.Semaphore(4),
         _max_silence_s=silent_s,
         _finished=0,
-        course=SimpleNamespace(recipe=recipe, before=None, asked=lambda step: [], take=lambda result: None),
+        schedule=SimpleNamespace(spec=recipe, before=None, due_steps=lambda step: [], record=lambda result: None),
     )
     return made
 
@@ -329,7 +329,7 @@ async def test_an_evaluation_that_fails_leaves_no_episode_behind() -> None:
 
 
 def test_a_role_ends_although_it_leaves_coroutines_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "LEFT_S", 0.1)
+    monkeypatch.setattr(host, "CANCEL_S", 0.1)
 
     async def role() -> None:
         asyncio.create_task(endure(), name="episode 7.0")  # noqa: RUF006
@@ -338,5 +338,5 @@ def test_a_role_ends_although_it_leaves_coroutines_that_do_not(monkeypatch: pyte
 
     began = time.monotonic()
     with pytest.raises(ValueError, match="why it ended"):
-        host.run_and_leave(role())
+        host.run_role_loop(role())
     assert time.monotonic() - began < SOON_S

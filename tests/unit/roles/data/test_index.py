@@ -17,11 +17,11 @@ import pytest
 
 from relax_rt.roles.data import index as index_module
 from relax_rt.roles.data import source as source_module
-from relax_rt.roles.data.canonical import in_held_out
 from relax_rt.roles.data.index import RowIndex
 from relax_rt.roles.data.order import BLOCK, Mixture
 from relax_rt.roles.data.settings import DataSource, DataTable
 from relax_rt.roles.data.source import RECORD, ItemIds, Places, PromptSource
+from relax_rt.roles.data.split.canonical import in_held_out
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.transport.rpc.errors import RelaxError
 

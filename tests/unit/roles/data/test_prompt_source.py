@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_rt.roles.data.canonical import canonical, in_held_out, item_id
 from relax_rt.roles.data.gym import GymTask, _declared, find_fault
 from relax_rt.roles.data.items import RawItem
 from relax_rt.roles.data.order import epoch_order, sample_seed
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.data.source import PromptSource, fill
+from relax_rt.roles.data.split.canonical import canonical, in_held_out, item_id
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.transport.rpc.errors import RelaxError
 

@@ -15,7 +15,7 @@ from test_gateway_openai import RESPONSES_TOOL, TOOL, ask, client, echo
 
 from relax_rt.roles.agentic import Task
 from relax_rt.roles.agentic.episode import PlayedEpisode
-from relax_rt.roles.agentic.program import Result
+from relax_rt.roles.agentic.program import ProgramResult
 from relax_rt.roles.agentic.program_episodes import rewards_of
 from relax_rt.roles.agentic.samples import make_sample
 from relax_rt.roles.gateway import service
@@ -212,7 +212,7 @@ async def test_answers_that_a_change_of_history_drops_are_among_those_that_were_
         closed = world.sessions.close("episode-1")
     assert [one.message["content"] for one in closed.said] == ["1", "2", "3"] and closed.episode.counts.drift
     assert len(closed.episode.trained) == (3 if drift == "fork" else 2)
-    rewards = rewards_of(Result(rewards=(0.25, 0.5, 1.0), reward=2.0), closed.said)
+    rewards = rewards_of(ProgramResult(rewards=(0.25, 0.5, 1.0), reward=2.0), closed.said)
     played = PlayedEpisode(
         episode=closed.episode, rewards=rewards, states={}, truncated="", turns=3, cut=0, info={}
     )  # fmt: skip

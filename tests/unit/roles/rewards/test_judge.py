@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rewards.builtin import judged
-from relax_rt.roles.rewards.judge import Judge, Judging, LateVerdict, Verdict, fields_of, with_verdict
+from relax_rt.roles.rewards.judge import Judge, JudgeVerdict, Judging, LateVerdict, fields_of, with_verdict
 from relax_rt.roles.rewards.scoring import Failed, Request
 from relax_rt.roles.rewards.settings import JudgeTable
 from relax_rt.roles.rollout.router import GenerationRequest, NotGenerated, Outcome
@@ -71,7 +71,7 @@ def test_the_last_match_is_the_verdict(keys: dict[str, object], words: str, verd
 
 def test_several_answers_are_one_verdict_and_one_that_cannot_be_read_fails_the_sample() -> None:
     judge = judging()
-    assert judge.verdict([TOKENIZER.encode("1"), TOKENIZER.encode("0.5")]) == Verdict(0.75, ["1", "0.5"])
+    assert judge.verdict([TOKENIZER.encode("1"), TOKENIZER.encode("0.5")]) == JudgeVerdict(0.75, ["1", "0.5"])
     failed = judge.verdict([TOKENIZER.encode("1"), TOKENIZER.encode("well")])
     assert isinstance(failed, Failed) and "'well'" in failed.reason and not isinstance(failed, LateVerdict)
 
@@ -90,10 +90,10 @@ async def test_what_fails_is_the_sample_and_not_the_batch() -> None:
     judge = Judge(judging(highest=10.0), generate)
     requests = [Request(text, "", {}) for text in ("word 3", "late", "5", "lost", "none")]
     found = await judge.verdicts(requests, lambda: counted.append(1))
-    assert [type(one) for one in found] == [Verdict, LateVerdict, Verdict, Failed, Failed]
+    assert [type(one) for one in found] == [JudgeVerdict, LateVerdict, JudgeVerdict, Failed, Failed]
     assert len(counted) == 5
     verdict = found[2]
-    assert isinstance(verdict, Verdict)
+    assert isinstance(verdict, JudgeVerdict)
     info = with_verdict(requests[2], verdict).info
     assert judged("5", "", **info) == {"verdict": 0.5}
 

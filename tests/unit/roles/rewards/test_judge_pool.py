@@ -13,7 +13,7 @@ pytest.importorskip("tokenizers")
 
 from relax_rt.cluster.registry.core import RegistryCore, Stored
 from relax_rt.interfaces.registry import Changes
-from relax_rt.roles.rewards.judge import Judge, Judging, LateVerdict, Verdict
+from relax_rt.roles.rewards.judge import Judge, JudgeVerdict, Judging, LateVerdict
 from relax_rt.roles.rewards.scoring import Request
 from relax_rt.roles.rewards.settings import JudgeTable
 from relax_rt.roles.rollout.engines.base import Chunk, EngineLoad, GroupRequest
@@ -100,7 +100,7 @@ class Slot:
     def kill(self) -> None:
         self.dead = True
         self.engine.kill()
-        self._run.registry.core.gone(self.who, "killed")
+        self._run.registry.core.process_exited(self.who, "killed")
 
     async def load(self) -> Any:
         if self.dead:
@@ -158,7 +158,9 @@ async def test_verdicts_come_from_judges_without_a_version_and_depend_on_the_com
     run = Run()
     async with judging(run) as (router, judge):
         found = await judge.verdicts(requests(20))
-        assert [v.value for v in found if isinstance(v, Verdict)] == [pytest.approx((n + 1) / 100) for n in range(20)]
+        assert [v.value for v in found if isinstance(v, JudgeVerdict)] == [
+            pytest.approx((n + 1) / 100) for n in range(20)
+        ]
         assert set(router.statistics().sent) == {"genrm/0", "genrm/1"}, "both work"
 
 
@@ -175,7 +177,7 @@ async def test_a_judge_that_dies_costs_no_verdict_and_its_tokens_are_kept() -> N
                 await asyncio.sleep(0.005)
         run.slots["genrm/0"].kill()
         found = await asking
-        assert all(isinstance(verdict, Verdict) for verdict in found)
+        assert all(isinstance(verdict, JudgeVerdict) for verdict in found)
         assert router.core.counts["resumed"] > 0, "what it had made was thrown away"
 
 
@@ -191,4 +193,4 @@ async def test_without_any_judge_verdicts_wait_for_one_and_are_late_after_their_
         await asyncio.sleep(0.2)
         assert not asking.done() and router.waiting_on()
         run.slots["genrm/1"].start()
-        assert all(isinstance(verdict, Verdict) for verdict in await asking)
+        assert all(isinstance(verdict, JudgeVerdict) for verdict in await asking)

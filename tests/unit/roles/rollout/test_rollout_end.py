@@ -37,13 +37,13 @@ def role_with(
     resources.push_async_callback(told("close queue"))
     parts = {
         "resources": resources,
-        "_doubtful": False,
+        "_unreliable": False,
         "_measure": lambda: None,
         "failure": lambda _: None,
         "engine": SimpleNamespace(close=told("close engine", error=close_error)),
         "queue": SimpleNamespace(groups={7}, release_groups=give_back, save_partials=told("mark")),
         "work": SimpleNamespace(
-            take_all=lambda: [SimpleNamespace(mark="of a member")], marked=lambda *_: None, tokens_unmarked=31
+            take_all=lambda: [SimpleNamespace(chunk="of a member")], saved=lambda *_: None, unsaved_tokens=31
         ),
         "ctx": SimpleNamespace(event=lambda kind, **fields: events.append((kind, fields))),
     }
@@ -61,8 +61,8 @@ async def test_nothing_of_an_engine_that_failed_is_marked_and_its_groups_may_be_
     calls: list[str] = []
     events: list[tuple[str, dict[str, Any]]] = []
     role = role_with(calls, events=events)
-    role._engine_failed(RuntimeError("of the device"))
-    role._arrive(cast(list[Chunk], [object()]))  # it is not looked at
+    role._on_engine_failure(RuntimeError("of the device"))
+    role._on_chunks(cast(list[Chunk], [object()]))  # it is not looked at
     await role.teardown()
     assert calls == ["close engine", "give back, losses 1", "close queue"]
     assert events == [("groups_released", {"groups": 1, "tokens_lost": 31})]
@@ -103,8 +103,8 @@ class Stopping:
         stopping.set()
         waits = dict.fromkeys(("_ask", "_deliver", "_journal", "_report"), for_ever)
         failure = SimpleNamespace(wait=for_ever, check=lambda: None)
-        parts = {"ctx": SimpleNamespace(stopping=stopping), "device": None, "failure": failure}
-        vars(self.role).update(**waits, **parts, _follow=follow, _hand_over=hand_over)
+        parts = {"ctx": SimpleNamespace(stopping=stopping), "time_slicing": None, "failure": failure}
+        vars(self.role).update(**waits, **parts, _follow=follow, _release_all=hand_over)
 
 
 async def test_the_end_of_following_the_weights_does_not_end_the_hand_over() -> None:

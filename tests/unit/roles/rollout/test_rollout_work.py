@@ -10,7 +10,7 @@ import pytest
 
 from relax_rt.roles.rollout import work as works
 from relax_rt.roles.rollout.engines.base import Chunk, Completion, GroupRequest
-from relax_rt.roles.rollout.work import Job, Work, partials_of, usable
+from relax_rt.roles.rollout.work import ActiveGroup, RolloutWork, partials_of, resumable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import BlockRef
 from relax_rt.transport.queue.ledger import events as ev
@@ -53,13 +53,13 @@ class Queue:
 
 
 class Rollout:
-    """Work with a queue, and an engine that samples at random: token n of a completion has the log-probability -n and
+    """A rollout with a queue, and an engine that samples at random: token n has the log-probability -n and
     the routing row n."""
 
     def __init__(self, queue: Queue, epoch: int, rng: random.Random) -> None:
         self.queue, self.rng, self.who = queue, rng, Incarnation("rollout/0", epoch)
         queue.join(self.who)
-        self.work, self.numbers = Work(EVERY, ROW), 0
+        self.work, self.numbers = RolloutWork(EVERY, ROW), 0
         self.engine: dict[tuple[int, int], int] = {}
         self.acknowledged: dict[SampleKey, list[int]] = {}
 
@@ -81,7 +81,7 @@ class Rollout:
                 chunk_tokens=EVERY,
                 routing=True,
             )
-            self.work.begin(self.numbers, ticket, request, origin)
+            self.work.add(self.numbers, ticket, request, origin)
             for place in range(len(request.seeds)):
                 had = request.partial(place)
                 self.engine[self.numbers, place] = len(had.tokens) if had else 0
@@ -98,13 +98,13 @@ class Rollout:
         self.engine[key] = start + len(tokens)
         if finish:
             del self.engine[key]
-        self.work.arrive([Chunk(*key, start, tokens, logprobs, spans, finish, rows(start, start + len(tokens)))])
+        self.work.on_chunks([Chunk(*key, start, tokens, logprobs, spans, finish, rows(start, start + len(tokens)))])
 
     def abort(self, numbers: list[int]) -> None:
         for key in [key for key in self.engine if key[0] in numbers]:
             self.sample(key, self.rng.randrange(3), "abort")
 
-    def put(self) -> list[tuple[Job, Completion]]:
+    def put(self) -> list[tuple[ActiveGroup, Completion]]:
         done = self.work.take_finished()
         for job, completion in done:
             key = SampleKey(job.ticket.group, job.member(completion.member))
@@ -113,21 +113,21 @@ class Rollout:
         self.work.put(done)
         return done
 
-    def mark(self) -> int:
+    def save(self) -> int:
         due = self.work.take_due()
         if due:
-            answer = self.queue.apply(ev.SavePartials([one.mark for one in due]), self.who)
-            self.work.marked(due, answer.held)  # type: ignore[attr-defined]
-        for job in self.work.jobs.values():
+            answer = self.queue.apply(ev.SavePartials([one.chunk for one in due]), self.who)
+            self.work.saved(due, answer.held)  # type: ignore[attr-defined]
+        for job in self.work.groups.values():
             for place in job.running:
                 had = self.work._assembly.had(job.number, place)
                 assert had is not None
                 key = SampleKey(job.ticket.group, job.member(place))
-                self.acknowledged[key] = list(had.tokens[: job.marked[place]])
+                self.acknowledged[key] = list(had.tokens[: job.saved[place]])
         return len(due)
 
     def give_back(self) -> None:
-        over = self.work.take_handed_over()
+        over = self.work.take_released()
         self.queue.apply(ev.ReleaseGroups([job.ticket.group for job in over], "test"), self.who)
 
 
@@ -142,13 +142,13 @@ def test_a_member_is_marked_every_so_many_tokens_and_only_what_is_new(rng: rando
     r.sample((1, 0), EVERY)
     r.sample((1, 1), EVERY - 1)
     due = r.work.take_due()
-    assert [(one.place, one.mark.start, len(one.mark.tokens) // 4) for one in due] == [(0, 0, EVERY)]
-    assert r.work.tokens_unmarked == 2 * EVERY - 1
-    r.work.marked(due, [EVERY])
-    assert r.work.tokens_unmarked == EVERY - 1
+    assert [(one.place, one.chunk.start, len(one.chunk.tokens) // 4) for one in due] == [(0, 0, EVERY)]
+    assert r.work.unsaved_tokens == 2 * EVERY - 1
+    r.work.saved(due, [EVERY])
+    assert r.work.unsaved_tokens == EVERY - 1
     r.sample((1, 0), EVERY + 2)
     r.sample((1, 1), 1)
-    assert [(one.place, one.mark.start, len(one.mark.tokens) // 4) for one in r.work.take_due()] == [
+    assert [(one.place, one.chunk.start, len(one.chunk.tokens) // 4) for one in r.work.take_due()] == [
         (0, EVERY, EVERY + 2),
         (1, 0, EVERY),
     ]
@@ -172,33 +172,33 @@ def test_what_found_no_room_is_marked_with_what_comes_next(rng: random.Random) -
     r = Rollout(q, 1, rng)
     r.ask(1)
     r.sample((1, 0), EVERY)
-    assert r.mark() == 1 and r.work.partials_dropped == 1 and r.work.journaled_tokens == 0
+    assert r.save() == 1 and r.work.partials_dropped == 1 and r.work.journaled_tokens == 0
     q.apply(ev.ConfigureQueue(q.ledger.core.policy, QueueLimits(lease_s=1e6)))
     r.sample((1, 0), EVERY - 1)
-    assert r.mark() == 0
+    assert r.save() == 0
     r.sample((1, 0), 1)
-    assert r.mark() == 1 and r.work.journaled_tokens == 2 * EVERY
+    assert r.save() == 1 and r.work.journaled_tokens == 2 * EVERY
 
 
 def test_what_finds_no_room_is_tried_ever_less_often_and_by_its_first_piece_alone(
     rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relax_rt.roles.rollout.work.MARK_BYTES", (8 + ROW) * EVERY)
+    monkeypatch.setattr("relax_rt.roles.rollout.work.CHUNK_BYTES", (8 + ROW) * EVERY)
     q = Queue(partials_bytes=0)
     r = Rollout(q, 1, rng)
     r.ask(1)
     sent = []
     for _ in range(64):
         r.sample((1, 0), EVERY)
-        sent.append(r.mark())
+        sent.append(r.save())
     assert max(sent[1:]) == 1 and sum(map(bool, sent)) == 7, "after 1, 2, 4 … 64 times the interval"
     q.apply(ev.ConfigureQueue(q.ledger.core.policy, QueueLimits(lease_s=1e6)))
     while not r.work.journaled_tokens:
         r.sample((1, 0), EVERY)
-        r.mark()
+        r.save()
     piece = r.work.journaled_tokens
     r.sample((1, 0), EVERY)
-    assert r.mark() > 32 and r.work.journaled_tokens > 64 * EVERY > 32 * piece, "there is room: the rest follows"
+    assert r.save() > 32 and r.work.journaled_tokens > 64 * EVERY > 32 * piece, "there is room: the rest follows"
 
 
 def test_a_hand_over_takes_along_every_token_up_to_the_boundary(rng: random.Random) -> None:
@@ -208,28 +208,28 @@ def test_a_hand_over_takes_along_every_token_up_to_the_boundary(rng: random.Rand
     first.sample((1, 0), 5, "stop")
     first.sample((1, 1), 3)
     first.put()
-    first.abort(first.work.hand_over([1], "drain"))
-    assert not first.work.take_handed_over(), "its tokens are not marked yet"
-    cut = {n: list(one.tokens) for n, one in first.work.jobs[1].cut.items()}
-    first.mark()
+    first.abort(first.work.release([1], "drain"))
+    assert not first.work.take_released(), "its tokens are not marked yet"
+    cut = {n: list(one.tokens) for n, one in first.work.groups[1].aborted.items()}
+    first.save()
     first.give_back()
-    assert not first.work.jobs
+    assert not first.work.groups
     second = Rollout(q, 2, rng)
     (ticket,) = second.ask(1)
     assert ticket.members == [1, 2] and ticket.partials == {n: len(tokens) for n, tokens in cut.items() if tokens}
-    assert list(second.work.jobs[1].request.partials[0].tokens) == cut[1]  # type: ignore[union-attr]
+    assert list(second.work.groups[1].request.partials[0].tokens) == cut[1]  # type: ignore[union-attr]
 
 
 def test_nothing_is_given_back_before_the_last_put_of_its_job(rng: random.Random) -> None:
     r = Rollout(Queue(), 1, rng)
     r.ask(1)
     r.sample((1, 0), 5, "stop")
-    r.abort(r.work.hand_over([1], "drain"))
+    r.abort(r.work.release([1], "drain"))
     finished = r.work.take_finished()
-    assert r.work.take_due() == [] and r.work.take_handed_over() == []
+    assert r.work.take_due() == [] and r.work.take_released() == []
     r.work.put(finished)
-    r.mark()
-    assert [job.number for job in r.work.take_handed_over()] == [1]
+    r.save()
+    assert [job.number for job in r.work.take_released()] == [1]
 
 
 def test_a_lost_group_is_forgotten_and_its_late_chunks_do_nothing(rng: random.Random) -> None:
@@ -237,7 +237,7 @@ def test_a_lost_group_is_forgotten_and_its_late_chunks_do_nothing(rng: random.Ra
     (ticket,) = r.ask(1)
     r.sample((1, 0), EVERY)
     r.sample((1, 1), 2, "stop")
-    assert r.work.lost([ticket.group]) == [1]
+    assert r.work.drop([ticket.group]) == [1]
     r.sample((1, 2), EVERY)
     r.sample((1, 0), 3, "stop")
     assert not r.work.take_due() and not r.work.take_finished() and not r.work.take_all() and not len(r.work)
@@ -255,33 +255,33 @@ def test_a_lost_group_is_forgotten_and_its_late_chunks_do_nothing(rng: random.Ra
 def test_only_tokens_that_can_be_gone_on_with_are(change: dict[str, object], taken: bool) -> None:
     values = {"tokens": [8, 9], "logprobs": [-1.0, -2.0], "versions": [VersionSpan(0, 2, 1, 1)], "origin": b"o"}
     one = PartialCompletion(**{**values, **change})  # type: ignore[arg-type]
-    assert (usable(one, b"o", 200, frozenset({STOP})) is not None) == taken
+    assert (resumable(one, b"o", 200, frozenset({STOP})) is not None) == taken
 
 
 def test_tokens_without_the_rows_that_are_wanted_are_not_gone_on_with() -> None:
     one = PartialCompletion([8, 9], [-1.0, -2.0], [VersionSpan(0, 2, 1, 1)], b"o")
-    assert usable(one, b"o", 200, frozenset(), ROW) is None
-    taken = usable(msgspec.structs.replace(one, rows=rows(0, 2)), b"o", 200, frozenset(), ROW)
+    assert resumable(one, b"o", 200, frozenset(), ROW) is None
+    taken = resumable(msgspec.structs.replace(one, rows=rows(0, 2)), b"o", 200, frozenset(), ROW)
     assert taken is not None and taken.routing == rows(0, 2)
-    assert usable(msgspec.structs.replace(one, rows=rows(0, 2)), b"o", 200, frozenset(), 2 * ROW) is None
-    without = usable(msgspec.structs.replace(one, rows=rows(0, 2)), b"o", 200, frozenset())
+    assert resumable(msgspec.structs.replace(one, rows=rows(0, 2)), b"o", 200, frozenset(), 2 * ROW) is None
+    without = resumable(msgspec.structs.replace(one, rows=rows(0, 2)), b"o", 200, frozenset())
     assert without is not None and without.routing == b"", "nobody wants them any more"
 
 
 def test_much_is_marked_in_pieces_of_which_those_are_kept_that_there_is_room_for(
     rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(works, "MARK_BYTES", 10 * (8 + ROW))
+    monkeypatch.setattr(works, "CHUNK_BYTES", 10 * (8 + ROW))
     q = Queue(partials_bytes=64 + 32 + 25 * (8 + ROW))
     r = Rollout(q, 1, rng)
     (ticket,) = r.ask(1)
     r.sample((1, 0), 38)
     due = r.work.take_due()
-    assert [(one.mark.start, len(one.mark.rows) // ROW) for one in due] == [(0, 10), (10, 10), (20, 10), (30, 8)]
-    answer = q.apply(ev.SavePartials([one.mark for one in due]), r.who)
+    assert [(one.chunk.start, len(one.chunk.rows) // ROW) for one in due] == [(0, 10), (10, 10), (20, 10), (30, 8)]
+    answer = q.apply(ev.SavePartials([one.chunk for one in due]), r.who)
     assert answer.held == [10, 20, 20, 20]  # type: ignore[attr-defined]
-    r.work.marked(due, answer.held)  # type: ignore[attr-defined]
-    assert r.work.jobs[1].marked[0] == 20
+    r.work.saved(due, answer.held)  # type: ignore[attr-defined]
+    assert r.work.groups[1].saved[0] == 20
     (mark,) = load_partials(q.ledger.core, r.who, [SampleKey(ticket.group, 0)])
     assert decode_partial(mark).rows == rows(0, 20)
 
@@ -304,17 +304,17 @@ def test_whoever_goes_on_has_every_acknowledged_token(seed: int) -> None:
         q.apply(ev.ProcessExited(r.who, "killed"), TRAINER)
 
     def stopped() -> None:
-        r.abort(r.work.hand_over(list(r.work.jobs), "stop"))
+        r.abort(r.work.release(list(r.work.groups), "stop"))
         collect(r.put())
-        r.mark()
+        r.save()
         known.update(r.acknowledged)
-        for job in r.work.jobs.values():
-            for place, one in job.cut.items():
+        for job in r.work.groups.values():
+            for place, one in job.aborted.items():
                 r.acknowledged[SampleKey(job.ticket.group, job.member(place))] = list(one.tokens)
         r.give_back()
-        assert not r.work.jobs
+        assert not r.work.groups
 
-    def collect(done: list[tuple[Job, Completion]]) -> None:
+    def collect(done: list[tuple[ActiveGroup, Completion]]) -> None:
         for job, completion in done:
             made[SampleKey(job.ticket.group, job.member(completion.member))] = completion
 
@@ -329,7 +329,7 @@ def test_whoever_goes_on_has_every_acknowledged_token(seed: int) -> None:
         elif act < 0.75 and r.engine:
             r.sample(rng.choice(list(r.engine)), rng.randint(1, 12), rng.choice(["", "", "", "", "stop", "length"]))
         elif act < 0.9:
-            r.mark()
+            r.save()
         elif act < 0.97:
             collect(r.put())
         else:

@@ -16,7 +16,7 @@ from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.engines.base import Completion, GroupRequest
 from relax_rt.roles.rollout.engines.routing import RoutingShape, told
 from relax_rt.roles.rollout.samples import SampleMaker, as_put
-from relax_rt.roles.rollout.work import Job, Work
+from relax_rt.roles.rollout.work import ActiveGroup, RolloutWork
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.broker import Broker
 from relax_rt.transport.queue.client import QueueClient
@@ -54,11 +54,11 @@ def maker() -> SampleMaker:
     )
 
 
-def job(ticket: Ticket) -> Job:
+def job(ticket: Ticket) -> ActiveGroup:
     request = GroupRequest(
         id=1, prompt=PROMPT, seeds=(1, 2), temperature=1.0, max_new_tokens=9, stop_ids=frozenset(), routing=True
     )
-    return Work(0, SHAPE.row_bytes).begin(1, ticket, request)
+    return RolloutWork(0, SHAPE.row_bytes).add(1, ticket, request)
 
 
 class Calls:
@@ -98,7 +98,7 @@ async def test_they_come_to_whoever_asks_for_the_column(tmp_path: Path) -> None:
                 for member, all_of in enumerate(wanted)
             ]
             await engine.put_samples([as_put(sample) for sample in made])
-            batch = await reader.take("train", groups=1, wait_s=0)
+            batch = await reader.lease("train", groups=1, wait_s=0)
             assert batch is not None
             found = {sample.meta.member: sample for sample in map(read_sample, batch.samples)}
             for member, all_of in enumerate(wanted):

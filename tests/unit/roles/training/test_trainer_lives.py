@@ -557,7 +557,7 @@ async def test_a_failed_trainer_does_not_wait_for_the_checkpoint_of_a_version_th
         if weights.step != EVERY:
             return await publish(self, weights)
         self._copied.set()
-        self._begun_at -= self._limit_s
+        self._started_at -= self._limit_s
         await asyncio.Event().wait()
         raise AssertionError
 

@@ -175,7 +175,7 @@ def test_a_damaged_snapshot_is_an_error(tmp_path: Path) -> None:
         Journal(tmp_path).recover()
 
 
-def test_a_full_disk_says_so_and_stops_the_journal(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_stops_the_journal(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.recover()
     fill(journal, [b"one"])

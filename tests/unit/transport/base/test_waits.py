@@ -93,7 +93,7 @@ async def test_waiters_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waits.enter("b/0", "train") not in tokens and waits.over() == {}
 
 
-def test_the_end_of_one_wait_says_nothing_of_the_others() -> None:
+def test_the_end_of_one_wait_does_not_clear_the_others() -> None:
     told: list[str] = []
     reasons = WaitReasons(told.append)
     first, second = reasons.wait(), reasons.wait()
@@ -210,7 +210,7 @@ async def test_a_wait_at_the_far_end_gives_way_to_other_calls(make: Callable[[fl
     assert calls.statistics().unanswered == 0
 
 
-async def test_a_broker_that_says_nothing_is_told_of(
+async def test_a_silent_broker_is_reported(
     make: Callable[[float], NumberedCalls], told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls_module, "SILENT_S", 0.01)

@@ -51,7 +51,7 @@ def typed(value: Any) -> Any:
 
 @settings(max_examples=200, deadline=None)
 @given(VALUES)
-def test_plain_data_comes_back_as_it_was(value: Any) -> None:
+def test_plain_data_round_trips(value: Any) -> None:
     assert typed(objects.decode(objects.encode(value, "x"), "x")) == typed(value)
 
 
@@ -66,7 +66,7 @@ def test_plain_data_comes_back_as_it_was(value: Any) -> None:
         np.array(["2024-01-01"], dtype="datetime64[D]"),
     ],
 )
-def test_arrays_come_back_as_they_were(array: np.ndarray[Any, Any]) -> None:
+def test_arrays_round_trip(array: np.ndarray[Any, Any]) -> None:
     back = objects.decode(objects.encode([array], "x"), "x")[0]
     assert back.dtype == array.dtype and back.shape == array.shape and back.tolist() == array.tolist()
     assert back.flags.writeable
@@ -79,7 +79,7 @@ def test_scalars_of_numpy_keep_their_type(value: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2, torch.bool, torch.complex64, torch.int64])
-def test_tensors_in_objects_come_back_as_they_were(dtype: torch.dtype) -> None:
+def test_tensors_in_objects_round_trip(dtype: torch.dtype) -> None:
     for tensor in (torch.tensor([[0, 1], [1, 0]]).to(dtype), torch.tensor(1).to(dtype), torch.empty(0, 2, dtype=dtype)):
         back = objects.decode(objects.encode({"t": tensor.t()}, "x"), "x")["t"]
         assert back.dtype == dtype and back.shape == tensor.t().shape

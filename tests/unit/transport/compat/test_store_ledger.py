@@ -357,7 +357,7 @@ def test_a_rank_that_there_is_not_gets_nothing_and_spoils_nothing() -> None:
     assert driver.sample("t", 1, "x", rank=0, batch_index=0) == first
 
 
-def test_a_partition_of_many_rows_to_come_costs_nothing() -> None:
+def test_expected_rows_take_no_memory() -> None:
     driver = Driver(StoreConfig(expected=1 << 20))
     size = len(driver.ledger.snapshot())
     for name in map(str, range(1000)):

@@ -109,7 +109,7 @@ def _holds(line: str, pointer: int) -> bool:
     return int(first, 16) <= pointer < int(end, 16)
 
 
-def test_a_put_waits_for_memory_and_says_so_when_none_comes(folder: Path) -> None:
+def test_a_put_waits_for_memory_and_fails_with_the_reason(folder: Path) -> None:
     begin(folder, capacity_bytes=4 << 20)
     store = connection.current().store
     store._space_wait_s = 0.1
@@ -163,7 +163,7 @@ def test_what_a_dead_process_reads_is_freed_and_what_it_put_stays(folder: Path) 
     until(freed, "the dead reader's memory is free again")
 
 
-def test_a_killed_broker_comes_back_with_all_that_was_put(folder: Path) -> None:
+def test_a_killed_broker_recovers_all_that_was_put(folder: Path) -> None:
     begin(folder)
     tq.kv_batch_put(KEYS, "p", batch(1.0), [{"n": n} for n in range(ROWS)])
     held = tq.kv_batch_get(KEYS, "p")

@@ -33,7 +33,7 @@ def numbers(n: int, mark: int = 0) -> dict[str, Any]:
 # Puts and what comes of them.
 
 
-def test_rows_come_back(tmp_path: Path) -> None:
+def test_rows_round_trip(tmp_path: Path) -> None:
     rows = [
         {
             "tokens": np.arange(100 + i, dtype=np.int32),
@@ -74,7 +74,7 @@ def test_rows_of_different_kinds_lie_in_different_blocks(tmp_path: Path) -> None
     assert writer(tmp_path / "none").put_rows([]) == []
 
 
-def test_columns_come_back(tmp_path: Path) -> None:
+def test_columns_round_trip(tmp_path: Path) -> None:
     matrix = np.arange(12.0).reshape(3, 4)
     placed = writer(tmp_path).put_columns(
         {
@@ -174,7 +174,7 @@ def test_the_same_image_is_stored_once(tmp_path: Path) -> None:
     assert arena.used_bytes == 0
 
 
-def test_only_what_comes_twice_is_shared(tmp_path: Path) -> None:
+def test_only_repeated_values_are_shared(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     images = [rng.integers(0, 255, 5000).astype(np.uint8) for _ in range(3)]
     # Equal in what a first look compares.
@@ -215,7 +215,7 @@ def test_a_list_column_with_repeats_is_shared_whole(tmp_path: Path) -> None:
     assert read(ArenaReader(tmp_path), placed).values("image") == images
 
 
-def test_a_blob_that_did_not_come_is_named(tmp_path: Path) -> None:
+def test_a_missing_blob_is_named(tmp_path: Path) -> None:
     arena, reader = writer(tmp_path), ArenaReader(tmp_path)
     ((placed, _),) = arena.put_rows([{"a": Shared("x"), "b": 1}])
     ((other, _),) = arena.put_rows([{"a": np.arange(500)}, {"a": np.arange(500)}])
@@ -232,7 +232,7 @@ def test_a_blob_that_did_not_come_is_named(tmp_path: Path) -> None:
 # Capacity.
 
 
-def test_full_arena_says_so_and_frees_make_room(tmp_path: Path) -> None:
+def test_a_full_arena_refuses_until_extents_are_freed(tmp_path: Path) -> None:
     arena = writer(tmp_path, slab_bytes=2 * PAGE, capacity_bytes=4 * PAGE)
     held = [arena.put_rows([numbers(3800)])[0][0] for _ in range(4)]
     used = arena.used_bytes
@@ -300,7 +300,7 @@ def test_a_large_put_gets_a_slab_of_whole_multiples(tmp_path: Path) -> None:
     assert (read(ArenaReader(tmp_path), placed).value("a", 0) == 4).all()
 
 
-def test_a_system_without_memory_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 

@@ -60,7 +60,7 @@ class Turn(msgspec.Struct):
     tokens: int
 
 
-def test_the_layout_is_what_it_says() -> None:
+def test_the_layout_is_as_documented() -> None:
     tokens = [np.array([1, 2, 3], np.int32), np.array([4], np.int32)]
     data = written({"tokens": tokens, "score": [np.float32(0.5), np.float32(1.5)], "text": ["ä", ""]})
     magic, version, flags, rows, meta_nbytes, nbytes = struct.unpack_from(HEADER, data)
@@ -88,7 +88,7 @@ def test_columns_of_large_blocks_are_aligned_and_without_padding() -> None:
 
 @pytest.mark.parametrize("dtype", PLAIN)
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3, 4)])
-def test_every_dtype_comes_back(dtype: str, shape: tuple[int, ...]) -> None:
+def test_every_dtype_round_trips(dtype: str, shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(1)
     bits = rng.integers(0, 2, size=(3, *shape)) if dtype == "|b1" else rng.integers(0, 100, size=(3, *shape))
     stacked = bits.astype(dtype)
@@ -123,7 +123,7 @@ def test_values_of_odd_layout_are_written_as_they_read() -> None:
     same(opened(written({"x": [base.T]})).column("x"), base.T[None])
 
 
-def test_bits_strings_bytes_and_objects_come_back() -> None:
+def test_bits_strings_bytes_and_objects_round_trip() -> None:
     half = np.arange(6, dtype=np.uint16).reshape(2, 3)
     eight = np.arange(4, dtype=np.uint8)
     columns: dict[str, list[Any]] = {
@@ -170,7 +170,7 @@ ROWS = st.integers(1, 4).flatmap(
 
 @settings(deadline=None)
 @given(ROWS, st.lists(st.text(max_size=20), min_size=6, max_size=6))
-def test_ragged_rows_come_back(arrays: list[np.ndarray[Any, Any]], texts: list[str]) -> None:
+def test_ragged_rows_round_trip(arrays: list[np.ndarray[Any, Any]], texts: list[str]) -> None:
     arrays = [array.astype(arrays[0].dtype) for array in arrays]
     block = opened(written({"x": arrays, "text": texts[: len(arrays)]}))
     for row, array in enumerate(arrays):
@@ -358,7 +358,7 @@ MUTATED = st.tuples(SEEDS, st.randoms(use_true_random=False)).map(lambda seed: F
 
 @settings(max_examples=300, deadline=None)
 @given(st.one_of(st.binary(max_size=400), MUTATED))
-def test_nothing_but_corrupt_comes_of_broken_blocks(data: bytes) -> None:
+def test_broken_blocks_raise_only_corrupt(data: bytes) -> None:
     tracemalloc.start()
     try:
         FUZZ.look_at_all(data)
@@ -384,7 +384,7 @@ NUMBERS = ("bool", "int8", "uint8", "int16", "int32", "int64", "float16", "float
 
 
 @pytest.mark.parametrize("dtype", [*NUMBERS, "bfloat16", "float8_e4m3fn", "float8_e5m2"])
-def test_tensors_of_every_dtype_come_back(torch: Any, dtype: str) -> None:
+def test_tensors_of_every_dtype_round_trip(torch: Any, dtype: str) -> None:
     rows = [torch.arange(6).reshape(2, 3).to(getattr(torch, dtype)), torch.ones(1, 3).to(getattr(torch, dtype))]
     for given_rows in (rows, [rows[0].T, rows[1].T], rows[:1] * 2, [rows[0][1, 2]], [rows[0][:0]]):
         block = opened(written({"x": given_rows}))

@@ -20,7 +20,7 @@ def array(dtype: str, *shape: int) -> Any:
 
 
 @pytest.mark.parametrize("dtype", NUMBERS)
-def test_every_dtype_is_told_from_every_other(dtype: str) -> None:
+def test_every_dtype_is_distinguished(dtype: str) -> None:
     fields = parse_fields({"x": f"{dtype}[*]"})
     for other in NUMBERS:
         if other == dtype:

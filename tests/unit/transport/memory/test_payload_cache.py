@@ -98,7 +98,7 @@ def test_prefetched_extents_give_way_the_least_recently_used_first() -> None:
     assert cache.statistics().evictions == 1
 
 
-def test_a_prefetch_takes_no_ones_place_and_has_its_turn_later() -> None:
+def test_a_prefetch_evicts_nothing_and_is_admitted_later() -> None:
     cache = small()
     for number in range(1, 5):
         ask(cache, job(number, extent(number), prefetch=True))
@@ -121,7 +121,7 @@ def test_fetched_extents_are_kept_and_who_waits_gets_room_when_a_lease_ends() ->
 
 
 @pytest.mark.parametrize("how", ["deadline", "cancelled", "released"])
-def test_who_stands_behind_one_that_gave_up_has_a_turn(how: str) -> None:
+def test_a_job_behind_a_cancelled_one_is_admitted(how: str) -> None:
     cache = small()
     ask(cache, job(1, extent(1), extent(2), extent(3)))
     large, little = job(2, extent(4), extent(5), deadline=1.0), job(3, extent(6))

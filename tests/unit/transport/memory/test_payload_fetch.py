@@ -119,7 +119,7 @@ async def test_an_extent_that_its_owner_used_again_is_fetched_again() -> None:
         (Extent("spill-1", 0, 10), Corrupt, "not a slab's name"),
     ],
 )
-async def test_the_servers_refusal_comes_typed_and_names_slab_and_server(
+async def test_the_servers_refusal_keeps_its_type_and_names_slab_and_server(
     extent: Extent, kind: type[RelaxError], text: str
 ) -> None:
     with shm_dir() as directory:
@@ -142,7 +142,7 @@ async def test_an_extent_that_no_slab_can_have_is_refused_before_it_is_asked_for
                 fetcher.prefetch("tcp://127.0.0.1:9", [extent], lease=1)
 
 
-async def test_spilled_extents_come_from_the_servers_disk(tmp_path: pathlib.Path) -> None:
+async def test_spilled_extents_are_served_from_disk(tmp_path: pathlib.Path) -> None:
     with shm_dir() as directory:
         data = write_slab(tmp_path, 10_000, name="spill-17")
         server = PayloadServer(directory, tmp_path, keys=KEYS)
@@ -154,7 +154,7 @@ async def test_spilled_extents_come_from_the_servers_disk(tmp_path: pathlib.Path
         await server.close()
 
 
-async def test_a_slab_that_is_removed_is_let_go_of() -> None:
+async def test_a_removed_slab_is_unmapped() -> None:
     with shm_dir() as directory:
         write_slab(directory, MIB)
         async with serving(directory) as server, reading() as fetcher:
@@ -166,7 +166,7 @@ async def test_a_slab_that_is_removed_is_let_go_of() -> None:
                 await fetcher.fetch(server.address, [Extent(SLAB, 100, 100)], lease=1, deadline_s=5.0)
 
 
-async def test_a_full_cache_says_so_and_goes_on_when_a_lease_ends() -> None:
+async def test_a_full_cache_reports_and_resumes_when_a_lease_ends() -> None:
     with shm_dir() as directory:
         write_slab(directory, 12 * MIB)
         first, second = [Extent(SLAB, 0, 6 * MIB)], [Extent(SLAB, 6 * MIB, 6 * MIB)]
@@ -190,7 +190,7 @@ async def test_a_full_cache_says_so_and_goes_on_when_a_lease_ends() -> None:
                 await fetcher.fetch(server.address, extents_of(12 * MIB, MIB), lease=3, deadline_s=60.0)
 
 
-async def test_a_released_lease_is_waited_for_no_more() -> None:
+async def test_a_released_lease_ends_its_waits() -> None:
     async with reading() as fetcher:
         waiting = asyncio.create_task(
             fetcher.fetch("tcp://127.0.0.1:9", [Extent(SLAB, 0, 100)], lease=1, deadline_s=60.0)
@@ -201,7 +201,7 @@ async def test_a_released_lease_is_waited_for_no_more() -> None:
             await waiting
 
 
-async def test_nobody_there_is_said_while_it_waits_and_at_the_deadline() -> None:
+async def test_a_missing_server_is_reported_while_waiting_and_at_the_deadline() -> None:
     async with reading() as fetcher:
         waiting = asyncio.create_task(
             fetcher.fetch("tcp://127.0.0.1:9", [Extent(SLAB, 0, 100)], lease=1, deadline_s=1.0)
@@ -422,7 +422,7 @@ async def test_a_server_tells_a_reader_of_another_version() -> None:
             context.term()
 
 
-async def test_a_server_that_goes_silent_is_said_to_be() -> None:
+async def test_a_silent_server_is_reported() -> None:
     with pytest.raises(Unreachable, match=r"0 of 1000 bytes are here; connected, nothing came yet"):
         await from_hostile_server(deadline_s=1.0)
 

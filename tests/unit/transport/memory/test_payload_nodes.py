@@ -59,7 +59,7 @@ def test_a_reader_on_another_node_gets_every_byte_and_a_stranger_none(nodes: Nod
         assert "does not admit this process's key" in refusal and refusal.endswith("; 0 bytes came")
 
 
-def test_a_server_that_is_killed_and_comes_back_on_its_node_is_found_again(nodes: Nodes, slabs: pathlib.Path) -> None:
+def test_a_killed_and_restarted_server_is_found_again(nodes: Nodes, slabs: pathlib.Path) -> None:
     data = write_slab(slabs, 64 * MIB)
     with (
         Far(slabs, nodes.host, nodes.first) as far,
@@ -79,7 +79,7 @@ def test_a_cut_cable_is_waited_out_until_the_deadline(nodes: Nodes, slabs: pathl
             assert line(reader).startswith(f"Unreachable: slab {SLAB}")
 
 
-async def test_a_server_that_is_killed_in_the_middle_and_does_not_return(slabs: pathlib.Path) -> None:
+async def test_a_server_killed_during_a_fetch_fails_it(slabs: pathlib.Path) -> None:
     write_slab(slabs, 64 * MIB)
     extents = extents_of(64 * MIB, 4 * MIB)
     # A small window makes the transfer slow enough to be hit in the middle.

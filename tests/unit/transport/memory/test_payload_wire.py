@@ -83,7 +83,7 @@ def raw_get(*ranges: list[object]) -> bytes:
         (b"RLXP\x01\x01" + bytes(payload_wire.MAX_GET_BYTES), "not 6 to 131072"),
     ],
 )
-def test_what_is_wrong_with_a_request_is_said(frame: bytes, why: str) -> None:
+def test_a_bad_request_is_explained(frame: bytes, why: str) -> None:
     with pytest.raises(ProtocolError, match=why):
         payload_wire.decode_get(frame)
 
@@ -99,6 +99,6 @@ def test_what_is_wrong_with_a_request_is_said(frame: bytes, why: str) -> None:
         (struct.pack("<4sBBHQIQ", b"RLXP", 1, 2, 1, 1, 2**32 - 1, 0), "over the limit of 16777216 bytes"),
     ],
 )
-def test_what_is_wrong_with_an_answer_is_said(frame: bytes, why: str) -> None:
+def test_a_bad_answer_is_explained(frame: bytes, why: str) -> None:
     with pytest.raises(ProtocolError, match=why):
         payload_wire.decode_head(frame)

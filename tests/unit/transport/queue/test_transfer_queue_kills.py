@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from facade_far_end import CHAIN, chained
-from facade_world import World, settled
+from transfer_queue_far_end import CHAIN, chained
+from transfer_queue_world import World, settled
 
 from relax_rt.transport import TransferQueue
 from relax_rt.transport.queue.ledger.messages import SampleKey

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from facade_far_end import FAR_SAMPLES, FAR_TOKENS
-from facade_world import World, settled
 from netns import Nodes
+from transfer_queue_far_end import FAR_SAMPLES, FAR_TOKENS
+from transfer_queue_world import World, settled
 
 from relax_rt.transport import TransferQueue
 from relax_rt.transport.base.watch import NODE_ENV

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from broker_world import until
-from facade_world import World, settled
+from transfer_queue_world import World, settled
 
 from relax_rt.transport import TransferQueue
 from relax_rt.transport.queue import broker as queue_broker

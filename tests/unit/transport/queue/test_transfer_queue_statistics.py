@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from facade_world import World, settled
+from transfer_queue_world import World, settled
 
 from relax_rt.transport import TransferQueue
 from relax_rt.transport.memory.values import Shared

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from facade_far_end import SAMPLES, plain, sample
-from facade_world import World
+from transfer_queue_far_end import SAMPLES, plain, sample
+from transfer_queue_world import World
 
 from relax_rt.transport import TransferQueue
 from relax_rt.transport.queue.ledger.messages import SampleKey

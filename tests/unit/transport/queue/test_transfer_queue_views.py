@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from facade_world import World, settled
+from transfer_queue_world import World, settled
 
 from relax_rt.transport import TransferQueue
 

@@ -40,7 +40,7 @@ async def took_s(far: FarEnd) -> float:
 
 
 @pytest.mark.parametrize("carrier", ["unix", "tcp"])
-async def test_delay_both_ways_in_order_and_then_no_more(carrier: str, tmp_path: pathlib.Path) -> None:
+async def test_delay_keeps_order_both_ways_and_ends(carrier: str, tmp_path: pathlib.Path) -> None:
     async with pair(carrier, tmp_path) as (client, far):
         impair.impair(delay_s=0.05, for_s=0.5)
         # Both ends are this process: each of the two messages is late on its way out and on its way in.

@@ -62,7 +62,7 @@ async def test_calls_share_one_connection_and_do_not_wait_for_each_other(carrier
         assert client.statistics().inflight == 0
 
 
-async def test_errors_of_a_handler_come_back(carrier: str, tmp_path: pathlib.Path) -> None:
+async def test_errors_of_a_handler_reach_the_caller(carrier: str, tmp_path: pathlib.Path) -> None:
     async with pair(carrier, tmp_path) as (_, _, _, far):
         with pytest.raises(RemoteError) as plain:
             await far.fail("plain")
@@ -177,7 +177,7 @@ async def test_oversize_messages_name_method_size_and_limit(carrier: str, tmp_pa
         assert client.counters.reconnects == 0
 
 
-async def test_no_more_handlers_than_the_bound(carrier: str, tmp_path: pathlib.Path) -> None:
+async def test_handlers_are_bounded(carrier: str, tmp_path: pathlib.Path) -> None:
     async with pair(carrier, tmp_path, max_inflight=4) as (_, implementation, _, far):
         calls = [asyncio.create_task(far.hold(str(i))) for i in range(20)]
         await implementation.until_working(4)
@@ -189,7 +189,7 @@ async def test_no_more_handlers_than_the_bound(carrier: str, tmp_path: pathlib.P
         assert implementation.peak == 4
 
 
-async def test_a_call_that_finds_no_room_says_so(tmp_path: pathlib.Path) -> None:
+async def test_a_call_without_room_fails_with_the_reason(tmp_path: pathlib.Path) -> None:
     async with pair("unix", tmp_path, max_inflight=1) as (_, implementation, client, far):
         held = asyncio.create_task(far.hold("first"))
         await implementation.until_working(1)

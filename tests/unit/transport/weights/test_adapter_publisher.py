@@ -68,7 +68,7 @@ async def test_what_is_published_in_full_is_what_receivers_make(tmp_path: Path) 
     async with world_of(tmp_path, Adapted(), adapters=True) as world:
         for version in (1, 2):
             await world.publish(version)
-            await asyncio.wait_for(world.publisher.through(), SOON_S)
+            await asyncio.wait_for(world.publisher.wait_committed(), SOON_S)
         record = world.ctx.registry.committed[-1]
         assert made(tmp_path, record) == copied(StageSource(tmp_path, record))
         assert cast(Adapted, world.backend).bases == 1
@@ -89,21 +89,21 @@ async def test_the_optimizer_waits_for_a_copy_of_the_adapters_and_not_for_the_me
     monkeypatch.setattr(AdapterVersions, "make", slow)
     async with world_of(tmp_path, Adapted(), adapters=True) as world:
         await world.publish(1)
-        await asyncio.wait_for(asyncio.to_thread(world.publisher.weights_may_change), SOON_S)
+        await asyncio.wait_for(asyncio.to_thread(world.publisher.wait_copied), SOON_S)
         world.backend.value = 99
         assert world.ctx.registry.committed == []
         may.set()
-        await asyncio.wait_for(world.publisher.through(), SOON_S)
+        await asyncio.wait_for(world.publisher.wait_committed(), SOON_S)
         merged = copied(world.source(1))
         await world.publish(2)
-        await asyncio.wait_for(world.publisher.through(), SOON_S)
+        await asyncio.wait_for(world.publisher.wait_committed(), SOON_S)
         assert copied(world.source(2)) != merged, "version 1 has the adapters of before the step"
 
 
 async def test_adapters_that_would_save_little_are_not_put_there(tmp_path: Path) -> None:
     async with world_of(tmp_path, Adapted(rank=200), adapters=True) as world:
         await world.publish(1)
-        await asyncio.wait_for(world.publisher.through(), SOON_S)
+        await asyncio.wait_for(world.publisher.wait_committed(), SOON_S)
         (published,) = [told for kind, told in world.ctx.events if kind == "published"]
         assert published["adapter_bytes"] == 0 and not (tmp_path / adapters_file(1)).exists()
 
@@ -111,27 +111,27 @@ async def test_adapters_that_would_save_little_are_not_put_there(tmp_path: Path)
 async def test_a_base_that_was_taken_away_is_put_there_again(tmp_path: Path) -> None:
     async with world_of(tmp_path, Adapted(), adapters=True) as world:
         await world.publish(1)
-        await world.publisher.through()
+        await world.publisher.wait_committed()
         (tmp_path / "v00000000.json").unlink()
         await world.publish(2)
-        await asyncio.wait_for(world.publisher.through(), SOON_S)
+        await asyncio.wait_for(world.publisher.wait_committed(), SOON_S)
         assert cast(Adapted, world.backend).bases == 2 and read_manifest(tmp_path, ROOT).file == BASE_FILE
 
 
 async def test_a_base_that_was_harmed_ends_the_trainer_before_anything_is_made_of_it(tmp_path: Path) -> None:
     async with world_of(tmp_path, Adapted(), adapters=True) as world:
         await world.publish(1)
-        await world.publisher.through()
+        await world.publisher.wait_committed()
         with (tmp_path / BASE_FILE).open("r+b") as file:
             file.write(b"\xee" * 9)
         await world.publish(2)
         with pytest.raises(Corrupt, match="weights of policy version 0"):
-            await asyncio.wait_for(world.publisher.through(), SOON_S)
+            await asyncio.wait_for(world.publisher.wait_committed(), SOON_S)
         assert [record.version for record in world.ctx.registry.committed] == [1]
     # Its successor trusts nobody's.
     async with world_of(tmp_path, Adapted(), adapters=True) as world:
         await world.publish(1)
-        await asyncio.wait_for(world.publisher.through(), SOON_S)
+        await asyncio.wait_for(world.publisher.wait_committed(), SOON_S)
         assert made(tmp_path, world.ctx.registry.committed[-1])
         assert cast(Adapted, world.backend).bases == 2, "compared, and written"
 
@@ -142,13 +142,13 @@ async def test_a_successor_keeps_the_base_that_lies_there_if_it_is_the_models(
     """And needs no room for a second one."""
     async with world_of(tmp_path, Adapted(), adapters=True) as world:
         await world.publish(1)
-        await asyncio.wait_for(world.publisher.through(), SOON_S)
+        await asyncio.wait_for(world.publisher.wait_committed(), SOON_S)
     (tmp_path / f"{BASE_FILE}.tmp").write_bytes(b"half of it")
     before = (tmp_path / BASE_FILE).stat().st_ino
     monkeypatch.setattr(WeightStage, "seal_base", None)
     async with world_of(tmp_path, Adapted(), adapters=True) as world:
         await world.publish(2)
-        await asyncio.wait_for(world.publisher.through(), SOON_S)
+        await asyncio.wait_for(world.publisher.wait_committed(), SOON_S)
         assert made(tmp_path, world.ctx.registry.committed[-1])
     assert (tmp_path / BASE_FILE).stat().st_ino == before
     assert bases(tmp_path) == [BASE_FILE]
@@ -168,7 +168,7 @@ async def test_the_base_of_another_model_takes_its_place(tmp_path: Path) -> None
     for backend in (Adapted(), Other(), Other()):
         async with world_of(tmp_path, backend, adapters=True) as world:
             await world.publish(1)
-            await asyncio.wait_for(world.publisher.through(), SOON_S)
+            await asyncio.wait_for(world.publisher.wait_committed(), SOON_S)
             assert made(tmp_path, world.ctx.registry.committed[-1])
         digests.add(read_manifest(tmp_path, ROOT).digest)
     assert len(digests) == 2

@@ -84,8 +84,8 @@ class World:
         with self.stage.writing(LAYOUT, self.version - 1) as (file, view):
             view[:] = self.data
             manifest = self.stage.seal(self.version, LAYOUT, file, view)
-        await self.broadcaster.before(manifest)
-        self.broadcaster.begin()
+        await self.broadcaster.reserve(manifest)
+        self.broadcaster.start()
         return VersionRecord(self.version, self.version - 1, self.version, manifest.digest), manifest
 
     async def who_has(self, record: VersionRecord, manifest: Manifest) -> list[str]:
@@ -240,7 +240,7 @@ async def test_a_version_that_is_not_committed_is_waited_for_by_nobody(
         with world.stage.writing(LAYOUT, 0) as (file, view):
             view[:] = fill(LAYOUT)
             manifest = world.stage.seal(1, LAYOUT, file, view)
-        await world.broadcaster.before(manifest)
+        await world.broadcaster.reserve(manifest)
         await world.broadcaster.close()
         assert not world.engines["rollout/0"].wait(VersionRecord(1, 0, 1, manifest.digest))
 

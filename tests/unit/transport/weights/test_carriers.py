@@ -93,10 +93,10 @@ async def test_on_the_trainers_node_it_is_shared_memory_and_the_folder_steps_in(
     record = stage(ctx, data)
     files = WeightFiles.of(cast(RoleContext, ctx))
     assert files is not None
-    await files.before(record)
+    await files.write_before_commit(record)
     assert not list((tmp_path / "files" / "run-1").glob("v*")), "behind the commit, not before it"
-    await files.after(record)
-    await files.through()
+    await files.write_after_commit(record)
+    await files.wait()
     await files.close()
     source = source_for(cast(RoleContext, ctx))
     assert copied(source(record, None)) == data and not ctx.events
@@ -118,12 +118,12 @@ async def test_the_folder_alone_is_written_before_the_commit_and_its_failure_is_
     record = stage(ctx, data)
     files = WeightFiles.of(cast(RoleContext, ctx))
     assert files is not None
-    await files.before(record)
+    await files.write_before_commit(record)
     assert isinstance(source_for(cast(RoleContext, ctx))(record, None), DirectorySource)
     assert copied(source_for(cast(RoleContext, ctx))(record, None)) == data
-    await files.after(record)
+    await files.write_after_commit(record)
     with pytest.raises(RelaxError, match="there already"):
-        await files.before(record)
+        await files.write_before_commit(record)
 
 
 async def test_a_full_disk_behind_costs_the_copy_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,8 +136,8 @@ async def test_a_full_disk_behind_costs_the_copy_alone(tmp_path: Path, monkeypat
         raise OutOfSpace("policy version 7", why="no space left on device")
 
     monkeypatch.setattr(WeightDirectory, "write", full)
-    await files.after(record)
-    await files.through()  # close() alone would not begin the copy, where its task has not run yet
+    await files.write_after_commit(record)
+    await files.wait()  # close() alone would not begin the copy, where its task has not run yet
     await asyncio.wait_for(files.close(), 120)
     assert [kind for kind, _ in ctx.events] == ["weights_save_failed"]
 
@@ -171,9 +171,9 @@ async def test_the_newest_is_copied_when_the_copy_under_way_is_done(
     files = WeightFiles.of(cast(RoleContext, ctx))
     assert files is not None
     for version in (7, 8, 9):
-        await files.after(stage(ctx, fill(LAYOUT, version), version))
+        await files.write_after_commit(stage(ctx, fill(LAYOUT, version), version))
         await disk.at(7)
-    ending = asyncio.create_task(files.through())
+    ending = asyncio.create_task(files.wait())
     disk.may.release()
     await disk.at(7, 9)
     assert not ending.done() and "put into" in ctx.progress.waits[-1]
@@ -191,10 +191,10 @@ async def test_a_trainer_that_failed_or_is_stopped_does_not_wait_for_a_slow_disk
     files = WeightFiles.of(cast(RoleContext, ctx))
     assert files is not None
     for version in (7, 8):
-        await files.after(stage(ctx, fill(LAYOUT, version), version))
+        await files.write_after_commit(stage(ctx, fill(LAYOUT, version), version))
         await disk.at(7)
     ctx.stopping.set()
-    await asyncio.wait_for(files.through(), 120)
+    await asyncio.wait_for(files.wait(), 120)
     closing = asyncio.create_task(files.close())
     await asyncio.sleep(0)
     disk.may.release()
@@ -213,17 +213,17 @@ async def test_a_file_system_that_never_answers_keeps_no_run_from_its_end(
     files = WeightFiles.of(cast(RoleContext, ctx))
     assert files is not None
     files._timeout_s = 0.1
-    await files.after(stage(ctx, fill(LAYOUT), 7))
+    await files.write_after_commit(stage(ctx, fill(LAYOUT), 7))
     await disk.at(7)
-    await asyncio.wait_for(files.through(), 120)
+    await asyncio.wait_for(files.wait(), 120)
     await asyncio.wait_for(files.close(), 120)
     ((kind, told),) = ctx.events
     assert (kind, told["version"]) == ("weights_save_failed", 7) and "not answered for 0.25 s" in told["why"]
     # The host of a role that has done its work waits for the default executor.
     await asyncio.wait_for(asyncio.get_running_loop().shutdown_default_executor(), 120)
     disk.may.release()
-    assert files._behind is not None
-    await asyncio.wait_for(files._behind, 120)
+    assert files._writer is not None
+    await asyncio.wait_for(files._writer, 120)
 
 
 async def test_a_folder_that_cannot_be_opened_is_told_and_tried_again_with_the_next_version(tmp_path: Path) -> None:
@@ -231,16 +231,16 @@ async def test_a_folder_that_cannot_be_opened_is_told_and_tried_again_with_the_n
     ctx = Context(tmp_path, directory="files")
     files = WeightFiles.of(cast(RoleContext, ctx))
     assert files is not None
-    await files.after(stage(ctx, fill(LAYOUT), 7))
-    await files.through()
+    await files.write_after_commit(stage(ctx, fill(LAYOUT), 7))
+    await files.wait()
     assert [(kind, told["version"]) for kind, told in ctx.events] == [
         ("weights_save_failed", 0),
         ("weights_save_failed", 7),
     ]
     assert "may write in" in ctx.events[0][1]["why"]
     (tmp_path / "files").unlink()
-    await files.after(stage(ctx, fill(LAYOUT), 8))
-    await files.through()
+    await files.write_after_commit(stage(ctx, fill(LAYOUT), 8))
+    await files.wait()
     await files.close()
     assert len(ctx.events) == 2 and (tmp_path / "files" / "run-1" / "v00000008").is_dir()
 
@@ -272,11 +272,11 @@ async def test_a_version_that_the_only_way_will_never_take_ends_the_run(
     for number, kind in ((errno.EROFS, BadInput), (errno.ENOSPC, OutOfSpace), (errno.EIO, Refused)):
         monkeypatch.setattr(Path, "rename", struck(number))
         with pytest.raises(kind, match=os.strerror(number)):
-            await files.before(record)
+            await files.write_before_commit(record)
     monkeypatch.setattr(Path, "rename", real)
-    await files.before(record)
+    await files.write_before_commit(record)
     with pytest.raises(Refused, match="used once"):
-        await files.before(record)  # the next trainer has another number
+        await files.write_before_commit(record)  # the next trainer has another number
     await files.close()
 
 

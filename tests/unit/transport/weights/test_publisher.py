@@ -124,7 +124,7 @@ class World:
 
     async def publish(self, version: int) -> None:
         self.backend.value = version
-        await self.publisher.begin(VersionRecord(version, version - 1, version))
+        await self.publisher.publish(VersionRecord(version, version - 1, version))
 
     def source(self, version: int) -> StageSource:
         return StageSource(self.folder, self.ctx.registry.committed[version - 1])
@@ -156,7 +156,7 @@ async def test_the_trainer_goes_on_while_its_weights_are_copied_and_committed(tm
         world.backend.go_on.clear()
         world.ctx.registry.open.clear()
         await asyncio.wait_for(world.publish(1), SOON_S)  # returned: the next step begins
-        changed = asyncio.create_task(asyncio.to_thread(world.publisher.weights_may_change))
+        changed = asyncio.create_task(asyncio.to_thread(world.publisher.wait_copied))
         assert await asyncio.to_thread(world.backend.copying.wait, SOON_S)
         await asyncio.sleep(0.05)
         assert not changed.done(), "the optimizer may not touch weights that are being copied"
@@ -165,7 +165,7 @@ async def test_the_trainer_goes_on_while_its_weights_are_copied_and_committed(tm
         world.backend.value = 99  # it has: what is published is the version all the same
         assert world.ctx.registry.committed == []
         world.ctx.registry.open.set()
-        await asyncio.wait_for(world.publisher.through(), SOON_S)
+        await asyncio.wait_for(world.publisher.wait_committed(), SOON_S)
         into = bytearray(LAYOUT.nbytes)
         world.source(1).copy_into(memoryview(into))
         assert into[0] == 1
@@ -192,12 +192,12 @@ async def test_the_optimizer_waits_for_copies_and_not_until_they_are_gathered(tm
     async with world_of(tmp_path, Sharded()) as world:
         world.backend.go_on.clear()
         await world.publish(1)
-        held = await asyncio.wait_for(asyncio.to_thread(world.publisher.weights_may_change), SOON_S)
+        held = await asyncio.wait_for(asyncio.to_thread(world.publisher.wait_copied), SOON_S)
         world.backend.value = 99
         assert held < SOON_S / 2 and world.ctx.registry.committed == []
         assert await asyncio.to_thread(world.backend.copying.wait, SOON_S)
         # The publication after it would wait, and it is seen what for.
-        waiting = asyncio.create_task(world.publisher.through())
+        waiting = asyncio.create_task(world.publisher.wait_committed())
         await soon(lambda: any("version 1 is brought to the stage" in wait for wait in world.ctx.progress.waits))
         assert not waiting.done()
         world.backend.go_on.set()
@@ -212,12 +212,12 @@ async def test_the_optimizer_waits_for_copies_and_not_until_they_are_gathered(tm
 async def test_what_was_not_gathered_whole_is_never_committed(tmp_path: Path) -> None:
     async with world_of(tmp_path, Sharded()) as world:
         await world.publish(1)
-        await asyncio.wait_for(world.publisher.through(), SOON_S)
+        await asyncio.wait_for(world.publisher.wait_committed(), SOON_S)
         cast(Sharded, world.backend).fails = True
         await world.publish(2)
         assert world.publisher.current is not None
         await asyncio.wait([world.publisher.current], timeout=SOON_S)
-        await asyncio.to_thread(world.publisher.weights_may_change)
+        await asyncio.to_thread(world.publisher.wait_copied)
         with pytest.raises(Unreachable, match="bucket 2 of 3 from rank 1"):
             world.publisher.check()
         assert [record.version for record in world.ctx.registry.committed] == [1]
@@ -234,7 +234,7 @@ async def test_one_publication_at_a_time_and_the_wait_is_seen(tmp_path: Path) ->
         assert not second.done()
         world.ctx.registry.open.set()
         await asyncio.wait_for(second, SOON_S)
-        await world.publisher.through()
+        await world.publisher.wait_committed()
         assert [r.version for r in world.ctx.registry.committed] == [1, 2]
         assert world.ctx.progress.waits[-1] == ""
 
@@ -243,7 +243,7 @@ async def test_a_registry_that_is_away_is_waited_out(tmp_path: Path) -> None:
     async with world_of(tmp_path) as world:
         world.ctx.registry.failures = [Unreachable("registry/0"), Unreachable("registry/0")]
         await world.publish(1)
-        await asyncio.wait_for(world.publisher.through(), SOON_S)
+        await asyncio.wait_for(world.publisher.wait_committed(), SOON_S)
         assert [r.version for r in world.ctx.registry.committed] == [1]
 
 
@@ -258,7 +258,7 @@ async def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(tmp_
             world.publisher.check()
         with pytest.raises(type(error)):
             await world.publish(2)
-        await asyncio.to_thread(world.publisher.weights_may_change)  # nobody hangs for it
+        await asyncio.to_thread(world.publisher.wait_copied)  # nobody hangs for it
 
 
 async def test_readers_that_do_not_let_go_hold_the_trainer_no_longer_than_its_patience(
@@ -271,14 +271,14 @@ async def test_readers_that_do_not_let_go_hold_the_trainer_no_longer_than_its_pa
         kept = []
         for version in range(1, MAX_BUFFERS + 1):
             await world.publish(version)
-            await world.publisher.through()
+            await world.publisher.wait_committed()
             with world.source(version).mapped() as view:
                 kept.append(np.frombuffer(view, np.uint8))
         world.ctx.registry.say(engine(0, MAX_BUFFERS), engine(1, 1))
         await asyncio.sleep(0.05)
         began = asyncio.get_running_loop().time()
         await world.publish(MAX_BUFFERS + 1)
-        await asyncio.wait_for(world.publisher.through(), SOON_S)
+        await asyncio.wait_for(world.publisher.wait_committed(), SOON_S)
         waited = asyncio.get_running_loop().time() - began
         assert waited > 0.2, "the engine that is behind has its time"
         (evicted,) = [told for kind, told in world.ctx.events if kind == "weights_evicted"]
@@ -299,7 +299,7 @@ async def test_a_stage_without_room_ends_the_trainer_with_the_reason(
         monkeypatch.setattr(world.stage, "writing", full)
         await world.publish(1)
         with pytest.raises(OutOfSpace, match="enlarge /dev/shm"):
-            await asyncio.wait_for(world.publisher.through(), SOON_S)
+            await asyncio.wait_for(world.publisher.wait_committed(), SOON_S)
         assert "weights_evicted" not in world.ctx.kinds(), "nobody held anything"
 
 
@@ -319,14 +319,14 @@ async def test_a_stage_that_is_full_once_the_copy_is_made_is_never_filled_with_l
 
         monkeypatch.setattr(world.stage, "seal", full)
         await world.publish(1)
-        await asyncio.wait_for(world.publisher.through(), SOON_S)
+        await asyncio.wait_for(world.publisher.wait_committed(), SOON_S)
         into = bytearray(LAYOUT.nbytes)
         world.source(1).copy_into(memoryview(into))
         assert into[0] == 1
         left[0] = 1000
         await world.publish(2)
         with pytest.raises(OutOfSpace, match="manifest"):
-            await asyncio.wait_for(world.publisher.through(), SOON_S)
+            await asyncio.wait_for(world.publisher.wait_committed(), SOON_S)
 
 
 async def test_what_holds_an_optimizer_step_is_seen_and_counted(
@@ -343,15 +343,15 @@ async def test_what_holds_an_optimizer_step_is_seen_and_counted(
 
         monkeypatch.setattr(world.stage, "writing", pinned)
         await world.publish(1)
-        stage_wait_s = await asyncio.to_thread(world.publisher.weights_may_change)
+        stage_wait_s = await asyncio.to_thread(world.publisher.wait_copied)
         assert 0.3 < stage_wait_s < SOON_S
         assert any("all 4 are pinned by readers" in wait for wait in world.ctx.progress.waits)
-        await world.publisher.through()
-        assert world.publisher.weights_may_change() == 0.0
+        await world.publisher.wait_committed()
+        assert world.publisher.wait_copied() == 0.0
         assert world.ctx.progress.waits[-1] == ""
 
 
-@pytest.mark.parametrize("asked", ["check", "through"])
+@pytest.mark.parametrize("asked", ["check", "wait_committed"])
 async def test_no_publication_is_under_way_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
@@ -361,9 +361,9 @@ async def test_no_publication_is_under_way_for_ever(
         world.backend.go_on.clear()
         await world.publish(1)
         world.publisher.check()
-        await soon(lambda: time.monotonic() - world.publisher._begun_at > world.publisher._limit_s)
+        await soon(lambda: time.monotonic() - world.publisher._started_at > world.publisher._limit_s)
         with pytest.raises(DeadlineExceeded, match=r"not through within .* version 1 is brought to the stage"):
-            await world.publisher.through() if asked == "through" else world.publisher.check()
+            await world.publisher.wait_committed() if asked == "wait_committed" else world.publisher.check()
 
 
 class HungFolder:
@@ -372,10 +372,10 @@ class HungFolder:
     def __init__(self, at: str) -> None:
         self.at, self.asked, self.free = at, asyncio.Event(), asyncio.Event()
 
-    async def before(self, record: VersionRecord) -> None:
+    async def write_before_commit(self, record: VersionRecord) -> None:
         await self._hang("before")
 
-    async def after(self, record: VersionRecord) -> None:
+    async def write_after_commit(self, record: VersionRecord) -> None:
         await self._hang("after")
 
     async def _hang(self, at: str) -> None:
@@ -395,7 +395,7 @@ async def test_what_is_overdue_names_what_it_waits_for(tmp_path: Path, at: str, 
         await world.publish(1)
         await asyncio.wait_for(folder.asked.wait(), SOON_S)
         assert not world.publisher.overdue
-        world.publisher._begun_at -= world.publisher._limit_s
+        world.publisher._started_at -= world.publisher._limit_s
         with pytest.raises(DeadlineExceeded, match=told):
             world.publisher.check()
         assert bool(world.ctx.registry.committed) is (at == "after")
@@ -409,7 +409,7 @@ async def test_an_optimizer_step_does_not_wait_for_ever(tmp_path: Path, monkeypa
         await world.publish(1)
         began = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"not copied within 0\.4 s"):
-            await asyncio.to_thread(world.publisher.weights_may_change)
+            await asyncio.to_thread(world.publisher.wait_copied)
         assert time.monotonic() - began >= 0.4, "room may be waited for as long as engines have time, and then some"
 
 
@@ -418,7 +418,7 @@ async def test_late_and_lost_engines_are_told_and_the_publication_settles(tmp_pa
         world.ctx.registry.say(engine(0, 1), engine(1, 1), engine(2, 1))
         await asyncio.sleep(0.05)
         await world.publish(2)
-        await world.publisher.through()
+        await world.publisher.wait_committed()
         gone = Member(Incarnation("rollout/2", 12), policy_version=1, state="gone", detail="SIGKILL")
         world.ctx.registry.say(engine(0, 2), engine(1, 1), gone)
         await soon(lambda: "engine_lost" in world.ctx.kinds())
@@ -438,17 +438,17 @@ async def test_a_delta_is_made_to_the_version_before_whoever_is_behind(tmp_path:
     async with world_of(tmp_path, delta=True) as world:
         world.ctx.registry.say(engine(0, 0))
         await world.publish(1)
-        await world.publisher.through()
+        await world.publisher.wait_committed()
         assert dict(world.ctx.events)["published"]["delta_bytes"] == 0, "there is no base yet"
         world.ctx.registry.say(engine(0, 1), engine(1, 1), engine(2, 0))
         await asyncio.sleep(0.05)
         await world.publish(2)
-        await world.publisher.through()
+        await world.publisher.wait_committed()
         # One has version 2, one is behind, and one has had none yet.
         world.ctx.registry.say(engine(0, 2), engine(1, 1), engine(2, 0))
         await asyncio.sleep(0.05)
         await world.publish(3)
-        await world.publisher.through()
+        await world.publisher.wait_committed()
         one, two, three = world.ctx.registry.committed
         source = stage_source(tmp_path, three, two)
         assert isinstance(source, DeltaSource)
@@ -487,10 +487,10 @@ class Spread:
         self.heard: list[str] = []
         self.current = None
 
-    async def before(self, manifest: Manifest) -> None:
+    async def reserve(self, manifest: Manifest) -> None:
         self.heard.append(f"before {manifest.version}")
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self.heard.append("begin")
 
     async def retire(self, committed: int) -> None:
@@ -510,12 +510,12 @@ async def test_a_broadcast_is_prepared_before_the_commit_and_begins_behind_it(
         await world.publish(1)
         await soon(lambda: spread.heard == ["before 1"])
         world.ctx.registry.open.set()
-        await asyncio.wait_for(world.publisher.through(), SOON_S)
+        await asyncio.wait_for(world.publisher.wait_committed(), SOON_S)
         assert spread.heard == ["before 1", "begin", "retire 1"]
         world.ctx.registry.failures = [Refused("commit of policy version 2")]
         await world.publish(2)
         with pytest.raises(Refused):
-            await world.publisher.through()
+            await world.publisher.wait_committed()
         assert spread.heard[3:] == ["before 2"], "nobody is sent what was not committed"
     assert spread.heard[-1] == "close"
 
@@ -536,7 +536,7 @@ async def test_a_version_is_what_arrives_where_fewer_bits_are_sent(tmp_path: Pat
         world.backend.layout = lambda dtype: layout  # type: ignore[method-assign]
         for version in (1, 2):
             await world.publish(version)
-            await asyncio.wait_for(world.publisher.through(), SOON_S)
+            await asyncio.wait_for(world.publisher.wait_committed(), SOON_S)
         source = world.source(2)
         into = bytearray(layout.nbytes)
         source.copy_into(memoryview(into))

@@ -15,8 +15,8 @@ from relax_rt.cluster.registry import core as core_module
 from relax_rt.cluster.registry.core import (
     TICK_S,
     Counters,
+    Dropped,
     Entry,
-    Forgotten,
     Issued,
     RegistryCore,
     Stored,
@@ -46,7 +46,7 @@ class Disk:
             match write:
                 case Entry(member=member):
                     self.entries[member.who.slot] = write
-                case Forgotten(slot=slot):
+                case Dropped(slot=slot):
                     del self.entries[slot]
                 case Issued(version=version):
                     self.issued[version] = write
@@ -308,7 +308,7 @@ def test_forgotten_members_cost_a_watcher_who_missed_them_a_snapshot(monkeypatch
     for who in members[:3]:
         core.leave(who, "done")
     assert core.member("rollout/0") is None
-    assert Forgotten("rollout/0") in core.writes
+    assert Dropped("rollout/0") in core.writes
     missed = core.changes(before)
     assert missed is not None
     assert missed.snapshot

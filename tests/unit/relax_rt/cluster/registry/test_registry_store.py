@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_rt.cluster.registry.core import Counters, Entry, Forgotten, Issued
+from relax_rt.cluster.registry.core import Counters, Dropped, Entry, Issued
 from relax_rt.cluster.registry.role import RegistryService
 from relax_rt.cluster.registry.store import Store
 from relax_rt.interfaces.registry import Ended, Member
@@ -26,7 +26,7 @@ async def test_everything_comes_back(tmp_path: Path) -> None:
     store = Store(path, "a")
     assert (await store.open()).generation == 1
     store.put([entry, Entry(Member(Incarnation("x/0", 1))), Counters(3, 2), Issued(1, WHO), Issued(2, WHO)])
-    store.put([version, Forgotten("x/0")])
+    store.put([version, Dropped("x/0")])
     await store.durable()
     await store.close()
     again = Store(path, "a")

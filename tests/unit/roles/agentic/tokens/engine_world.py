@@ -26,7 +26,7 @@ pytest.register_assert_rewrite("harness")
 
 from harness import MemorySource, model_of  # noqa: E402
 
-from relax_rt.roles.agentic.tokens.parsers import Call, Parsed  # noqa: E402
+from relax_rt.roles.agentic.tokens.parsers import Parsed, ToolCall  # noqa: E402
 from relax_rt.roles.agentic.tokens.template import ChatTemplate  # noqa: E402
 from relax_rt.roles.agentic.tokens.types import Tool  # noqa: E402
 from relax_rt.roles.models.chat_template import written_arguments  # noqa: E402
@@ -52,7 +52,7 @@ class Calling(ChatTemplate):
 
     def parse(self, text: str, tools: Sequence[Tool], *, prompt: str) -> Parsed:
         if tools and len(text) % 3 == 0:
-            return Parsed("", calls=(Call("add", written_arguments({"note": text, "a": 1})),))
+            return Parsed("", calls=(ToolCall("add", written_arguments({"note": text, "a": 1})),))
         return super().parse(text, tools, prompt=prompt)
 
 

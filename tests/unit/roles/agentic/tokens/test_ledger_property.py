@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger
 from relax_rt.roles.agentic.tokens.messages import message_key
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
-from relax_rt.roles.agentic.tokens.tree import TokenBudget
+from relax_rt.roles.agentic.tokens.tree import SessionLoad
 from relax_rt.roles.agentic.tokens.types import Drift, PromptPlan, Reply, Sampled
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 
@@ -198,7 +198,7 @@ def check_rows(session: Session) -> None:
     assert held <= 4 * session.book._tree.load.tokens
 
 
-def counted(book: TokenLedger) -> TokenBudget:
+def counted(book: TokenLedger) -> SessionLoad:
     """What a session comes to, added up anew."""
     tree, ends = book._tree, []
     for call in tree.calls.values():
@@ -209,7 +209,7 @@ def counted(book: TokenLedger) -> TokenBudget:
         prompt = before + len(call.tokens)
         ends += [prompt + call.held] * call.waiting
         ends += [prompt + len(s.what.tokens) for s in call.said if not any(one.extends for one in s.calls)]
-    return TokenBudget(len(ends), sum(ends))
+    return SessionLoad(len(ends), sum(ends))
 
 
 def check(session: Session) -> None:

@@ -12,7 +12,7 @@ from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.tokens.tree import (
     CallNode,
     CompletionNode,
-    TokenBudget,
+    SessionLoad,
     Tree,
     calls_below,
     completion_path,
@@ -49,7 +49,7 @@ def test_a_conversation_may_be_longer_than_the_stack() -> None:
     last = grown(tree, TURNS)
     assert 2 * sys.getrecursionlimit() < TURNS
     assert (last.end, last.depth) == (5 * TURNS, 2 * TURNS)
-    assert tree.load == TokenBudget(1, 5 * TURNS)
+    assert tree.load == SessionLoad(1, 5 * TURNS)
     assert len(completion_path(last)) == len(token_path(last)) == TURNS
     first = tree.first[0]
     # Given up as a whole: nothing is left of it.
@@ -58,7 +58,7 @@ def test_a_conversation_may_be_longer_than_the_stack() -> None:
         for completion in call.completions:
             completion.trained = False
     tree.prune(list(calls_below(first)))
-    assert (tree.calls, tree.completions, tree.first, tree.load) == ({}, {}, [], TokenBudget(0, 0))
+    assert (tree.calls, tree.completions, tree.first, tree.load) == ({}, {}, [], SessionLoad(0, 0))
 
 
 def test_a_session_of_many_turns() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from relax_rt.roles.rollout.engines.base import Assembly, Chunk, GroupRequest, Partial  # noqa: E402
-from relax_rt.roles.rollout.engines.prefixes import PrefixStore, common_prefix  # noqa: E402
+from relax_rt.roles.rollout.engines.kv_cache import PrefixStore, common_prefix  # noqa: E402
 from relax_rt.roles.rollout.engines.routing import RoutingShape, settled, told  # noqa: E402
 from relax_rt.roles.rollout.engines.sequences import Sequence  # noqa: E402
 from relax_rt.transport.queue.ledger.messages import VersionSpan  # noqa: E402

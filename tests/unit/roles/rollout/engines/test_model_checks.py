@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from relax_rt.roles.agentic.settings import EnvSettings
+from relax_rt.roles.config.engine_checks import check_engines
 from relax_rt.roles.config.model_checks import check_engine_model, engine_warnings
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.evaluation.settings import EvaluatorSettings
-from relax_rt.roles.rollout.engines.checks import check_engines
 from relax_rt.roles.rollout.engines.settings import RolloutSettings, SamplingTable
 
 MOE = {

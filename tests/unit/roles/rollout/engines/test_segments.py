@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_rt.roles.rollout.engines.segments import CALL_COST, length_class, segments
+from relax_rt.roles.rollout.engines.attention import CALL_COST, length_class, segments
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=64))

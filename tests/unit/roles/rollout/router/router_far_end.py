@@ -117,7 +117,7 @@ class Rollout:
             connection.channel.abort()
         await self.server.close(grace_s=0.0)
         if told:
-            self.fleet.core.gone(self.who, "killed")
+            self.fleet.core.process_exited(self.who, "killed")
 
 
 class FleetOfTests:

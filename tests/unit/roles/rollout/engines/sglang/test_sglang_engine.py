@@ -18,11 +18,11 @@ from safetensors.numpy import save_file
 from relax_rt.roles.rollout.engines.base import Chunk, EngineEnded, GroupRequest
 from relax_rt.roles.rollout.engines.settings import EngineSettings
 from relax_rt.roles.rollout.engines.sglang import engine as engines
-from relax_rt.roles.rollout.engines.sglang.asking import server_seed
 from relax_rt.roles.rollout.engines.sglang.client import Client, Event, Finish, Limits, Meta, ServerRefused
 from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
-from relax_rt.roles.rollout.engines.sglang.hashing import content_hash
+from relax_rt.roles.rollout.engines.sglang.requests import server_seed
 from relax_rt.roles.rollout.engines.sglang.server import Place, ServerDied
+from relax_rt.roles.rollout.engines.sglang.weights import content_hash
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, ProtocolError, Refused, RelaxError, Unreachable
 from relax_rt.transport.weights.manifest import Manifest, layout_of

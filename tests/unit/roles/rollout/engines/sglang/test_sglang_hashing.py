@@ -7,8 +7,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from relax_rt.roles.rollout.engines.sglang.hashing import POSITION, ROTATED, SEEDS, TILE_WORDS, content_hash
 from relax_rt.roles.rollout.engines.sglang.options import Device
+from relax_rt.roles.rollout.engines.sglang.weights import POSITION, ROTATED, SEEDS, TILE_WORDS, content_hash
 
 LOW = 0xFFFFFFFF
 
@@ -62,5 +62,5 @@ def test_parts_and_padding_are_bytes_in_a_row(device: Device) -> None:
 def test_many_tiles_are_taken_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     data = memoryview(np.random.default_rng(2).bytes(4 * TILE_WORDS * 5 + 8))
     whole = content_hash([data], 0, "cuda")
-    monkeypatch.setattr("relax_rt.roles.rollout.engines.sglang.hashing.TILES_AT_A_TIME", 2)
+    monkeypatch.setattr("relax_rt.roles.rollout.engines.sglang.weights.TILES_AT_A_TIME", 2)
     assert content_hash([data], 0, "cuda") == whole

@@ -17,11 +17,14 @@ from safetensors.numpy import load_file
 torch = pytest.importorskip("torch")
 
 from relax_rt.roles.rollout.engines.settings import SglangTable  # noqa: E402
-from relax_rt.roles.rollout.engines.sglang import loading  # noqa: E402
+from relax_rt.roles.rollout.engines.sglang import weight_loading as loading  # noqa: E402
 from relax_rt.roles.rollout.engines.sglang.client import Client, ServerRefused  # noqa: E402
-from relax_rt.roles.rollout.engines.sglang.hashing import content_hash  # noqa: E402
-from relax_rt.roles.rollout.engines.sglang.loading import Loader  # noqa: E402
-from relax_rt.roles.rollout.engines.sglang.weights import by_expert, recipes  # noqa: E402
+from relax_rt.roles.rollout.engines.sglang.weight_loading import Loader  # noqa: E402
+from relax_rt.roles.rollout.engines.sglang.weights import (  # noqa: E402
+    by_expert,
+    content_hash,
+    recipes,
+)
 from relax_rt.transport.base.versions import VersionRecord  # noqa: E402
 from relax_rt.transport.rpc.errors import Corrupt, Refused, Unreachable  # noqa: E402
 from relax_rt.transport.weights.manifest import Manifest, layout_of  # noqa: E402
@@ -181,7 +184,7 @@ async def test_a_device_without_room_costs_that_version_alone(rig: Rig, monkeypa
         raise Refused("weights on the device", why="out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "Shown", full)
+        patch.setattr(loading, "SharedTensors", full)
         assert await rig.publish(1) == DISK
     assert [version for version, _ in rig.told] == [1]
     assert await rig.publish(2) == TENSOR

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from relax_rt.roles.rollout.engines.base import Assembly, GroupRequest, Partial
 from relax_rt.roles.rollout.engines.routing import RoutingShape
 from relax_rt.roles.rollout.engines.sglang.client import Event, Finish, Meta, ServerRefused, Span
-from relax_rt.roles.rollout.engines.sglang.members import Batch, Line, Member
+from relax_rt.roles.rollout.engines.sglang.requests import Batch, Line, Member
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Corrupt, ProtocolError
 

@@ -14,11 +14,10 @@ import pytest
 
 from relax_rt.roles.rollout.engines.base import GroupRequest, Partial
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
-from relax_rt.roles.rollout.engines.sglang import asking
-from relax_rt.roles.rollout.engines.sglang.asking import RowReader, body_of
+from relax_rt.roles.rollout.engines.sglang import requests as asking
 from relax_rt.roles.rollout.engines.sglang.client import Meta
-from relax_rt.roles.rollout.engines.sglang.members import Batch, Member
 from relax_rt.roles.rollout.engines.sglang.options import Boot, server_options
+from relax_rt.roles.rollout.engines.sglang.requests import Batch, Member, RowReader, body_of
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import ProtocolError, Refused
 

@@ -19,16 +19,17 @@ from relax_rt.config.problems import Problem
 from relax_rt.config.schema import SupervisionTable
 from relax_rt.process import procfs
 from relax_rt.process.guard import RotatingLog
+from relax_rt.roles.config.engine_checks import check_engines
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.rollout.engines.checks import check_engines
 from relax_rt.roles.rollout.engines.settings import EngineSettings
-from relax_rt.roles.rollout.engines.sglang.interpreter import ask, check_sglang
 from relax_rt.roles.rollout.engines.sglang.options import (
     KEPT_BACK,
     SUPPORTED,
     Boot,
     Option,
     as_arguments,
+    ask,
+    check_sglang,
     interpreter,
     server_environment,
     server_options,

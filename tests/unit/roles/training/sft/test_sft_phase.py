@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cold_parts import FakeContext, config_of, write_rows
+from sft_parts import FakeContext, config_of, write_rows
 
 torch = pytest.importorskip("torch")
 

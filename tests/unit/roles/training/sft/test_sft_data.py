@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cold_parts import config_of, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
+from sft_parts import config_of, write_rows
 
 from relax_rt.config.loader import load_config
 from relax_rt.config.problems import ConfigErrors

@@ -7,7 +7,14 @@ import random
 import pytest
 
 from relax_rt.interfaces.registry import Member
-from relax_rt.roles.rollout.engines.colocate import Out, Report, Told, Train, Turns, nobody_trains
+from relax_rt.roles.rollout.engines.time_slicing import (
+    DeviceGrant,
+    DeviceSchedule,
+    EngineExcluded,
+    HolderReport,
+    StartTraining,
+    nobody_trains,
+)
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -19,71 +26,71 @@ def member(slot: str, epoch: int = 1, state: str = "ready", address: str = "unix
     return Member(Incarnation(slot, epoch), state=state, address=address)
 
 
-def report(slot: str, call: int, *, holds: bool, trainer: int = TRAINER, epoch: int = 1) -> Report:
-    return Report(slot, epoch, call, holds, trainer)
+def report(slot: str, call: int, *, holds: bool, trainer: int = TRAINER, epoch: int = 1) -> HolderReport:
+    return HolderReport(slot, epoch, call, holds, trainer)
 
 
-def changing(*slots: str) -> Turns:
+def changing(*slots: str) -> DeviceSchedule:
     """Engines that have memory by the trainer's word, and a trainer that wants the device."""
-    turns = Turns(TRAINER, LIMIT_S)
+    turns = DeviceSchedule(TRAINER, LIMIT_S)
     for slot in slots:
-        turns.heard(report(slot, 1, holds=False))
-        assert turns.answer(report(slot, 1, holds=False)) == Told(TRAINER, "have")
-    turns.wanted()
-    turns.listed([member(slot) for slot in slots], 0.0, whole=True)
+        turns.on_report(report(slot, 1, holds=False))
+        assert turns.answer(report(slot, 1, holds=False)) == DeviceGrant(TRAINER, "hold")
+    turns.request()
+    turns.on_members([member(slot) for slot in slots], 0.0, whole=True)
     return turns
 
 
 def test_the_trainer_begins_when_all_have_given_way_and_they_come_back_when_it_is_done() -> None:
     turns = changing("a", "b")
-    assert turns.news_for(report("a", 2, holds=True)) and turns.answer(report("a", 2, holds=True)).word == "give"
-    assert turns.heard(report("a", 3, holds=False)) == []
-    assert turns.in_the_way == ["b"]
-    assert turns.heard(report("b", 3, holds=False)) == [Train(())]
-    assert not turns.news_for(report("a", 3, holds=False)), "it waits"
+    assert turns.changes_for(report("a", 2, holds=True)) and turns.answer(report("a", 2, holds=True)).word == "release"
+    assert turns.on_report(report("a", 3, holds=False)) == []
+    assert turns.holders == ["b"]
+    assert turns.on_report(report("b", 3, holds=False)) == [StartTraining(())]
+    assert not turns.changes_for(report("a", 3, holds=False)), "it waits"
     with pytest.raises(Refused, match="under way"):
-        turns.wanted()
-    turns.done()
-    assert turns.answer(report("a", 3, holds=False)).word == "have"
-    turns.wanted()
-    turns.listed([member("a"), member("b")], 1.0, whole=True)
-    assert turns.in_the_way == ["a"], "what it was allowed counts as taken, though nobody heard of it since"
+        turns.request()
+    turns.release()
+    assert turns.answer(report("a", 3, holds=False)).word == "hold"
+    turns.request()
+    turns.on_members([member("a"), member("b")], 1.0, whole=True)
+    assert turns.holders == ["a"], "what it was allowed counts as taken, though nobody heard of it since"
 
 
 def test_an_engine_that_does_not_give_way_is_out_for_this_turn_and_the_trainer_is_told() -> None:
     turns = changing("a", "b")
-    turns.heard(report("a", 2, holds=False))
-    assert turns.deadline == LIMIT_S and turns.late(LIMIT_S - 0.1) == []
-    out, train = turns.late(LIMIT_S)
-    assert isinstance(out, Out) and out.slot == "b" and "did not give its memory back" in out.why
-    assert train == Train(("b",))
-    turns.done()
-    turns.wanted()
-    turns.listed([member("a"), member("b")], 9.0, whole=True)
-    assert turns.in_the_way == ["b"], "it is asked again"
+    turns.on_report(report("a", 2, holds=False))
+    assert turns.deadline == LIMIT_S and turns.tick(LIMIT_S - 0.1) == []
+    out, train = turns.tick(LIMIT_S)
+    assert isinstance(out, EngineExcluded) and out.slot == "b" and "did not give its memory back" in out.why
+    assert train == StartTraining(("b",))
+    turns.release()
+    turns.request()
+    turns.on_members([member("a"), member("b")], 9.0, whole=True)
+    assert turns.holders == ["b"], "it is asked again"
 
 
 def test_a_dead_engine_is_not_waited_for_and_its_successor_is() -> None:
     turns = changing("a", "b")
-    turns.heard(report("a", 2, holds=False))
-    assert turns.listed([member("b", state="gone")], 1.0, whole=False) == [Train(())]
+    turns.on_report(report("a", 2, holds=False))
+    assert turns.on_members([member("b", state="gone")], 1.0, whole=False) == [StartTraining(())]
     turns = changing("a")
-    assert turns.listed([member("a", epoch=2, state="starting", address="")], 1.0, whole=False) == []
-    assert turns.heard(report("a", 2, holds=False)) == [], "the one before it has nothing to say any more"
-    assert turns.heard(report("a", 1, holds=False, epoch=2)) == [Train(())]
-    assert turns.answer(report("a", 1, holds=False, epoch=2)).word == "give", "who starts in its turn waits"
+    assert turns.on_members([member("a", epoch=2, state="starting", address="")], 1.0, whole=False) == []
+    assert turns.on_report(report("a", 2, holds=False)) == [], "the one before it has nothing to say any more"
+    assert turns.on_report(report("a", 1, holds=False, epoch=2)) == [StartTraining(())]
+    assert turns.answer(report("a", 1, holds=False, epoch=2)).word == "release", "who starts in its turn waits"
 
 
 def test_what_was_said_to_another_trainer_or_before_the_list_counts_for_nothing() -> None:
-    turns = Turns(TRAINER, LIMIT_S)
-    turns.wanted()
-    assert turns.heard(report("a", 1, holds=False)) == [], "the list of engines is not there yet"
-    turns = Turns(TRAINER, LIMIT_S)
-    turns.wanted()
-    turns.listed([member("a")], 0.0, whole=True)
-    assert turns.heard(report("a", 1, holds=False, trainer=TRAINER - 1)) == []
-    assert turns.news_for(report("a", 1, holds=False, trainer=TRAINER - 1)), "it is told at once whose word this is"
-    assert turns.heard(report("a", 2, holds=False)) == [Train(())]
+    turns = DeviceSchedule(TRAINER, LIMIT_S)
+    turns.request()
+    assert turns.on_report(report("a", 1, holds=False)) == [], "the list of engines is not there yet"
+    turns = DeviceSchedule(TRAINER, LIMIT_S)
+    turns.request()
+    turns.on_members([member("a")], 0.0, whole=True)
+    assert turns.on_report(report("a", 1, holds=False, trainer=TRAINER - 1)) == []
+    assert turns.changes_for(report("a", 1, holds=False, trainer=TRAINER - 1)), "it is told at once whose word this is"
+    assert turns.on_report(report("a", 2, holds=False)) == [StartTraining(())]
 
 
 @pytest.mark.parametrize(
@@ -104,22 +111,22 @@ def test_memory_is_taken_without_a_word_only_where_nobody_can_train(
 
 
 class Engine:
-    """An engine's side as roles/rollout/engines/turns.py has it, a step at a time."""
+    """An engine's side as roles/rollout/engines/time_slicing.py has it, a step at a time."""
 
     def __init__(self, slot: str, epoch: int) -> None:
         self.slot, self.epoch = slot, epoch
         self.call = self.trainer = 0
         self.holds = self.leaving = False
 
-    def next(self) -> Report:
+    def next(self) -> HolderReport:
         self.call += 1
-        return Report(self.slot, self.epoch, self.call, self.holds, self.trainer)
+        return HolderReport(self.slot, self.epoch, self.call, self.holds, self.trainer)
 
-    def told(self, told: Told) -> None:
+    def told(self, told: DeviceGrant) -> None:
         self.trainer = max(self.trainer, told.trainer)
         if told.trainer != self.trainer:
             return
-        if told.word == "have":
+        if told.word == "hold":
             self.holds = True
         elif self.holds:
             self.leaving = True
@@ -135,10 +142,10 @@ class World:
         self.random, self.careless = random.Random(seed), careless
         self.epochs = 0
         self.registry: dict[str, Member] = {}
-        self.calls: list[tuple[int, Report]] = []
-        self.answers: list[tuple[Report, Told]] = []
+        self.calls: list[tuple[int, HolderReport]] = []
+        self.answers: list[tuple[HolderReport, DeviceGrant]] = []
         self.engines: dict[str, Engine] = {}
-        self.turns: Turns | None = None
+        self.turns: DeviceSchedule | None = None
         self.announced = self.training = False
         self.had = {"turns": 0, "free": 0, "out": 0}
         self.now = 0.0
@@ -155,7 +162,7 @@ class World:
         self.engines[slot] = Engine(slot, self.enter(slot))
 
     def start_trainer(self) -> None:
-        self.turns, self.announced, self.training = Turns(self.enter("trainer/0"), LIMIT_S), False, False
+        self.turns, self.announced, self.training = DeviceSchedule(self.enter("trainer/0"), LIMIT_S), False, False
 
     def die(self, slot: str) -> None:
         if slot == "trainer/0":
@@ -169,7 +176,7 @@ class World:
     def step(self) -> None:
         self.now += 0.1
         often = (self.ask, self.ask, self.arrive, self.arrive, self.answer, self.answer, self.leave, self.leave)
-        seldom = (self.look, self.want, self.list, self.list, self.done, self.announce, self.deaths, self.again)
+        seldom = (self.look, self.want, self.list, self.list, self.release, self.announce, self.deaths, self.again)
         self.random.choice([*often, *seldom])()
 
     def one(self) -> Engine | None:
@@ -187,8 +194,8 @@ class World:
             return
         at, call = self.calls.pop(self.random.randrange(len(self.calls)))
         if at == self.turns.trainer:
-            self.carry_out(self.turns.heard(call))
-            if self.turns.news_for(call) or self.random.random() < 0.3:
+            self.carry_out(self.turns.on_report(call))
+            if self.turns.changes_for(call) or self.random.random() < 0.3:
                 self.answers.append((call, self.turns.answer(call)))
 
     def answer(self) -> None:
@@ -222,22 +229,22 @@ class World:
             self.registry["trainer/0"] = member("trainer/0", self.turns.trainer)
 
     def want(self) -> None:
-        if self.turns is not None and self.turns.turn == "engines":
-            self.turns.wanted()
+        if self.turns is not None and self.turns.phase == "engines":
+            self.turns.request()
             if self.careless == "list":
                 self.turns._listed, self.turns.deadline = True, self.now + LIMIT_S
                 self.carry_out(self.turns._settled())
 
     def list(self) -> None:
-        if self.turns is not None and self.turns.turn == "changing" and self.announced:
+        if self.turns is not None and self.turns.phase == "changing" and self.announced:
             engines = [m for slot, m in self.registry.items() if slot != "trainer/0"]
-            self.carry_out(self.turns.listed(engines, self.now, whole=True))
-            self.carry_out(self.turns.late(self.now))
+            self.carry_out(self.turns.on_members(engines, self.now, whole=True))
+            self.carry_out(self.turns.tick(self.now))
 
-    def done(self) -> None:
+    def release(self) -> None:
         if self.turns is not None and self.training and self.random.random() < 0.5:
             self.training = False
-            self.turns.done()
+            self.turns.release()
 
     def deaths(self) -> None:
         alive = [*self.engines, *(["trainer/0"] if self.turns is not None else [])]
@@ -251,9 +258,9 @@ class World:
             if self.random.random() < 0.5:
                 self.start_engine(slot)
 
-    def carry_out(self, actions: list[Out | Train]) -> None:
+    def carry_out(self, actions: list[EngineExcluded | StartTraining]) -> None:
         for action in actions:
-            if isinstance(action, Out):
+            if isinstance(action, EngineExcluded):
                 self.had["out"] += 1
             else:
                 self.training, self.without = True, action.without

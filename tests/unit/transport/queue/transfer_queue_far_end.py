@@ -1,4 +1,4 @@
-"""What other processes of the facade's tests do: ``facade_far_end.py FUNCTION FOLDER ARGUMENTS``."""
+"""What other processes of the TransferQueue's tests do: ``transfer_queue_far_end.py FUNCTION FOLDER ARGUMENTS``."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cold_parts import write_rows
+from sft_parts import write_rows
 
 from relax_rt.roles.training.sft.data import MAX_FAULTS, parse_row, read_sft_rows
 from relax_rt.transport.rpc.errors import RelaxError

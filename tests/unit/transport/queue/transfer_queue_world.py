@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import facade_far_end
+import transfer_queue_far_end
 
 from relax_rt.transport.base.folder import SHM_PREFIX, SHM_ROOT
 from relax_rt.transport.base.watch import NODE_ENV
@@ -106,8 +106,8 @@ class World:
         return process
 
     def far(self, function: str, *arguments: str, before: Sequence[str] = (), node: str = "") -> Process:
-        """A function of facade_far_end in another process."""
-        command = (facade_far_end.__file__, function, str(self.folder), *arguments)
+        """A function of transfer_queue_far_end in another process."""
+        command = (transfer_queue_far_end.__file__, function, str(self.folder), *arguments)
         return self.start(*command, before=before, node=node)
 
     def shm(self) -> Path | None:

@@ -6,6 +6,7 @@ drops a part of them: those are rewritten or refused here.
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from dataclasses import dataclass, replace
@@ -14,7 +15,6 @@ from functools import cache, lru_cache
 from typing import Any
 
 from relax_rt.roles.rewards.library.final_answer import MATH, boxed, closing_brace
-from relax_rt.roles.rewards.library.math_bounds import TooLarge, check_size
 from relax_rt.roles.rewards.library.text import listed
 
 LONGEST = 1000
@@ -25,12 +25,25 @@ MOST_CELLS = 100
 MOST_LITERAL_DIGITS = 1000
 
 
-class NotRead(ValueError):
+MOST_DIGITS = 10_000.0
+"""Decimal digits of an integer that is computed: 2^{2024} has 610, 2024! has 5820."""
+MOST_EXPONENT_DIGITS = 6.0
+OPERATIONS = frozenset(
+    {"gcd", "lcm", "arsinh", "arcosh", "artanh", "arcsinh", "arccosh", "arctanh", "floor", "ceil", "max", "min"}
+)
+"""Names in \\operatorname that may be evaluated. Others build matrices of a given size, or decompose them."""
+
+
+class TooLarge(Exception):
+    """A number has more digits than MOST_DIGITS, or an operation has no bound."""
+
+
+class ParseFailed(ValueError):
     """An answer, or the part of it that the message names, cannot be parsed."""
 
 
 @dataclass(frozen=True)
-class Reading:
+class ParsedAnswer:
     """An answer that was read whole.
 
     Attributes:
@@ -103,28 +116,28 @@ def gold_text(answer: Any) -> str:
     if (inside := boxed(text)) is not None:
         text = inside
     if not text.strip():
-        raise NotRead("the answer is empty")
+        raise ParseFailed("the answer is empty")
     return text
 
 
 @lru_cache(maxsize=512)
-def read(text: str) -> Reading:
+def read(text: str) -> ParsedAnswer:
     """Read an answer.
 
     Raises:
         NotRead: it is not understood as a whole.
     """
     if len(text) > LONGEST:
-        raise NotRead(f"it has {len(text)} characters; at most {LONGEST} are read")
+        raise ParseFailed(f"it has {len(text)} characters; at most {LONGEST} are read")
     text = _opened(_characters(text))
     if not text:
-        raise NotRead("it is empty")
+        raise ParseFailed("it is empty")
     if (number := _plain(text)) is not None:
-        return Reading(str(number), _rational(number), decimal="." in text)
+        return ParsedAnswer(str(number), _rational(number), decimal="." in text)
     if (words := _words(text)) is not None:
-        return Reading(words, text=True)
+        return ParsedAnswer(words, text=True)
     if (based := re.fullmatch(r"\(?([0-9A-Fa-f]+)\)?_(?:\{\s*(\d+)\s*\}|(\d))", text)) is not None:
-        return Reading(f"{based[1].lower()} base {based[2] or based[3]}")
+        return ParsedAnswer(f"{based[1].lower()} base {based[2] or based[3]}")
     value, unit = _split_unit(text)
     found = _read_value(value)
     if not unit:
@@ -290,10 +303,10 @@ def unit_key(unit: str) -> str:
     return " ".join(re.sub(r"[a-zA-Z]+|\\?%", spelled, unit).split())
 
 
-def _read_value(text: str) -> Reading:
+def _read_value(text: str) -> ParsedAnswer:
     text = _opened(text)
     if (number := _plain(text)) is not None:
-        return Reading(str(number), _rational(number), decimal="." in text)
+        return ParsedAnswer(str(number), _rational(number), decimal="." in text)
     if ":" in text and (parts := _ratio(text)) is not None:
         return parts
     _refuse(text)
@@ -302,13 +315,13 @@ def _read_value(text: str) -> Reading:
     try:
         value = _parse(latex)
     except TooLarge:
-        return Reading(writing)
+        return ParsedAnswer(writing)
     except RecursionError:
-        raise NotRead("it is nested too deep") from None
-    return Reading(writing, value, count=_members(value, text), decimal=re.search(r"\.\d", text) is not None)
+        raise ParseFailed("it is nested too deep") from None
+    return ParsedAnswer(writing, value, count=_members(value, text), decimal=re.search(r"\.\d", text) is not None)
 
 
-def _ratio(text: str) -> Reading | None:
+def _ratio(text: str) -> ParsedAnswer | None:
     """A ratio or a time of day; None if it is neither."""
     parts = re.split(r"\s*:\s*", text)
     if any(not part or re.search(r"[={}\[\]()|<>,]", re.sub(r"\\(?:sqrt|frac|pi)|[{}]", "", part)) for part in parts):
@@ -318,7 +331,7 @@ def _ratio(text: str) -> Reading | None:
         return None
     timelike = re.fullmatch(r"\d{1,2}(?::[0-5]\d){1,2}", text.replace(" ", "")) is not None
     values = tuple(part.value for part in read_parts)
-    return Reading(":".join(part.writing for part in read_parts), parts=values, timelike=timelike)
+    return ParsedAnswer(":".join(part.writing for part in read_parts), parts=values, timelike=timelike)
 
 
 def _refuse(text: str) -> None:
@@ -333,17 +346,17 @@ def _refuse(text: str) -> None:
         parentheses += (mark in "([") - (mark in ")]") if len(mark) == 1 else 0
         most, most_parentheses = max(most, depth), max(most_parentheses, parentheses)
     if most > DEEPEST or most_parentheses > DEEPEST_PARENTHESES:
-        raise NotRead(f"it is nested deeper than {DEEPEST} braces or {DEEPEST_PARENTHESES} parentheses")
+        raise ParseFailed(f"it is nested deeper than {DEEPEST} braces or {DEEPEST_PARENTHESES} parentheses")
     if text.count("&") + text.count("\\\\") > MOST_CELLS:
-        raise NotRead(f"it is a table of more than {MOST_CELLS} cells")
+        raise ParseFailed(f"it is a table of more than {MOST_CELLS} cells")
     if re.search(rf"\d{{{MOST_LITERAL_DIGITS},}}", text):
-        raise NotRead(f"it has a number of {MOST_LITERAL_DIGITS} digits or more")
+        raise ParseFailed(f"it has a number of {MOST_LITERAL_DIGITS} digits or more")
     if (unread := UNREAD.search(text)) is not None:
-        raise NotRead(f"'{unread[0]}' is not understood")
+        raise ParseFailed(f"'{unread[0]}' is not understood")
     if re.search(r"\{[^{}]*:[^{}]*\}", text.replace("\\{", "{").replace("\\}", "}")):
-        raise NotRead("a set that is given by a condition is not understood")
+        raise ParseFailed("a set that is given by a condition is not understood")
     if re.search(r"\d\s+\d", re.sub(r"\\q?quad", " ", re.sub(r"\\frac\s*\d\s*\d|_\s*\d", "", text))):
-        raise NotRead("numbers stand side by side")
+        raise ParseFailed("numbers stand side by side")
     bare = re.sub(
         WRAPPED.pattern + r"[^{}]*\}|\\begin\{[a-z]*\}(?:\{[^{}]*\})?|\\end\{[a-z]*\}|\\mathbb\{.\}|\\[a-zA-Z]+",
         " ",
@@ -354,7 +367,7 @@ def _refuse(text: str) -> None:
         if not known and (word.lower() in WORDS or (len(word) > 2 and PRODUCTS.fullmatch(word.lower()) is None)):
             if re.fullmatch(r"[A-Z]{3,4}", word):  # names of points
                 continue
-            raise NotRead(f"the word '{word}' is not understood")
+            raise ParseFailed(f"the word '{word}' is not understood")
 
 
 WORDS = frozenset({"if", "is", "to", "of", "no", "at", "by", "an", "as", "we", "it", "so", "be", "on", "do", "ok"})
@@ -423,9 +436,9 @@ def _parse(latex: str) -> Any:
     except Exception as error:  # noqa: BLE001
         # The converter raises whatever its parts raise; its own messages are three lines.
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise NotRead(f"'{latex:.60}' is not understood: {why:.120}") from None
+        raise ParseFailed(f"'{latex:.60}' is not understood: {why:.120}") from None
     if not isinstance(found, sympy.Basic | sympy.MatrixBase) or found in (sympy.nan, sympy.zoo):
-        raise NotRead(f"'{latex:.60}' has no value")
+        raise ParseFailed(f"'{latex:.60}' has no value")
     return found
 
 
@@ -460,3 +473,92 @@ def _members(value: Any, text: str) -> int:
     if not isinstance(value, sympy.FiniteSet):
         return 1
     return len(value.args) if text.startswith("\\{") else len(getattr(value, "_unsorted_args", value.args))
+
+
+# --- bounds
+#
+# sympy evaluates numbers when expressions are compared, binomials and limits of intervals even while they are parsed.
+# 9^{9^{9^9}} takes all memory in one C call that no alarm interrupts. So the size of a formula's numbers is estimated
+# on its parse tree, and what is too large is refused before it is computed.
+
+
+def check_size(node: Any) -> float:
+    """An upper estimate of log10 of the value of a parse tree of latex2sympy; 0 for symbols.
+
+    Products and sequences add their estimates, sums take the largest. Denominators count as 1.
+
+    Raises:
+        TooLarge: an integer in it would have more than MOST_DIGITS digits.
+    """
+    children = list(node.getChildren()) if hasattr(node, "getChildren") else []
+    if not children:
+        return _of_token(node.getText())
+    kind = type(node).__name__.removesuffix("Context")
+    if kind in ("Func_operator_names_single_arg", "Func_operator_names_multi_arg") and node.getText() not in OPERATIONS:
+        raise TooLarge(f"\\operatorname{{{node.getText()}}} is not computed")
+    sizes = [check_size(child) for child in children]
+    size = sum(sizes)
+    text = [child.getText() for child in children]
+    if kind in ("Exp", "Exp_nofunc") and "^" in text:
+        size = _power(sizes[0], sum(sizes[1:]))
+    elif kind in ("Atom_expr", "Atom_expr_no_supexpr"):
+        raised = node.supexpr() if hasattr(node, "supexpr") else None
+        size = _power(sizes[0], check_size(raised)) if raised is not None else sizes[0]
+    elif kind in ("Postfix", "Postfix_nofunc") and "!" in "".join(text[1:]):
+        size = _factorial(sizes[0])
+    elif kind == "Binom":
+        size = _power(math.log10(2), max(sizes))
+    elif kind == "Frac":
+        size = max(sizes) if "." in node.lower.getText() else check_size(node.upper)
+    elif kind in ("Additive", "Comma_elements", "Semicolon_elements", "Matrix", "Matrix_row"):
+        size = max(sizes) + (math.log10(2) if kind == "Additive" and len(sizes) > 1 else 0.0)
+    elif kind == "Func":
+        size = _function(node, sizes, text)
+    return _bounded(size)
+
+
+def _of_token(text: str) -> float:
+    digits = text.replace(",", "").replace(" ", "").strip("\\%")
+    if digits.replace(".", "", 1).isdecimal() and digits.isascii():
+        whole, _, part = digits.partition(".")
+        # Of 0.001 the estimate is that of its inverse, which it stands for below a fraction line.
+        return _bounded(math.log10(max(2.0, float(whole or 0))) if float(whole or 0) >= 1 else float(len(part)))
+    return {"e": math.log10(math.e), "\\pi": math.log10(math.pi)}.get(text.strip(), 0.0)
+
+
+def _function(node: Any, sizes: list[float], text: list[str]) -> float:
+    name = text[0].strip()
+    if node.EXP_E() is not None or name == "\\exp":
+        return _power(math.log10(math.e), sum(sizes[1:]))
+    if name in ("\\Gamma", "\\gamma"):
+        return _factorial(sum(sizes[1:]))
+    if node.FUNC_PROD() is not None or node.FUNC_SUM() is not None:
+        times = check_size(node.supexpr()) if node.supexpr() is not None else 0.0
+        body = check_size(node.mp()) if node.mp() is not None else 0.0
+        if node.FUNC_SUM() is not None:
+            return max(times, 0.0) + body
+        return _power(max(body, times, math.log10(2)), times) if times else body
+    if node.supexpr() is not None:
+        return _power(sum(sizes), check_size(node.supexpr()))
+    return sum(sizes)
+
+
+def _power(base: float, exponent: float) -> float:
+    """The estimate of a power. Powers of symbols are not computed, and exponents without numbers neither."""
+    if base <= 0:
+        return 0.0
+    if exponent > MOST_EXPONENT_DIGITS:
+        raise TooLarge(f"an exponent has more than {MOST_EXPONENT_DIGITS:g} digits")
+    return _bounded(base * 10**exponent if exponent > 0 else base)
+
+
+def _factorial(of: float) -> float:
+    if of > MOST_EXPONENT_DIGITS:
+        raise TooLarge(f"a factorial of a number with more than {MOST_EXPONENT_DIGITS:g} digits")
+    return _bounded(10**of * max(of, 0.3)) if of > 0 else 0.0
+
+
+def _bounded(size: float) -> float:
+    if size > MOST_DIGITS:
+        raise TooLarge(f"a number has more than {MOST_DIGITS:g} digits")
+    return size

@@ -11,9 +11,16 @@ import pytest
 
 from relax_rt.cluster.registry.core import RegistryCore, Stored
 from relax_rt.interfaces.registry import Changes
-from relax_rt.roles.rollout.engines import turns as module
-from relax_rt.roles.rollout.engines.colocate import Report, Told
-from relax_rt.roles.rollout.engines.turns import TRAINER_SLOT, EngineTurns, Gate, NoWay, TrainerTurns
+from relax_rt.roles.rollout.engines import time_slicing as module
+from relax_rt.roles.rollout.engines.time_slicing import (
+    TRAINER_SLOT,
+    DeviceGrant,
+    EngineTimeSlicing,
+    HolderReport,
+    MemoryGate,
+    ReleaseTimedOut,
+    TrainerTimeSlicing,
+)
 from relax_rt.transport.rpc.errors import Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -72,7 +79,7 @@ class Ctx:
         self.registry.core.announce(self.who, 1, f"unix://{self.who.slot}", 10.0, 0.0)
 
     def gone(self) -> None:
-        self.registry.core.gone(self.who, "killed")
+        self.registry.core.process_exited(self.who, "killed")
 
 
 class Engine:
@@ -82,12 +89,12 @@ class Engine:
         self.ctx, self.run, self.leave_s = Ctx(run, slot), run, leave_s
         self.holds = False
         self.leaving = asyncio.Event()
-        self.turns = EngineTurns(
+        self.turns = EngineTimeSlicing(
             self.ctx,  # type: ignore[arg-type]
             self._leave,
             self._back,
-            give_way_s=limit_s,
-            take_back_s=limit_s,
+            release_timeout_s=limit_s,
+            resume_timeout_s=limit_s,
         )
         self.task = asyncio.create_task(self._live())
 
@@ -116,22 +123,22 @@ class Run:
 
     def __init__(self) -> None:
         self.registry = Registry()
-        self.trainer: TrainerTurns | None = None
+        self.trainer: TrainerTimeSlicing | None = None
         self.ctx: Ctx
         self.training = self.stopped = False
         self.without: tuple[str, ...] = ()
         self.engines: list[Engine] = []
 
-    def start(self) -> TrainerTurns:
+    def start(self) -> TrainerTimeSlicing:
         self.ctx = Ctx(self, TRAINER_SLOT)
-        self.trainer = TrainerTurns(self.ctx, 3.0)  # type: ignore[arg-type]
+        self.trainer = TrainerTimeSlicing(self.ctx, 3.0)  # type: ignore[arg-type]
         self.ctx.announce()
         return self.trainer
 
-    async def turn(self, report: Report, wait_s: float) -> Told:
+    async def may_hold(self, report: HolderReport, wait_s: float) -> DeviceGrant:
         asked = self.trainer
         if asked is not None and not self.stopped:
-            told = await asked.turn(report, wait_s)
+            told = await asked.may_hold(report, wait_s)
             if asked is self.trainer and not self.stopped:
                 return told
         await asyncio.sleep(0.02)
@@ -146,7 +153,7 @@ class Run:
         return self.engines[-1]
 
     @asynccontextmanager
-    async def turn_of(self, trainer: TrainerTurns) -> AsyncIterator[tuple[str, ...]]:
+    async def turn_of(self, trainer: TrainerTimeSlicing) -> AsyncIterator[tuple[str, ...]]:
         async with trainer.training() as without:
             held = [engine.ctx.who.slot for engine in self.engines if engine.holds]
             assert set(held) <= set(without), f"{held} have memory in the trainer's turn"
@@ -185,7 +192,7 @@ async def test_turns_go_to_and_fro(run: Run) -> None:
             await asyncio.sleep(0.1)
             assert not a.holds and not b.holds, "they wait for its turn to end"
         await until(lambda: a.holds and b.holds)
-    assert a.ctx.events.count("device_released") == a.ctx.events.count("device_resumed") == 3
+    assert a.ctx.events.count("engine_released") == a.ctx.events.count("engine_resumed") == 3
 
 
 async def test_an_engine_that_starts_in_the_trainers_turn_waits(run: Run) -> None:
@@ -230,7 +237,7 @@ async def test_a_trainer_that_dies_while_engines_give_way_leaves_them_serving(ru
     task = asyncio.create_task(run.turn_of(trainer).__aenter__())
     await until(engine.leaving.is_set)
     run.kill_trainer(task)
-    await until(lambda: "device_resumed" in engine.ctx.events)
+    await until(lambda: "engine_resumed" in engine.ctx.events)
     assert engine.holds
 
 
@@ -283,7 +290,7 @@ async def test_an_engine_that_does_not_give_way_ends_and_the_trainer_does_not_wa
     async with run.turn_of(trainer) as without:
         assert without == ("rollout/0",), "its process has not ended yet, and may hold memory"
     assert "engine_not_released" in run.ctx.events
-    with pytest.raises(NoWay, match="did not give its memory back"):
+    with pytest.raises(ReleaseTimedOut, match="did not release its memory"):
         await stuck.task
 
 
@@ -295,14 +302,14 @@ async def test_a_trainer_that_gives_up_waiting_leaves_the_engines_serving(run: R
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await until(lambda: "device_resumed" in engine.ctx.events)
+    await until(lambda: "engine_resumed" in engine.ctx.events)
     assert engine.holds
     async with run.turn_of(trainer):
         assert not engine.holds
 
 
 async def test_a_gate_lets_what_was_begun_end_and_nothing_begin() -> None:
-    gate, order = Gate(), []
+    gate, order = MemoryGate(), []
 
     async def work(name: str, seconds: float) -> None:
         async with gate.inside():

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cold_parts import config_of
+from sft_parts import config_of
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
