@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.models.device import warn_if_slow
 from relax_rt.roles.rollout.engines.base import Engine
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings, longest_tokens
 from relax_rt.roles.rollout.engines.sglang.options import (
@@ -34,8 +33,10 @@ def make_engine(ctx: RoleContext, folder: Path, settings: EngineSettings) -> Eng
 
 
 def _embedded(ctx: RoleContext, folder: Path, settings: EngineSettings) -> Engine:
+    # It imports torch, which the agent and the quick checks do without.
     import torch
 
+    from relax_rt.roles.models.device import warn_if_slow
     from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 
     # A slot that was given no device must not touch one.

@@ -279,7 +279,7 @@ def step_record(
 
 
 def _filtered(batch: StepBatch) -> dict[str, Any]:
-    """What filters did, where there are any: groups that came, those left out by filter, the share kept."""
+    """What filters did, where there are any: groups that arrived, those filtered out by filter, the fraction kept."""
     if not batch.scored:
         return {}
     return {"scored": batch.scored, "filtered": batch.filtered, "kept_fraction": batch.groups / batch.scored}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 from pydantic import BaseModel
 
 from relax_rt.cli.doctor.finding import GIB, MIB, Finding, judged, size
@@ -76,16 +78,12 @@ def _memory(roles: Roles) -> Finding:
     free = check_memory(cgroup_limits()).value
     if not bounded:
         return judged("run", "memory", f"{free}; no role has memory_mib: `relax-rt plan` estimates the need")
-    import psutil  # type: ignore[import-untyped]
-
     over = bounded > psutil.virtual_memory().total
     warn = "the limits of all roles together are more than the machine has" if over else ""
     return judged("run", "memory", f"{size(bounded)} allowed to the roles together; {free}", warn=warn)
 
 
 def _files(roles: Roles) -> Finding:
-    import resource
-
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = FILES_OF_THE_AGENT + FILES_OF_A_ROLE * sum(settings.count for settings in roles.values())
     fail = f"ulimit -n {2 * need}" if 0 <= soft < need else ""

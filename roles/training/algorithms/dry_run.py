@@ -80,10 +80,10 @@ def first_failure(asked: DryRunRequest) -> DryRunFailure | None:
     except Refused:
         # The made-up batch lacks something that a part of a known name asks for: nothing can be said of the user's.
         return None
-    except Exception as error:  # noqa: BLE001 - it ends this process, and is told
+    except Exception as error:  # noqa: BLE001 - it ends this process, and is reported
         # Of memory or a device, which is not laid to a part; or of a known part, after what a user's returned.
-        told = f"{type(error).__name__}: {error} at {user_line(error)}"
-        return DryRunFailure(("algorithm",), f"a part failed in a dry run: {told}")
+        message = f"{type(error).__name__}: {error} at {user_line(error)}"
+        return DryRunFailure(("algorithm",), f"a part failed in a dry run: {message}")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     return None
@@ -185,8 +185,8 @@ def call_in_process(asked: DryRunRequest) -> DryRunFailure | None:
             command, input=pickle.dumps(asked), stdout=subprocess.PIPE, timeout=LOAD_S + asked.calls_s, check=False
         )
     except subprocess.TimeoutExpired as error:
-        told = f"a part failed in a dry run: it does not return within {error.timeout:g} s"
-        return DryRunFailure(("algorithm",), told)
+        message = f"a part failed in a dry run: it does not return within {error.timeout:g} s"
+        return DryRunFailure(("algorithm",), message)
     if ended.returncode == -signal.SIGALRM:
         how = f"it does not return within {asked.calls_s:g} s, and catches what interrupts it"
     elif ended.returncode < 0:

@@ -89,14 +89,14 @@ class WeightChannel:
         try:
             with _own_stream(self._device):
                 yield
-        except Exception as error:  # noqa: BLE001 - the others are told before it is raised
+        except Exception as error:  # noqa: BLE001 - the others learn of it before it is raised
             failed = error
         copied()
-        told = self._agreed(arrived, f"{type(failed).__name__}: {failed}" if failed is not None else "")
+        failure = self._agreed(arrived, f"{type(failed).__name__}: {failed}" if failed is not None else "")
         if failed is not None:
             raise failed
-        if told:
-            who, _, why = told.partition(" ")
+        if failure:
+            who, _, why = failure.partition(" ")
             raise RelaxError(f"rank {who} could not copy its weights aside", why=why)
 
     def _agreed(self, arrived: dist.Work | None, why: str) -> str:
@@ -107,14 +107,14 @@ class WeightChannel:
             self._send(word, 0, COPIED)
             self._receive(word, 0, "whether all ranks have copied their weights aside")
             return _decode_text(word)
-        told = f"0 {why}" if why else ""
+        failure = f"0 {why}" if why else ""
         for rank in range(1, self.world):
             self._receive(word, rank, STARTED, self._order_s)
             self._receive(word, rank, COPIED, self._gather_s)
-            told = told or (f"{rank} {_decode_text(word)}" if _decode_text(word) else "")
+            failure = failure or (f"{rank} {_decode_text(word)}" if _decode_text(word) else "")
         for rank in range(1, self.world):
-            self._send(_encode_text(told), rank, "whether all ranks have copied their weights aside")
-        return told
+            self._send(_encode_text(failure), rank, "whether all ranks have copied their weights aside")
+        return failure
 
     def send(self, part: torch.Tensor, what: str) -> None:
         """Send to rank 0: uint8, contiguous, in CPU memory. Returns when rank 0 has received it.

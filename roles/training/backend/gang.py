@@ -151,8 +151,8 @@ class GangMember:
         mine = self._share(samples)
         values = self.backend.log_probabilities([sample for _, sample in mine])
         speaks = self.ranks.reports_loss
-        told = {str(i): v.tobytes() for (i, _), v in zip(mine, values, strict=True)} if speaks else {}
-        found = {int(i): np.frombuffer(v, np.float32) for part in self.ranks.gather(told) for i, v in part.items()}
+        own = {str(i): v.tobytes() for (i, _), v in zip(mine, values, strict=True)} if speaks else {}
+        found = {int(i): np.frombuffer(v, np.float32) for part in self.ranks.gather(own) for i, v in part.items()}
         return [found[index] for index in range(len(samples))]
 
     def _accumulate(self, samples: Sequence[Sample]) -> None:
@@ -172,13 +172,13 @@ class GangMember:
             self.backend.restore(folder)
         except UNREADABLE as error:
             why, again = str(error) or type(error).__name__, is_transient(error)
-        told = [
+        failures = [
             (f"rank {rank}: {why}", again) for rank, (why, again) in enumerate(self.ranks.gather((why, again))) if why
         ]
-        if any(again for _, again in told):
-            raise OSError(next(why for why, again in told if again))
-        if told:
-            raise Refused(f"checkpoint {folder}", why=told[0][0])
+        if any(again for _, again in failures):
+            raise OSError(next(why for why, again in failures if again))
+        if failures:
+            raise Refused(f"checkpoint {folder}", why=failures[0][0])
 
 
 class Leader(GangMember):
@@ -299,7 +299,7 @@ class Leader(GangMember):
         """Have every rank restore its part of a checkpoint.
 
         Raises:
-            Refused: one of them could not; none must go on without another `restore`.
+            Refused: one of them could not; none must continue without another `restore`.
         """
         with self._order("restore", options={"folder": str(folder)}):
             self._restore(folder)

@@ -53,7 +53,7 @@ class StepResult(msgspec.Struct, frozen=True):
         sampled_entropy: of the behaviour policy, estimated by the tokens it sampled, nats a token.
         entropy: of the trained policy, where the objective needs it, else None.
         kl_reference: mean of the KL term, nats a token, where there is one, else None.
-        rejected_tokens: trained tokens that corrections gave weight 0, or that the loss left out (weight_cap).
+        rejected_tokens: trained tokens that corrections gave weight 0, or that the loss masked (weight_cap).
         updates: those that changed the weights. updates_skipped: those that were thrown away.
         others: sums (largest values under names ending in `_max`) of what the loss and corrections measured besides;
             `tokens` of the batch went through the model.
@@ -200,7 +200,7 @@ class TrainerBackend(Protocol):
         """
 
     def snapshot(self) -> None:
-        """Copy the state aside; `write` saves the copy while training goes on."""
+        """Copy the state aside; `write` saves the copy while training continues."""
 
     def write(self, folder: Path) -> None:
         """Write the last snapshot: model in Hugging Face format and the optimizer's state."""

@@ -76,8 +76,8 @@ def compute_at_trained_tokens(
     No gradients are kept. Tokens that are not trained, and a sample's first token, which nothing predicts, have 0.
 
     Args:
-        budget: tokens of a micro-batch; it is told of each. on_progress: told of as many as went through the model.
-        device: on which `compute` gets its micro-batches. costs: by which they are laid out, see `plan_micro_batches`.
+        budget: tokens of a micro-batch; notes each. on_progress: called with the tokens that went through the model.
+        device: on which `compute` gets its micro-batches. costs: by which they are arranged, see `plan_micro_batches`.
         passes: how many passes to make, given how many micro-batches there are. idle: makes one of those beyond them.
     """
     found = [np.zeros(len(sample.tokens), np.float32) for sample in samples]

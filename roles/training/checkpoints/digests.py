@@ -42,16 +42,16 @@ def digest_of(path: Path, done: Callable[[int], object] = lambda _: None) -> Fil
     Args:
         done: called with the number of bytes as they are read.
     """
-    digest, size, told = xxhash.xxh3_128(), 0, 0
+    digest, size, reported = xxhash.xxh3_128(), 0, 0
     memory = memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(memory):
             digest.update(memory[:count])
             size += count
-            if size - told >= PROGRESS_BYTES:
-                done(size - told)
-                told = size
-    done(size - told)
+            if size - reported >= PROGRESS_BYTES:
+                done(size - reported)
+                reported = size
+    done(size - reported)
     return FileDigest(size, digest.hexdigest())
 
 
@@ -129,7 +129,7 @@ TOKENIZER_PATTERNS = (
 INCIDENTAL = ("transformers_version", "_name_or_path", "torch_dtype", "dtype")
 """In config.json: they say how the folder was written, and no model differs by them alone."""
 SAMPLES, SAMPLE_BYTES = 64, 4096
-"""Of the weights' values that are looked at, evenly spread."""
+"""Of the weights' values that are sampled, evenly spaced."""
 
 
 class ModelIdentity(msgspec.Struct, frozen=True):

@@ -43,7 +43,7 @@ async def resume_newest(
     `checkpoint_quarantined`).
 
     Args:
-        take: goes on from a checkpoint, or refuses it.
+        take: resumes a checkpoint, or refuses it.
         shown: prefix of the names of checkpoints in events.
         anew: if none can be read, quarantine all and start anew.
 
@@ -52,8 +52,8 @@ async def resume_newest(
 
     Raises:
         BadInput: there are some, and none can be read; all are left as they are. To begin at step 0 would undo the run.
-            Or one is of another model, another run or a newer version: it is good, and must not be passed over.
-        RelaxError: the file system refused one: another try may read it, so nothing is passed over.
+            Or one is of another model, another run or a newer version: it is good, and must not be skipped.
+        RelaxError: the file system refused one: another try may read it, so nothing is skipped.
         StaleEpoch: a newer incarnation of the trainer has begun.
     """
     passed: list[tuple[Path, str]] = []
@@ -100,14 +100,14 @@ def verify_files(
     if not state.files:
         return
     what = f"comparing {shown}{folder.name} with its digests"
-    began = told = time.monotonic()
+    began = last = time.monotonic()
     lock = threading.Lock()
 
     def done(nbytes: int) -> None:
-        nonlocal told
+        nonlocal last
         with lock:
-            since, told = told, time.monotonic()
-            ctx.progress.extend(told - since, what)
+            since, last = last, time.monotonic()
+            ctx.progress.extend(last - since, what)
         ctx.progress.advance(max(1, nbytes // MIB), what)
 
     ctx.progress.extend(COMPARE_ALLOWANCE_S, what)

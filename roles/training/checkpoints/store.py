@@ -141,7 +141,7 @@ class CheckpointStore:
         return sorted(self.folder.glob(f"{DAMAGED}*"))
 
     def set_aside(self, folder: Path) -> Path:
-        """Rename a checkpoint that was passed over, so that it neither counts as the newest nor takes the place of a
+        """Rename a checkpoint that was skipped, so that it neither counts as the newest nor takes the place of a
         good one; of those set aside the last `KEEP_DAMAGED` stay. Answers with its new place.
 
         Raises:
@@ -210,7 +210,7 @@ class CheckpointStore:
         """See that a checkpoint's files are those that were written, as far as it says. Blocks, and reads all of them.
 
         Args:
-            done: told of bytes as they are read; called by several threads.
+            done: called with the number of bytes as they are read; called by several threads.
 
         Raises:
             Corrupt: one is missing, or has other bytes. OSError: the file system refused one, see `is_transient`.
@@ -383,7 +383,7 @@ def _sync(path: Path, done: Callable[[int], None] = lambda _: None) -> None:
     """Force a file or folder to disk.
 
     Args:
-        done: told of a file's bytes as they get there.
+        done: called with the number of bytes as they reach the disk.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

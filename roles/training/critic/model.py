@@ -60,7 +60,7 @@ class CriticModel:
 
     Args:
         folder: of the model whose layers it begins with.
-        on_progress: told of tokens that went through the model.
+        on_progress: called with the tokens that went through the model.
         budget: of micro-batches; unless given, the settings'.
         device: where weights, gradients and moments are; snapshots are in ordinary memory.
         updates: of a step; its groups are dealt out over them.

@@ -59,10 +59,10 @@ class CriticRole(RLRole[CriticSettings]):
 
         device = open_device(self.ctx, self.settings)
         budget = TokenBudget.of(self.ctx, self.settings.tokens_per_micro_batch)
-        updates, told = self.table(AlgorithmTable).updates_per_step, self.ctx.progress.advance
+        updates, on_progress = self.table(AlgorithmTable).updates_per_step, self.ctx.progress.advance
         folder = model_folder(self.ctx)
         with refused_for_good():
-            return CriticModel(folder, self.settings, told, device, budget, updates=updates)
+            return CriticModel(folder, self.settings, on_progress, device, budget, updates=updates)
 
     async def run(self) -> None:
         await self.ctx.ready()

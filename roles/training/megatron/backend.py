@@ -318,7 +318,7 @@ class MegatronBackend:
     # Checkpoints.
 
     def snapshot(self) -> None:
-        """Copy weights and optimizer state aside; `write_blocks` saves the copy while training goes on."""
+        """Copy weights and optimizer state aside; `write_blocks` saves the copy while training continues."""
         self._snapshot = {} if self._snapshot is None else self._snapshot
         self._state.copy(self._held, self._mine, self._snapshot)
         self._snapshot_steps = self._state.steps
@@ -332,7 +332,7 @@ class MegatronBackend:
 
     def write(self, folder: Path) -> None:
         """Write the last snapshot: each rank its optimizer's state, rank 0 the model in Hugging Face format. Rank 0
-        returns when the files of all ranks are there. No collectives: training may go on.
+        returns when the files of all ranks are there. No collectives: training may continue.
 
         Raises:
             Refused: no snapshot was taken. DeadlineExceeded: another rank's file does not come.

@@ -24,8 +24,8 @@ class Passes:
 
     Args:
         wrapped: Megatron's DistributedDataParallel. model: the GPTModel within. temperature: of the distribution.
-        entropy: whether losses want entropies. on_progress: told of the tokens of each forward pass.
-        before: told of each pack before it goes through.
+        entropy: whether losses want entropies. on_progress: called with the tokens of each forward pass.
+        before: called with each pack before it goes through.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class AdapterVersions:
     """Makes the trainer's versions of the model's own weights, which lie on the stage, and of its adapters.
 
     Only taking the adapters needs the weights to stay as they are; that is a copy of a few megabytes. All else may be
-    done while the optimizer goes on. Calls block.
+    done while the optimizer continues. Calls block.
 
     Raises:
         Refused: the backend has no adapters.

@@ -29,7 +29,7 @@ CLOSE_S = 5.0
 PERMANENT_ERRNOS = frozenset(
     (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
 )
-"""What the next trainer would be told as well; a disk that is full or does not answer may be mended meanwhile."""
+"""Errors that the next trainer would get as well; a disk that is full or does not answer may be mended meanwhile."""
 
 
 class WeightFiles:
@@ -122,7 +122,7 @@ class WeightFiles:
                 await in_own_thread(partial(self._put, record))
             except Gone:
                 continue  # the stage keeps the newest committed one: there is a newer
-            except Exception as error:  # noqa: BLE001 a copy costs no more than itself, and is told
+            except Exception as error:  # noqa: BLE001 a copy costs no more than itself, and is reported
                 self._report_failure(record.version, error)
 
     def _open_directory(self) -> WeightDirectory:

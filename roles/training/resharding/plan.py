@@ -220,7 +220,7 @@ def _slices(
 ) -> Iterator[RowSlice]:
     for tensor, start, stop in pieces:
         candidates = parts[found[tensor].name]
-        # Runs of one tensor have at most the rows of the longest: none that ends before `start` is looked at in vain.
+        # Runs of one tensor have at most the rows of the longest: none that ends before `start` is examined in vain.
         for part in candidates[: bisect.bisect_left(candidates, stop, key=lambda part: part.run.row)]:
             run = part.run
             first, last = max(start, run.row), min(stop, run.row + run.rows)

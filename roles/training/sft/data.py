@@ -31,7 +31,7 @@ Kind = Literal["sft", "dpo"]
 KEYS = ("messages", "prompt", "completion", "chosen", "rejected", "metadata")
 MAX_ROWS = 2_000_000
 MAX_FAULTS = 8
-"""So many unusable rows are told one by one."""
+"""Unusable rows that are listed one by one."""
 
 
 class SftRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -58,8 +58,8 @@ class ColdStartPhase:
     """Trains the policy before its first RL step.
 
     It counts steps of its own and has checkpoints of its own, in the run's folder `cold_start`: nothing of it touches
-    the queue's ledger or the numbers of RL's steps. A trainer that dies goes on from the newest of them; once the last
-    one is there, which says that the phase is done, it never runs again.
+    the queue's ledger or the numbers of RL's steps. After a death the trainer resumes from the newest of them; once the
+    last one is there, which says that the phase is done, it never runs again.
 
     Args:
         backend: with the model's own weights. model: what these are, for the checkpoints.
@@ -170,8 +170,8 @@ class ColdStartPhase:
         return step_batches(self._table, [item.tokens for item in self._data.train], self._config.run.seed)
 
     async def _resume(self) -> ColdStartProgress:
-        """The newest checkpoint that can be read and is of this data; others are passed over, said, and set aside: of a
-        later step than those to come, they would take their place."""
+        """Resume from the newest good checkpoint of this data; others are skipped, reported and quarantined: of a later
+        step than those to come, they would take their place."""
         from relax_rt.roles.training.checkpoints.resume import resume_newest
 
         marks: list[ColdStartProgress] = []
@@ -198,7 +198,7 @@ class ColdStartPhase:
     async def _step(
         self, mark: ColdStartProgress, rows: Sequence[int], began: float
     ) -> tuple[ColdStartProgress, dict[str, Any]]:
-        """One optimizer step, and what is told of it; a loss or gradient that is not finite throws it away.
+        """Take one optimizer step, and return its metrics; a loss or gradient that is not finite throws it away.
 
         Args:
             began: when the phase would have begun if it had been done without a pause.
@@ -301,7 +301,7 @@ class ColdStartPhase:
     # Checkpoints.
 
     async def _save(self, mark: ColdStartProgress, *, wait: bool = True) -> None:
-        """Copy the state aside and write it, while training goes on unless it is to be waited for."""
+        """Copy the state aside and write it, while training continues unless it is to be waited for."""
         await self._saved()
         self._ctx.progress.extend(SAVE_ALLOWANCE_S, "cold start: taking a checkpoint")
         await asyncio.to_thread(self._backend.snapshot)

@@ -98,7 +98,7 @@ class StateSnapshots:
 
     def write(self, folder: Path) -> None:
         """Write the last snapshot: each rank its moments, rank 0 the rest; it returns when all files are there. No
-        collectives: training may go on.
+        collectives: training may continue.
 
         Raises:
             Refused: no snapshot was taken. DeadlineExceeded: another rank's file does not come.

@@ -20,6 +20,7 @@ from relax_rt.cluster.launch import lock_run_dir
 from relax_rt.config.loader import load_config, write_resolved
 from relax_rt.config.version import RUN_FORMAT
 from relax_rt.process.child import rotate_log
+from relax_rt.roles.training.checkpoints.store import FORMAT
 from relax_rt.supervision.control import NoRun
 from relax_rt.supervision.rundir import owner_of, write_json
 
@@ -201,7 +202,7 @@ def test_ps_of_a_run_that_has_ended_says_how_far_it_came(capsys: Capture) -> Non
     (run_dir / "summary.json").write_text("{}")
     folder = run_dir / "checkpoints" / "step-000003"
     folder.mkdir(parents=True)
-    state = {"step": 3, "version": 4, "digest": "", "epoch": 6, "ledger_step": 3}
+    state = {"format": FORMAT, "step": 3, "version": 4, "digest": "", "epoch": 6, "ledger_step": 3}
     (folder / "relax_rt.json").write_text(json.dumps(state))
     out = call(capsys, "ps")[1]
     assert out.startswith("tiny  stopped  relax-rt down  ")

@@ -16,6 +16,7 @@ from relax_rt.supervision.placement import Node, NoRoom, Placement, Placer
 from relax_rt.supervision.protocol import (
     Action,
     DrainRequested,
+    Emit,
     Event,
     Kill,
     KillRequested,
@@ -150,9 +151,10 @@ class World(RuleBasedStateMachine):
             actions = self.core.handle(event, self.now)
         except Refused:
             return False
-        self.stopping = self.stopping or bool(self.core.draining)
         for action in actions:
             assert self.done is None, "nothing follows RunDone"
+            # From this action on: one event may stop a slot for a restart first, and then lead to the end of the run.
+            self.stopping = self.stopping or (isinstance(action, Emit) and action.kind == "run_draining")
             self.carry_out(action)
         return True
 

@@ -291,7 +291,7 @@ async def test_held_out_episodes_of_which_none_could_be_played_end_the_slot() ->
         _slots=asyncio.Semaphore(4),
         _max_silence_s=60.0,
         _finished=0,
-        course=SimpleNamespace(recipe=recipe, before=None, asked=lambda step: []),
+        schedule=SimpleNamespace(spec=recipe, before=None, due_steps=lambda step: []),
     )
     with pytest.raises(EpisodesStalled, match="6 held-out episodes, before: each was lost 5 times"):
         await held_out.evaluate(VersionRecord(1, 0, 0), "before")

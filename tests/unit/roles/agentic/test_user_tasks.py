@@ -287,7 +287,7 @@ def held_out(player: Any, events: list[str], silent_s: float = 4.0) -> EpisodeEv
         _slots=asyncio.Semaphore(4),
         _max_silence_s=silent_s,
         _finished=0,
-        course=SimpleNamespace(recipe=recipe, before=None, asked=lambda step: [], take=lambda result: None),
+        schedule=SimpleNamespace(spec=recipe, before=None, due_steps=lambda step: [], record=lambda result: None),
     )
     return made
 
