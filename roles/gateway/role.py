@@ -267,6 +267,8 @@ class GatewayRole(RLRole[GatewaySettings]):
                     raise RelaxError(f"the server at {self.url}", why="it ended", hint="see the role's log")
         finally:
             stop.cancel()
+            # A run may be over before the next record is due.
+            self._metrics(admission)
 
     def _report(self, admission: AdmissionQueue) -> None:
         """Waiting for calls, or for tokens: in both cases what tells that it lives is its loop's answer."""
