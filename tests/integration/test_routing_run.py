@@ -106,7 +106,7 @@ def check_rows(run: TinyRun, model: Path, held: RowsHeld) -> None:
 
 def test_no_sample_lacks_a_row_though_rollouts_are_killed(run: TinyRun, tmp_path: Path) -> None:
     run.start()
-    kill_until(run, signal.SIGKILL, "group_resumed")
+    kill_until(run, signal.SIGKILL, "group_resumed", lambda: bool(run.events("group_resumed")))
     assert run.wait() == 0, run.text()
     shape, sparse = sparse_layers(tmp_path / "model")
     assert (shape.row_bytes, sparse) == (12, (True, False, True))

@@ -193,7 +193,7 @@ def check_rows(session: Session) -> None:
                 expected += rows_of(session.rows[turn.response], end - 1, turn.end - 1)
                 end = turn.end
         assert branch.routing == expected and len(expected) == 4 * (len(branch.tokens) - 1)
-    kept = [said.what for said in session.book._tree.said.values()]
+    kept = [completion.sampled for completion in session.book._tree.completions.values()]
     held = sum(len(what.routing) + len(what.prompt_routing) for what in kept)
     assert held <= 4 * session.book._tree.load.tokens
 
@@ -204,11 +204,15 @@ def counted(book: TokenLedger) -> SessionLoad:
     for call in tree.calls.values():
         before, above = 0, call.base
         while above is not None:
-            before += len(above.what.tokens) + len(above.call.tokens)
+            before += len(above.sampled.tokens) + len(above.call.tokens)
             above = above.call.base
         prompt = before + len(call.tokens)
         ends += [prompt + call.held] * call.waiting
-        ends += [prompt + len(s.what.tokens) for s in call.said if not any(one.extends for one in s.calls)]
+        ends += [
+            prompt + len(one.sampled.tokens)
+            for one in call.completions
+            if not any(below.extends for below in one.calls)
+        ]
     return SessionLoad(len(ends), sum(ends))
 
 
