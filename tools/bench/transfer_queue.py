@@ -108,7 +108,7 @@ def run_batches(seconds: Seconds, rounds: dict[str, int]) -> None:
             reader.ask("load", case)
             for i in range(count):
                 add(seconds, COPY, case, put=writer.ask("copy"))
-                put, get = writer.ask("put"), reader.request_surplus("get")
+                put, get = writer.ask("put"), reader.ask("get")
                 add(seconds, OURS, case, put=put, get=get)
                 for _ in range(KEPT if i == KEPT - 1 else 1 if i >= KEPT else 0):
                     add(seconds, OURS, case, free=reader.ask("done"))
