@@ -140,7 +140,7 @@ def run_singles(seconds: Seconds, rounds: int, count: int) -> None:
                 get=limit.ask("get_each", count) / count,
             )
             for form, (put, get) in FORMS.items():
-                took = writer.ask(put, count) / count, reader.request_surplus(get, count) / count
+                took = writer.ask(put, count) / count, reader.ask(get, count) / count
                 add(kept, OURS, form, put=took[0], get=took[1])
         note(f"ours: 8 KiB samples done, journal {journal_bytes(folder) / 1024:.0f} KiB")
 
