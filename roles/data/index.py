@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from relax_rt.roles.data.columns import ColumnReader, Form, unknown_notes
 from relax_rt.roles.data.files import TABLES, TASK, Shard, find_shards, lines, parse_line, table_rows, where
+from relax_rt.roles.data.gym import GymTask
 from relax_rt.roles.data.items import RawItem
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.data.split.canonical import question_hash
@@ -313,8 +314,6 @@ def _raw_items(
 ) -> Iterator[tuple[int, int, int, int, RawItem]]:
     """The rows of a source: number of the shard, number of the row, offset and size in the file, and the prompt."""
     if source.task:
-        from relax_rt.roles.data.gym import GymTask
-
         for number, raw in enumerate(GymTask(source.task, source.options, source.size).items(), 1):
             yield 0, number, 0, 0, raw
         return

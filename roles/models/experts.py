@@ -35,7 +35,7 @@ class Stack(NamedTuple):
         return cls(match[1], pieces, experts, rows // len(pieces), columns)
 
     def names(self, first: int = 0, experts: int | None = None) -> Iterator[str]:
-        """Of each expert's matrices [rows, columns], in the order in which they lie in the tensor.
+        """Yield the names of each expert's matrices [rows, columns], in their order in the tensor.
 
         Args:
             first, experts: those of so many experts from this one on; unless given, of all.

