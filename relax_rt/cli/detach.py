@@ -11,7 +11,6 @@ from pathlib import Path
 
 from relax_rt.cli.app import FAILED, OK
 from relax_rt.cli.time_left import estimate_of
-from relax_rt.cluster import launch
 from relax_rt.observe.events import CURRENT
 from relax_rt.observe.metrics import Tail
 from relax_rt.observe.story import Starts
@@ -47,6 +46,8 @@ def start_detached(config: Path, overrides: Sequence[str], run_dir: Path, say: S
     events = Tail(run_dir / "events" / CURRENT, last_bytes=0)
     # The first look settles where the log of an earlier start ends.
     events.poll()
+    from relax_rt.cluster import launch  # loads ZeroMQ
+
     _, keeper = launch.start(config, overrides, screen=SCREEN)
     try:
         code = _until_ready(run_dir, keeper, events, say)
@@ -200,6 +201,8 @@ def _shown(diagnosis: Diagnosis) -> list[str]:
 def _output(run_dir: Path) -> list[str]:
     """The end of the run's output: its agent left no diagnosis."""
     try:
-        return (run_dir / "logs" / f"{launch.OUTPUT}.log").read_text(errors="replace").splitlines()[-SHOWN_LINES:]
+        from relax_rt.cluster.launch import OUTPUT
+
+        return (run_dir / "logs" / f"{OUTPUT}.log").read_text(errors="replace").splitlines()[-SHOWN_LINES:]
     except OSError:
         return []

@@ -18,8 +18,6 @@ from relax_rt.cli.display import say, show_json
 from relax_rt.cli.runs import find_run_dir, resolved_config
 from relax_rt.cli.screen import attach_screen
 from relax_rt.cli.time_left import expected
-from relax_rt.cluster import launch
-from relax_rt.cluster.join import join, join_request
 from relax_rt.config.job import load_job
 from relax_rt.config.loader import load_config, preflight_config
 from relax_rt.config.problems import BadInput
@@ -74,6 +72,8 @@ def up(
     Exit code: 0 it has finished, or was ended by `down`; 1 it failed; 2 the config or the run directory is wrong and
     nothing was started, or a role refused its settings; 130 Ctrl-C.
     """
+    from relax_rt.cluster import launch  # loads ZeroMQ, which `--help` needs not
+
     if joining.join is not None:
         return _join(joining)
     if joining != ALONE:
@@ -94,6 +94,8 @@ def up(
 def _start(
     loaded: RunConfig, config: Path, overrides: Sequence[str], *, plain: bool, detach: bool, as_json: bool
 ) -> int:
+    from relax_rt.cluster import launch
+
     if not as_json:
         say("\n".join(brief(loaded)))
     if detach:
@@ -179,6 +181,8 @@ def _join(given: Joining) -> int:
         BadInput: the address or the key is not valid.
         RelaxError: the head was not reached, or refuses this node.
     """
+    from relax_rt.cluster.join import join, join_request
+
     try:
         request = join_request(
             given.join or "", key=given.key, name=given.name, run_dir=given.dir, host=given.host, wait_s=given.wait
