@@ -67,6 +67,8 @@ class Source:
     inner_imports: list[tuple[int, str]] = field(default_factory=list)
     """Line and module of each import inside a function."""
     docstrings: list[tuple[int, str]] = field(default_factory=list)
+    loads_heavy: bool = False
+    """It imports a heavy package at its top."""
     text: str = ""
 
     @classmethod
@@ -75,7 +77,9 @@ class Source:
         source = cls(path=path, module=module, lines=text.count("\n"), text=text)
         with path.open("rb") as file:
             source.comments = sum(token.type == tokenize.COMMENT for token in tokenize.tokenize(file.readline))
-        source._visit(ast.parse(text), inside=False)
+        tree = ast.parse(text)
+        source._visit(tree, inside=False)
+        source.loads_heavy = any(name.partition(".")[0] in HEAVY for node in tree.body for name in imported(node))
         return source
 
     def _visit(self, node: ast.AST, *, inside: bool) -> None:
@@ -140,15 +144,11 @@ def circles(graph: networkx.DiGraph[str]) -> list[list[str]]:
     return sorted(sorted(group) for group in networkx.strongly_connected_components(graph) if len(group) > 1)
 
 
-def loads_heavy(source: Source) -> bool:
-    """Whether the module itself imports a heavy package at its top."""
-    for node in ast.parse(source.text).body:
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        if any(name.partition(".")[0] in HEAVY for name in names):
-            return True
-    return False
+def imported(node: ast.stmt) -> list[str]:
+    """Name the modules that a statement imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
 
 
 def problems(files: list[Source]) -> Iterator[str]:
@@ -167,8 +167,8 @@ def problems(files: list[Source]) -> Iterator[str]:
             yield f"files import each other, and none says why: {', '.join(group)}"
     if len(found) > MAX_FILE_CIRCLES:
         yield f"{len(found)} groups of files import each other; at most {MAX_FILE_CIRCLES} may"
-    heavy = {source.module for source in files if loads_heavy(source)}
-    reach = {m for m in graph if m in heavy or heavy & networkx.descendants(graph, m)}
+    heavy = {source.module for source in files if source.loads_heavy}
+    reach = heavy.union(*(networkx.ancestors(graph, module) for module in heavy if module in graph))
     for source in files:
         where = source.path.relative_to(ROOT)
         for line, module in source.inner_imports:

@@ -70,8 +70,7 @@ def config_page() -> str:
     for name, role in roles.items():
         own = {key: value for key, value in role["properties"].items() if key not in shared}
         if own:
-            defined = {"$defs": {**schema["$defs"], **role.get("$defs", {})}}
-            lines += table_lines(f"roles.{name}", {**role, "properties": own}, defined)
+            lines += table_lines(f"roles.{name}", {**role, "properties": own}, schema)
     return "\n".join(lines)
 
 

@@ -40,6 +40,9 @@ def as_json_schema(job: Job) -> dict[str, Any]:
     for name in FILLED_IN:
         schema.get("properties", {}).pop(name, None)
     roles = {kind: settings.model_json_schema() for kind, settings in _roles(job).items()}
+    for role in roles.values():
+        # References are looked up at the top of the document; tables of one name are one class.
+        schema["$defs"].update(role.pop("$defs", {}))
     schema["properties"]["roles"] = {
         "type": "object",
         "properties": roles,

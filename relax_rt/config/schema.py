@@ -116,7 +116,8 @@ class SupervisionTable(Table):
 
     restart: RestartTable = RestartTable()
     start_timeout_s: Seconds = 180.0
-    """A role that is not ready by then is killed and counted as a failure; what waits for another role has it anew."""
+    """A role that is not ready by then is killed, which counts as a failure. The time starts again for a role that
+    waits for another one."""
     stop_timeout_s: Seconds = 20.0
     """After a stop request a role has this long before it is killed."""
     drain_timeout_s: Seconds = 600.0
@@ -151,8 +152,8 @@ class QueueTable(Table):
     max_sample_mib: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
     """A sample with more payload is refused."""
     marks_mib: Annotated[int, Field(ge=0, le=65_536)] = 32
-    """Tokens of unfinished sequences that are kept for whoever goes on with them (8 bytes a token), in the queue's
-    journal; they count against capacity_mib. What finds no room is sampled anew when its rollout dies."""
+    """Partial completions kept in the queue's journal (8 bytes a token), so that another rollout can resume them; they
+    count against capacity_mib. Tokens beyond it are sampled again when their rollout dies."""
     keep_steps: Annotated[int, Field(ge=1)] = 10_000
     """A roll-back can go back this many steps; what is older is kept as counts only."""
     lease_s: Seconds = 60.0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RunConfig
-from relax_rt.roles.agentic.episode import PlayedEpisode
 from relax_rt.roles.agentic.errors import EnvironmentFailed
 from relax_rt.roles.agentic.interface import Task, checked
 from relax_rt.roles.agentic.settings import env_settings
@@ -22,6 +22,9 @@ from relax_rt.roles.rewards.compose import read_components
 from relax_rt.roles.rewards.dry_run import offered_info
 from relax_rt.roles.rewards.scoring import Failed, Request, Score
 from relax_rt.roles.rewards.settings import ComponentTable, RewardTable
+
+if TYPE_CHECKING:
+    from relax_rt.roles.agentic.episode import PlayedEpisode
 
 PLACE: KeyPath = ("roles", "env")
 KEY = "rewards"

@@ -28,7 +28,7 @@ class EnvSettings(RoleSettings):
     """Added to what the environment gives, when the episode is over: [{ name = "length", weight = 0.1, most = 400 }],
     as reward.components; [reward] has the limits of their workers."""
     tasks: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
-    """Tasks to train on, told apart by their seeds; held-out ones have others. Unset: the items of [data]."""
+    """Tasks to train on, distinguished by their seeds; held-out tasks have other seeds. Unset: the items of [data]."""
     max_turns: Annotated[int, Field(ge=1, le=10_000)] = 16
     """Replies of one episode; after that it is truncated."""
     max_tokens: Annotated[int, Field(ge=16, le=1 << 20)] = DEFAULT_MAX_TOKENS
@@ -36,7 +36,8 @@ class EnvSettings(RoleSettings):
     media_kib: Annotated[int, Field(ge=1, le=16_384)] = 1024
     """Pictures of one episode, encoded, each counted once; for models that see."""
     turn_timeout_s: Seconds = 30.0
-    """One call of the environment. One that takes longer is stuck: its process is killed, its episode played again."""
+    """Deadline of one call of the environment. A call that takes longer is stuck: its process is killed and its
+    episode played again."""
     episode_timeout_s: Seconds = 600.0
     """A whole episode, waiting for tokens included."""
     episodes_in_flight: Annotated[int, Field(ge=1, le=65_536)] = 64
@@ -50,14 +51,14 @@ class EnvSettings(RoleSettings):
     """Memory of a worker with all that it starts; one that takes more is killed. Unset: no bound."""
     unfinished: Literal["keep", "drop"] = "keep"
     """Replies of an episode that is played again, because its process was killed, a call of its environment was stuck,
-    or the env role died: keep gives them once more as long as the environment says what it said before, and goes on
-    from there; drop samples all of it anew."""
+    or the env role died: keep replays them as long as the environment answers as before, and continues from there;
+    drop samples all of it anew."""
     drift: Literal["realign", "fork", "drop"] = "fork"
     """How to continue an episode whose history was changed where the policy had spoken: fork (a branch of its own),
     realign, or drop."""
     reasoning: Literal["keep_reasoning", "strip"] = "keep_reasoning"
-    """Reasoning that a client leaves out of the history: keep_reasoning goes on behind the sampled tokens, strip makes
-    each turn a branch."""
+    """Reasoning that a client leaves out of the history: keep_reasoning continues after the sampled tokens, strip
+    makes each turn a branch."""
     chat_template: Filled | None = None
     """A file with a chat template in place of the model's; relative to the config file. Unset, as the two parsers: what
     [roles.gateway] says, if there is one."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.settings import ModelTable
-from relax_rt.transport.weights.stage_server import STAGE_DIR
+from relax_rt.transport.weights.manifest import STAGE_DIR
 
 if TYPE_CHECKING:
     pass

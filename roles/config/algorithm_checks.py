@@ -12,13 +12,14 @@ from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.models.cache import say
 from relax_rt.roles.models.settings import ShardedSettings
 from relax_rt.roles.rollout.engines.settings import SamplingTable
-from relax_rt.roles.training.algorithms.dry_run import CALLS_S, DryRunRequest, call_in_process
 from relax_rt.roles.training.algorithms.objective import COMMON_OPTIONS, ObjectiveParts, read_parts
 from relax_rt.roles.training.algorithms.registry import BoundPart, Kind, bind, parts
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.critic.settings import CriticSettings
 
 BESIDE = {"reference": "log-probabilities of a reference policy or teacher", "values": "the values of a critic"}
+CALLS_S = 30.0
+"""Time of all calls of a dry run of the user's own parts, together."""
 ROLE = {"reference": "reference", "values": "critic"}
 
 
@@ -307,6 +308,8 @@ def check_own_parts(config: RunConfig, *, calls_s: float = CALLS_S) -> list[Prob
         return []
     needs = frozenset[str]().union(*(part.needs for part in parts.all()))
     turns = "env" in config.roles or bool(needs & {"turn_rewards", "turn_states"})
+    from relax_rt.roles.training.algorithms.dry_run import DryRunRequest, call_in_process  # loads numpy
+
     found = call_in_process(DryRunRequest(table, base, longest, turns, calls_s))
     if found is None:
         return []

@@ -22,9 +22,9 @@ class GatewaySettings(RoleSettings):
     """Address to listen at; "node": the one by which the other nodes of the run reach its node. Others than this
     machine's own reach the model with the run's token alone, unencrypted."""
     port: Annotated[int, Field(ge=0, le=65_535)] = 0
-    """0: a free one, told in `relax-rt ps`, the event log and the run's folder (gateway-0.json)."""
+    """0: any free port; `relax-rt ps`, the event log and gateway-0.json in the run's folder name it."""
     models: Annotated[list[str], Field(min_length=1)] = Field(default=["policy"])
-    """Names that the model is called by; with "*" any name will do, for programs that cannot be told another."""
+    """Model names that calls may use; "*" accepts any name, for programs whose name cannot be set."""
     temperature: Literal["refuse", "override"] = "refuse"
     """An episode's call with another temperature than sampling.temperature: refuse it, or sample with the run's. Calls
     with the run's token, which are not trained on, have the one they ask for."""
@@ -45,10 +45,11 @@ class GatewaySettings(RoleSettings):
     """A session that a caller with the run's token has named, or that has no owner, is forgotten after so long without
     a call."""
     drift: Literal["realign", "fork", "drop"] = "fork"
-    """What becomes of what was sampled when a caller changes the history: a branch of its own (fork), the changed
-    history goes on in its place (realign), or it is not trained on (drop)."""
+    """When a caller changes the history, the sampled tokens become a branch of their own (fork), are replaced by the
+    changed history (realign), or are not trained on (drop)."""
     reasoning: Literal["keep_reasoning", "strip"] = "keep_reasoning"
-    """Thoughts that a caller leaves out of the history: go on behind the sampled tokens, or make each turn a branch."""
+    """Reasoning that a caller leaves out of the history: keep_reasoning continues after the sampled tokens, strip
+    makes each turn a branch."""
     tool_parser: str = "auto"
     """How tool calls are written; auto: by the chat template."""
     reasoning_parser: str = "auto"

@@ -15,7 +15,7 @@ from pathlib import Path
 from relax_rt.cluster.nodes.checks import node_problems
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RoleSettings
-from relax_rt.roles.agentic.checks import preflight_environment
+from relax_rt.roles.agentic.preflight import preflight_environment
 from relax_rt.roles.agentic.rewards import reward_table
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.config.algorithm_checks import check_own_parts

@@ -17,7 +17,7 @@ import xxhash
 from relax_rt.config.schema import RunConfig
 from relax_rt.roles.data.items import answer_text
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
-from relax_rt.roles.rewards.genrm.role import judge_folder
+from relax_rt.roles.rewards.genrm.settings import judge_folder
 from relax_rt.roles.rewards.scoring import Failed, Request
 from relax_rt.roles.rewards.settings import JudgeTable, RewardTable
 from relax_rt.roles.rollout.router import GenerationRequest, NotGenerated, Outcome

@@ -19,7 +19,7 @@ from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.dry_run import offered_info, task_of
-from relax_rt.roles.rewards.genrm.role import genrm_settings
+from relax_rt.roles.rewards.genrm.settings import genrm_settings
 from relax_rt.roles.rewards.judge import Judge, JudgeVerdict, Judging, LateVerdict, load_judging, with_verdict
 from relax_rt.roles.rewards.scoring import Failed, Request, Score
 from relax_rt.roles.rewards.settings import RewardSettings, RewardTable

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 import xxhash
 
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt
+from relax_rt.transport.rpc.interface import idempotent
 
+STAGE_DIR = "weights"
+"""The stage's folder in the shared memory of a node."""
 ALIGNMENT = 64
 BUCKET_BYTES = 16 << 20
 """Digests are taken over buckets of this size, so that a reader checks while it copies."""
@@ -20,6 +23,14 @@ MAX_DELTAS = 16
 """That are kept to be applied one behind the other."""
 MAX_WEIGHT_BYTES = 1 << 44
 MAX_WIRE_HEADER_BYTES = 64 << 20
+
+
+class StageApi(Protocol):
+    """The interface that names the server of a run's stage to other nodes; the queue's role implements it."""
+
+    @idempotent
+    async def where(self) -> str:
+        """Return its ``tcp://host:port``; another one after a restart. Empty in a run of one node."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):

@@ -15,19 +15,16 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from relax_rt.transport.memory.payload_server import PayloadServer
 from relax_rt.transport.rpc.errors import Corrupt, Gone
 from relax_rt.transport.rpc.identity import CurveKeys
-from relax_rt.transport.rpc.interface import idempotent
 from relax_rt.transport.weights.manifest import Manifest
 from relax_rt.transport.weights.stage import adapters_view, delta_view, pinned, read_manifest, wire_view
 
-STAGE_DIR = "weights"
-"""The stage's folder in the shared memory of a node."""
 MANIFEST_HEAD = struct.Struct("<8sQ")
 MANIFEST_MAGIC = b"RLXWMAN1"
 MAX_MANIFEST_BYTES = 64 << 20
@@ -67,14 +64,6 @@ def delta_name(version: int, digest: str) -> str:
 def stage_server(folder: Path, keys: CurveKeys | None, *, io_threads: int = 2) -> PayloadServer:
     """Serve the stage in `folder`, which need not exist yet. Readers without the key get nothing."""
     return PayloadServer(folder, keys=keys, served=StagedVersions(folder), io_threads=io_threads)
-
-
-class StageApi(Protocol):
-    """The interface that names the server of a run's stage to other nodes; the queue's role implements it."""
-
-    @idempotent
-    async def where(self) -> str:
-        """Return its ``tcp://host:port``; another one after a restart. Empty in a run of one node."""
 
 
 class _Pinned(NamedTuple):

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from relax_rt.roles.agentic.tokens.parsers import AUTO
-from relax_rt.roles.agentic.tokens.template import ChatTemplate
-from relax_rt.roles.data.media.sight import load_sight
 from relax_rt.transport.rpc.errors import Refused
 
 if TYPE_CHECKING:
+    from relax_rt.roles.agentic.tokens.template import ChatTemplate
     from relax_rt.roles.models.tokenizer import ChatTokenizer
 
 
@@ -43,6 +42,10 @@ def load_chat_template(
     Raises:
         RelaxError: the file cannot be read, the parser does not fit, or the processor cannot be loaded.
     """
+    # Here, because a config is checked without what these load (numpy, Pillow).
+    from relax_rt.roles.agentic.tokens.template import ChatTemplate
+    from relax_rt.roles.data.media.sight import load_sight
+
     template = None
     if chat_format.chat_template is not None:
         try:

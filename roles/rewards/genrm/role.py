@@ -6,42 +6,24 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, ClassVar
 
-from relax_rt.config.loader import role_settings
-from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.base.versions import committed_versions
-from relax_rt.roles.models.resolve import resolve_model
-from relax_rt.roles.models.settings import ModelTable
-from relax_rt.roles.rewards.genrm.settings import GenrmSettings
+from relax_rt.roles.rewards.genrm.settings import GenrmSettings, judge_folder
 from relax_rt.roles.rollout.engine_factory import make_engine
 from relax_rt.roles.rollout.engines.base import Chunk, Engine
 from relax_rt.roles.rollout.engines.weight_follower import EngineFailure, WeightFollower
 from relax_rt.roles.rollout.generation import GenerationService, serve_generation
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    pass
 
 
 LOAD_ALLOWANCE_S = 120.0
 REPORT_EVERY_S = 2.0
 IDLE = "questions of reward workers"
-
-
-def genrm_settings(config: RunConfig) -> GenrmSettings:
-    """Return the table [roles.genrm]."""
-    return role_settings(config, "genrm", GenrmSettings)
-
-
-def judge_folder(config: RunConfig, config_dir: Path) -> Path:
-    """Return the folder of the judge's model; a package is converted here.
-
-    Raises:
-        RelaxError: there is none.
-    """
-
-    return resolve_model(genrm_settings(config).model or config.table(ModelTable).path, config_dir)
 
 
 class GenrmRole(RLRole[GenrmSettings]):

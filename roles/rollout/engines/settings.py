@@ -39,8 +39,8 @@ class ColocationTable(Table):
     """Deadlines of time slicing between engines and trainer, with mode = "colocate" or "hybrid"."""
 
     give_way_s: Seconds = 150.0
-    """To end what is in flight, tokens kept, and to give memory back. An engine that takes longer ends and is started
-    again."""
+    """Deadline for an engine to interrupt its sequences, with tokens kept, and to release its memory. An engine that
+    takes longer is restarted."""
     take_back_s: Seconds = 180.0
     """To take memory again and to have the newest weights; the same holds."""
 
@@ -66,9 +66,9 @@ class SglangTable(Table):
     """From the server's start to its first token. The role's start_timeout_s, unless it is set, is a minute more, or
     that of [supervision] where it is longer."""
     update_timeout_s: Seconds = 120.0
-    """For each step of a weight update; a server that takes longer is given up."""
+    """Deadline of each step of a weight update; a server that takes longer is restarted."""
     stall_timeout_s: Seconds = 90.0
-    """A server that has sequences and yields no token for this long is given up."""
+    """A server that has sequences and yields no token for this long is restarted."""
 
 
 class EngineSettings(RoleSettings):
@@ -104,8 +104,8 @@ class RolloutSettings(EngineSettings):
     """Groups that one engine works on at the same time. Sequences that have ended make room for others before their
     group is complete, so that the longest ones keep no other waiting."""
     journal_every_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 256
-    """Tokens of an unfinished sequence after which they are kept in the queue: when the rollout dies, another goes on
-    behind them. 0: only when it stops in order."""
+    """Journal the partial completion of a sequence after this many new tokens; when the rollout dies, another one
+    resumes from there. 0: only when a rollout stops in order."""
     routing: bool = False
     """Record the experts that each token was routed to (Qwen3-MoE) in the `routing` column of samples, episodes' too:
     2 bytes for each token, layer and chosen expert, in the queue and, of unfinished sequences, in its journal."""

@@ -21,10 +21,9 @@ from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError, Unreachable
 from relax_rt.transport.weights.broadcast.receivers import Receiver
 from relax_rt.transport.weights.directory import DirectorySource
-from relax_rt.transport.weights.manifest import Manifest, check_manifest
+from relax_rt.transport.weights.manifest import Manifest, StageApi, check_manifest
 from relax_rt.transport.weights.source import WeightSource, stage_source
 from relax_rt.transport.weights.stage import read_manifest
-from relax_rt.transport.weights.stage_server import StageApi
 
 if TYPE_CHECKING:
     pass

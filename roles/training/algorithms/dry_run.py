@@ -173,7 +173,7 @@ if __name__ == "__main__":
 
 
 CALLS = "relax_rt.roles.training.algorithms.dry_run"
-LOAD_S, CALLS_S = 120.0, 30.0
+LOAD_S = 120.0
 """For its process to import torch and the user's files, and for all the calls."""
 
 

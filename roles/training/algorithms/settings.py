@@ -97,7 +97,7 @@ Part = str | dict[str, Any]
 
 
 class AlgorithmTable(Table):
-    """What is optimised: a preset, each part of which can be replaced (docs/guides/algorithms.md)."""
+    """The objective: a preset, each part of which can be replaced (docs/guides/algorithms.md)."""
 
     meant: ClassVar[Mapping[str, str]] = {
         "lr": "did you mean 'learning_rate'?",
@@ -154,8 +154,8 @@ class AlgorithmTable(Table):
     """Groups that may be under way beyond the bound, so that a step need not wait for its longest sequences. It costs a
     bias: short answers are trained on more often than they are generated (docs/guides/modes.md)."""
     on_surplus: Literal["drop", "recycle"] = "drop"
-    """Those of them that an update makes over-stale: begin their prompts anew, or let unfinished sequences go on with
-    their tokens, of which those over the bound are context only."""
+    """Surplus groups that an update makes too stale: drop starts their prompts again; recycle continues their
+    unfinished sequences, whose tokens over the bound become context only."""
     on_failed_member: Literal["regenerate", "shrink", "drop"] = "regenerate"
     """A sample that cannot be scored: make it again, train its group without it (min_group), or drop the group."""
     min_group: Annotated[int, Field(ge=2, le=1024)] = 2
@@ -280,7 +280,7 @@ class ColdStartTable(Table):
     validation_items: Annotated[int, Field(ge=1, le=100_000)] = 256
     """Sequences (pairs) used for that, at most."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 50
-    """Steps after which its state is saved: what is lost when the trainer dies within it."""
+    """Save the state after this many steps; steps since then are lost when the trainer dies."""
     beta: Annotated[float, Field(gt=0)] = 0.1
     """How strongly dpo holds the policy to the weights that it begins with."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0

@@ -34,6 +34,6 @@ class TrainerSettings(TrainedSettings):
     """Sequences one behind the other in a row, where that costs less than padding them. required: a model whose
     attention cannot have several in a row is refused, and not padded (torch; megatron always packs)."""
     mismatch: Literal["trained", "all"] = "trained"
-    """What a step's comparison of the trained policy with the sampled one is over: tokens whose gradients are computed,
-    or all of the batch, for a forward pass over samples without advantages (docs/reference/metrics.md)."""
+    """Tokens that the mismatch between trained and sampled policy is measured on: those with gradients, or the whole
+    batch, which costs a forward pass over the samples without advantages (docs/reference/metrics.md)."""
     hang_after_s: Seconds = 300.0

@@ -16,6 +16,6 @@ class CriticSettings(TrainedSettings):
     hang_after_s: Seconds = 300.0
     learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     value_clip: Annotated[float, Field(ge=0)] = 0.2
-    """How far a value may move from what it was before the step, for the loss to follow it; 0: as far as it likes. It
-    bounds the updates of a step after the first (algorithm.updates_per_step)."""
+    """Value clipping: maximum change of a value within a step that the loss follows; 0: none. It bounds the updates of
+    a step after the first (algorithm.updates_per_step)."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0

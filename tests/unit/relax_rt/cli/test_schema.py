@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -46,5 +47,7 @@ def test_both_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     schema = json.loads(capsys.readouterr().out)
     assert schema == json.loads(json.dumps(as_json_schema(load_job("rl"))))
     assert "rollout" in schema["properties"]["roles"]["properties"]
+    references = set(re.findall(r'"\$ref": "#/\$defs/(\w+)"', json.dumps(schema)))
+    assert "SglangTable" in references and references <= schema["$defs"].keys(), "an editor resolves each from the top"
     Path("roles.toml").write_text('[run]\njob = "nothing"\n')
     assert main(["validate", "--schema"]) == 1

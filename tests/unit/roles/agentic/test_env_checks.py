@@ -10,7 +10,7 @@ import pytest
 from relax_rt.config.job import absent_kinds
 from relax_rt.config.loader import load_config
 from relax_rt.config.problems import BadInput, ConfigErrors
-from relax_rt.roles.agentic.checks import preflight_environment
+from relax_rt.roles.agentic.preflight import preflight_environment
 from relax_rt.roles.agentic.settings import EnvSettings, env_settings
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.job.job import RLJob
