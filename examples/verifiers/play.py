@@ -13,14 +13,14 @@ from typing import Any
 
 import verifiers.v1 as vf
 
-MOST_TASKS = 1000
+MAX_TASKS = 1000
 """Of a taskset that does not end."""
 HELD_OUT = 0.1
 
 
 def chosen(taskset: vf.Taskset, asked: dict[str, Any]) -> vf.Task:
     """The task that is meant: one of the last tenth, if it is held out. Members of a group have the same."""
-    tasks = list(taskset if taskset.bounded else taskset.take(MOST_TASKS))
+    tasks = list(taskset if taskset.bounded else taskset.take(MAX_TASKS))
     cut = len(tasks) - max(1, int(HELD_OUT * len(tasks)))
     mine = tasks[cut:] if asked["split"] == "held_out" else tasks[:cut]
     return mine[int(asked["item"].rpartition("-")[2]) % len(mine)]

@@ -34,7 +34,7 @@ from relax_rt.transport.rpc.rpc import Client, make_hello
 
 MIB = 1 << 20
 RESERVE_BYTES = 1 * MIB
-MOST_BYTES = 4096 * MIB
+MAX_BYTES = 4096 * MIB
 STEP_BYTES = 64 * MIB
 
 
@@ -46,7 +46,7 @@ class Filling:
         OSError: no file can be created there.
     """
 
-    def __init__(self, folder: Path, *, most_bytes: int = MOST_BYTES, reserve_bytes: int = RESERVE_BYTES) -> None:
+    def __init__(self, folder: Path, *, most_bytes: int = MAX_BYTES, reserve_bytes: int = RESERVE_BYTES) -> None:
         free = shutil.disk_usage(folder).free
         if free - reserve_bytes > most_bytes:
             raise Refused(
@@ -176,7 +176,7 @@ class Injector:
     """
 
     def __init__(
-        self, run_dir: Path, seed: int, *, intensity: Intensity | None = None, most_disk_bytes: int = MOST_BYTES
+        self, run_dir: Path, seed: int, *, intensity: Intensity | None = None, most_disk_bytes: int = MAX_BYTES
     ) -> None:
         self.run_dir, self.seed = run_dir, seed
         self._intensity, self._most_disk_bytes = intensity, most_disk_bytes

@@ -23,12 +23,12 @@ from relax_rt.transport.rpc.errors import RelaxError
 
 POLL_S = 0.1
 TELL_EVERY_S = 10.0
-LOOK_EVERY_S = 1.0
-MOST_REASONS = 8
+POLL_EVERY_S = 1.0
+MAX_REASONS = 8
 SHOWN_LINES = 12
 AT_ONCE_S = 0.5
 """Nothing is printed for a run that ends within this."""
-MOST_TOLD = 4
+MAX_TOLD = 4
 WORK = 80
 ENDING = ("stopping", "killing", "hung", "requested", "starting")
 REASON = 160
@@ -84,7 +84,7 @@ def wait_until_ended(run_dir: Path, wait_s: float, say: Say, *, kill: bool = Fal
         if names != reported or time.monotonic() - reported_at >= TELL_EVERY_S:
             reported, reported_at = names, time.monotonic()
             say(f"{duration(reported_at - began)}: {line}")
-        if control.wait_ended(run_dir, min(left, LOOK_EVERY_S)):
+        if control.wait_ended(run_dir, min(left, POLL_EVERY_S)):
             return True
     return False
 
@@ -99,8 +99,8 @@ def who_ends(run_dir: Path) -> tuple[list[str], str]:
     live = [slot for slot in status.slots if slot.state != "ended"]
     now = [slot for slot in live if slot.state in ENDING]
     later = len(live) - len(now)
-    parts = [_how_it_ends(slot) for slot in now[:MOST_TOLD]]
-    parts += [f"{len(now) - MOST_TOLD} more"] if len(now) > MOST_TOLD else []
+    parts = [_how_it_ends(slot) for slot in now[:MAX_TOLD]]
+    parts += [f"{len(now) - MAX_TOLD} more"] if len(now) > MAX_TOLD else []
     parts += [f"then {later} more slots"] if now and later > 0 else []
     estimate = estimate_of(status) if any(slot.kill_latest_s is not None for slot in now) else None
     if estimate is not None and estimate.step_s is not None and estimate.since_s is not None:
@@ -139,7 +139,7 @@ def _until_ready(run_dir: Path, keeper: subprocess.Popen[bytes], events: Tail, s
             return code
         if (read_run(run_dir) or {}).get("status") == "running":
             return None
-        if time.monotonic() - looked > LOOK_EVERY_S:
+        if time.monotonic() - looked > POLL_EVERY_S:
             looked = time.monotonic()
             with suppress(RelaxError):
                 told = looked if reasons.take(control.status(run_dir)) else told
@@ -161,10 +161,10 @@ class Reasons:
         now = {slot.slot: slot.waiting for slot in status.slots if slot.state != "ready" and slot.waiting}
         new = {slot: reason for slot, reason in now.items() if self._told.get(slot) != reason}
         self._told = now
-        for slot, reason in list(new.items())[:MOST_REASONS]:
+        for slot, reason in list(new.items())[:MAX_REASONS]:
             self._say(clip(f"{slot} {waits(reason)}", 200))
-        if len(new) > MOST_REASONS:
-            self._say(f"{len(new) - MOST_REASONS} more slots wait")
+        if len(new) > MAX_REASONS:
+            self._say(f"{len(new) - MAX_REASONS} more slots wait")
         return bool(new)
 
 

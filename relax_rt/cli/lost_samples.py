@@ -24,7 +24,7 @@ from relax_rt.transport.rpc.rpc import Client, make_hello
 ASK_TIMEOUT_S = 5.0
 EXAMPLE = 400
 KEPT = "progress.kept_items"
-MOST_NAMED = 8
+MAX_NAMED = 8
 
 T = TypeVar("T")
 
@@ -68,14 +68,14 @@ def _retired_item(item: str, known: Sequence[str]) -> str:
         return item
     found = [one for one in known if item and one.startswith(item)]
     if len(found) > 1:
-        more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+        more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
         raise BadInput(
             f"item {item!r} is ambiguous",
-            why=f"{len(found)} retired items have this prefix: {', '.join(found[:MOST_NAMED])}{more}",
+            why=f"{len(found)} retired items have this prefix: {', '.join(found[:MAX_NAMED])}{more}",
             hint="give more of the id",
         )
     if not found:
-        named = f"retired are {', '.join(known[:MOST_NAMED])}" if known else "none is retired"
+        named = f"retired are {', '.join(known[:MAX_NAMED])}" if known else "none is retired"
         raise BadInput(f"item {item!r} is not retired", hint=did_you_mean(item, known) or named)
     return found[0]
 

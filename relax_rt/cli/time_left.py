@@ -20,7 +20,7 @@ from relax_rt.supervision.rundir import RESOLVED_CONFIG, RUN_JSON, machine, read
 from relax_rt.transport.rpc.errors import RelaxError
 
 HEAD_BYTES, LOOK_BACK_BYTES = 1 << 20, 2 << 20
-MOST_RUNS = 50
+MAX_RUNS = 50
 OTHERWISE = ("config_dir", "chosen", "run.name", "run.dir", "run.seed", "algorithm.steps", "supervision", "events")
 """Keys that may differ between two runs whose steps take the same time. `chosen` says why the settings are what they
 are, which a resumed run says otherwise; the settings themselves stand in their own tables."""
@@ -102,7 +102,7 @@ def _like(config: RunConfig) -> Iterator[Path]:
     own = Path(config.run.dir)
     found = [path for path in own.parent.glob(f"*/{RUN_JSON}") if path.parent != own]
     ours = _settings(json.loads(json.dumps(config.model_dump(mode="json"))))
-    for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:MOST_RUNS]:
+    for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:MAX_RUNS]:
         try:
             theirs = json.loads((path.parent / RESOLVED_CONFIG).read_text())
         except (OSError, ValueError):

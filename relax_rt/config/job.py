@@ -128,7 +128,7 @@ class WrongGold(msgspec.Struct, frozen=True):
     why: str
 
 
-MOST_WRONG = 0.5
+MAX_WRONG = 0.5
 """If a larger share of the right answers cannot be read, the reward does not fit the data."""
 
 
@@ -159,7 +159,7 @@ class GoldReport(msgspec.Struct):
 
     def problem(self, most: int) -> Problem | None:
         """Return the problem of a reward that does not fit the data, with at most `most` examples; None: it fits."""
-        if self.wrong <= MOST_WRONG * self.checked:
+        if self.wrong <= MAX_WRONG * self.checked:
             return None
         hint = "name the column that holds the answer alone, or take a reward that fits: docs/guides/rewards.md"
         return Problem(("reward",), "\n".join(self.lines(most)), hint)

@@ -24,7 +24,7 @@ WRITABLE = (HOME, "/dev/shm")
 """File systems of the sandbox's own, in memory."""
 INODES = 4096
 """Maximum number of files in each of them."""
-MOST_LINKS = 40
+MAX_LINKS = 40
 
 
 class ExposedPaths(NamedTuple):
@@ -72,7 +72,7 @@ def chain(program: str) -> list[str]:
     found = shutil.which(program, path=command_path())
     hops: list[str] = []
     path = os.path.abspath(found or program)  # noqa: PTH100 - links are not to be resolved
-    while path not in hops and len(hops) < MOST_LINKS:
+    while path not in hops and len(hops) < MAX_LINKS:
         hops.append(path)
         if os.path.islink(path):  # noqa: PTH114
             path = os.path.normpath(Path(_in_real_folder(path)).parent / os.readlink(path))  # noqa: PTH115
@@ -121,7 +121,7 @@ def first_closed(paths: Iterable[str], links: int = 0) -> str:
                 break  # missing: the start of the program reports it
             if target is not None:
                 further = os.path.normpath(part.parent / target)
-                if links < MOST_LINKS and (closed := first_closed([further], links + 1)):
+                if links < MAX_LINKS and (closed := first_closed([further], links + 1)):
                     return closed
                 continue
             wanted = os.R_OK | os.X_OK if str(part) == path and stat.S_ISDIR(mode) else os.X_OK

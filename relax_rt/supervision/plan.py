@@ -25,7 +25,7 @@ NOT_COUNTED_FOR_STALL = (*SYSTEM_ROLES, "writer", "dashboard")
 """Roles whose progress only reflects that of others, or housekeeping: it does not reset the stall timer."""
 
 
-MOST_THREADS_A_CORE = 16
+MAX_THREADS_A_CORE = 16
 """Compute threads for each core: `doctor` warns at a quarter of it; above it the threads mostly wait for each other,
 and the agent may be unreachable."""
 
@@ -207,7 +207,7 @@ def _problems(config: RunConfig) -> Sequence[Problem]:
 def _check_room(config: RunConfig, before: RunConfig, what: str, cores: int) -> None:
     roles = config.roles.values()
     threads = sum(role.count * role.threads for role in roles)
-    if threads > (most := MOST_THREADS_A_CORE * max(1, cores)):
+    if threads > (most := MAX_THREADS_A_CORE * max(1, cores)):
         why = f"the run would have {threads} compute threads on {cores} cores, and {most} are the most"
         raise Refused(what, why=why, hint="`relax-rt doctor` warns at a quarter of that; other nodes may join")
     need = sum(role.count * (role.memory_mib or 0) for role in roles)

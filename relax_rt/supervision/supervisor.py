@@ -53,7 +53,7 @@ IDLE_REPORT_TIMEOUT_S = 5.0
 KILL_AGAIN_S = 5.0
 LEAST_STARTS = 2
 """Slots of a role that may be starting at a time, however few cores there are."""
-MOST_SLOTS = 4096
+MAX_SLOTS = 4096
 """Of one role, as in its settings."""
 
 
@@ -689,8 +689,8 @@ class Supervisor:
         if role.rules.gang:
             hint = f"change roles.{kind}.count and start the run again: it resumes"
             raise Refused(what, why="it is a gang, and the number of ranks is part of what they compute", hint=hint)
-        if not 0 <= count <= MOST_SLOTS:
-            raise Refused(what, why=f"a role has 0 to {MOST_SLOTS} slots")
+        if not 0 <= count <= MAX_SLOTS:
+            raise Refused(what, why=f"a role has 0 to {MAX_SLOTS} slots")
         if role.rules.min_ready is not None and count < role.rules.min_ready:
             raise Refused(what, why=f"roles.{kind}.min_ready = {role.rules.min_ready}")
         before = sum(not s.retired for s in role.slots)

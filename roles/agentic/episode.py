@@ -181,7 +181,7 @@ class EpisodeChat:
         """
         if self._over_reported:
             await asyncio.sleep(OVER_PAUSE_S)
-        messages = await ingest_pictures(messages, self.ledger.sight, self.ledger.show)
+        messages = await ingest_pictures(messages, self.ledger.image_processor, self.ledger.show)
         if self._ended:
             self._over_reported = True
             raise EpisodeOver("the episode has ended")
@@ -415,7 +415,7 @@ def _result(chat: EpisodeChat, seat: str, info: dict[str, float]) -> PlayedEpiso
     )
 
 
-def _check(answer: Observation | Step, where: str, *, sees: bool) -> None:
+def _check(answer: Observation | Step, where: str, *, has_vision: bool) -> None:
     """Check the types of what an environment of this process returned; a worker's are checked by decoding.
 
     Args:
@@ -429,8 +429,8 @@ def _check(answer: Observation | Step, where: str, *, sees: bool) -> None:
         isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
     ):
         raise EnvironmentFailed(where, why=f"its messages are {messages!r:.80}, neither a text nor a list of messages")
-    if kind := media(conversation(messages), sees=sees):
-        takes = "takes texts and pictures" if sees else "takes text alone"
+    if kind := media(conversation(messages), has_vision=has_vision):
+        takes = "takes texts and pictures" if has_vision else "takes text alone"
         raise EnvironmentFailed(where, why=f"its messages have a part of type {kind!r}, and the model {takes}")
     if not isinstance(state, str | None):
         raise EnvironmentFailed(where, why=f"its state is {state!r:.80}, which is no text")
@@ -454,8 +454,8 @@ async def _play_turns(
     seen = Observation(messages=begun) if isinstance(begun, str) else begun
     if not isinstance(seen, Observation):
         raise EnvironmentFailed("in reset", why=f"it returned {begun!r:.80}, which is no Observation and no text")
-    sees = chats[0].ledger.sight is not None
-    _check(seen, "in reset", sees=sees)
+    has_vision = chats[0].ledger.image_processor is not None
+    _check(seen, "in reset", has_vision=has_vision)
     histories: list[list[Message]] = [[] for _ in chats]
     seat = _next_seat(seen.seat, 0, chats, "in reset")
     histories[seat], tools, state = conversation(seen.messages), seen.tools, seen.state
@@ -476,7 +476,7 @@ async def _play_turns(
         step = await _call(lambda: environment.step(reply), timeout_s, where, episode_task)  # noqa: B023
         if not isinstance(step, Step):
             raise EnvironmentFailed(where, why=f"it returned {step!r:.80}, which is no Step")
-        _check(step, where, sees=sees)
+        _check(step, where, has_vision=has_vision)
         _give_rewards(step, seat, chats, where)
         info |= step.info
         if step.truncated:

@@ -174,13 +174,13 @@ def conversation(messages: list[Message] | str) -> list[Message]:
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
 
 
-def media(messages: list[Message], *, sees: bool = False) -> str:
+def media(messages: list[Message], *, has_vision: bool = False) -> str:
     """Return the type of the first part that the model does not take, as `image_url`; empty if there is none.
 
     Args:
         sees: the model takes pictures.
     """
-    known = (*TEXTS, *IMAGES) if sees else TEXTS
+    known = (*TEXTS, *IMAGES) if has_vision else TEXTS
     parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
     kinds = (str(part.get("type", "")) if isinstance(part, dict) else type(part).__name__ for part in parts)
     return next((kind for kind in kinds if kind not in known), "")

@@ -111,8 +111,8 @@ def _start_episode(
     try:
         seen = asyncio.run(_first_observation(config, table, factory, tokenizer))
         chat = load_chat_template(Path(config.config_dir), tokenizer, chat_format)
-        if kind := media(conversation(seen.messages), sees=chat.sight is not None):
-            takes = TEXT_ALONE if chat.sight is None else NO_MORE
+        if kind := media(conversation(seen.messages), has_vision=chat.image_processor is not None):
+            takes = TEXT_ALONE if chat.image_processor is None else NO_MORE
             yield Problem((*PLACE, "environment"), f"{table.environment} shows parts of type '{kind}': {takes}", HINT)
             return
         if seen.tools and chat_format.tool_parser == AUTO and not chat.shows(seen.tools):
@@ -137,7 +137,7 @@ async def _first_prompt(chat: ChatTemplate, seen: Observation, table: EnvSetting
     """Return the tokens that an episode starts with, however many these are."""
     ledger = TokenLedger(chat, max_tokens=ANY_NUMBER, max_media_bytes=table.media_kib << 10)
     return ledger.prompt(
-        await ingest_pictures(conversation(seen.messages), ledger.sight, ledger.show), seen.tools
+        await ingest_pictures(conversation(seen.messages), ledger.image_processor, ledger.show), seen.tools
     ).tokens
 
 

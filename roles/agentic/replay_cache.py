@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from relax_rt.roles.data.media.pictures import Shown, digest_of
+from relax_rt.roles.data.media.pictures import ImageSpan, digest_of
 from relax_rt.roles.rollout.router.core import Outcome
 
 FOLDER = "episodes"
@@ -53,7 +53,7 @@ class ReplayCache:
         return min((span.kv_version for span in spans), default=0)
 
     def take(
-        self, turn: int, prompt: Sequence[int], rows: int | None = None, media: Sequence[Shown] = ()
+        self, turn: int, prompt: Sequence[int], rows: int | None = None, media: Sequence[ImageSpan] = ()
     ) -> Outcome | None:
         """Return and remove the reply of this turn to this prompt, if there is one.
 
@@ -67,7 +67,7 @@ class ReplayCache:
         self.replayed += 1
         return found
 
-    def add(self, turn: int, prompt: Sequence[int], outcome: Outcome, media: Sequence[Shown] = ()) -> None:
+    def add(self, turn: int, prompt: Sequence[int], outcome: Outcome, media: Sequence[ImageSpan] = ()) -> None:
         """Store a reply. If the disk is full, it just cannot be used again."""
         body = msgspec.msgpack.encode(CachedReply(turn, _digest(prompt, media), outcome))
         with suppress(OSError), self._path.open("ab") as file:
@@ -137,7 +137,7 @@ def _has_rows(outcome: Outcome, positions: int) -> bool:
     return width > 0 and len(outcome.prompt_routing) >= positions * width
 
 
-def _digest(prompt: Sequence[int], media: Sequence[Shown]) -> int:
+def _digest(prompt: Sequence[int], media: Sequence[ImageSpan]) -> int:
     """Return xxh3-64 of token ids, as int32, and of the pictures among them."""
     pictures = "".join(digest_of(one.data) for one in media)
     return xxhash.xxh3_64_intdigest(np.array(prompt, np.int32).tobytes() + pictures.encode())

@@ -493,7 +493,7 @@ class EnvRole(RLRole[EnvSettings]):
             sampling=sampling,
             player=who,
             routing=self.routing,
-            sees=self.chat.sight is not None,
+            has_vision=self.chat.image_processor is not None,
         )
 
     def _on_groups_lost(self, groups: list[int]) -> None:

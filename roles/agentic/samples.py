@@ -13,7 +13,7 @@ from relax_rt.roles.agentic.episode import PlayedEpisode
 from relax_rt.roles.agentic.interface import Task
 from relax_rt.roles.agentic.tokens.types import Branch
 from relax_rt.roles.base.sample import Sample, SampleMeta, TurnSpan, content_digest, generated_columns
-from relax_rt.roles.data.media.pictures import IMAGE, Placed, Shown
+from relax_rt.roles.data.media.pictures import IMAGE, ImageRef, ImageSpan
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.engines.routing import NO_EXPERT, RoutingShape
 from relax_rt.roles.training.algorithms.inputs import TURN_REWARDS, TURN_STATES
@@ -35,7 +35,7 @@ def make_sample(
     sampling: dict[str, float | int | str],
     player: str,
     routing: RoutingShape | None = None,
-    sees: bool = False,
+    has_vision: bool = False,
 ) -> Sample:
     """Return the sample of a member; its T tokens are those of all branches.
 
@@ -56,7 +56,7 @@ def make_sample(
         turns += [TurnSpan(turn.start + start, turn.end + start, turn.role) for turn in branch.turns]
         versions += [VersionSpan(v.start + start, v.end + start, v.version, v.kv_version) for v in branch.versions]
     placed = [
-        Placed(one.start + start, one.end + start, one.digest)
+        ImageRef(one.start + start, one.end + start, one.digest)
         for start, branch in zip(starts, branches, strict=False)
         for one in branch.media
     ]
@@ -97,7 +97,7 @@ def make_sample(
         versions=versions,
         reward=played.reward,
         rewards=played.parts or {"episode": played.reward},
-        media=[Shown(p.start, p.end, played.episode.pictures[p.digest]) for p in placed] if sees else None,
+        media=[ImageSpan(p.start, p.end, played.episode.pictures[p.digest]) for p in placed] if has_vision else None,
         routing=None if routing is None else _routing(routing, branches, f"{ticket.group}.{member}"),
     )
 

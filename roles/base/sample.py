@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from relax_rt.roles.data.media.pictures import Shown, digest_of
+from relax_rt.roles.data.media.pictures import ImageSpan, digest_of
 from relax_rt.transport.queue.batch import LeasedSample
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 
@@ -114,7 +114,7 @@ class Sample(msgspec.Struct, kw_only=True):
     reference_logprobs: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None
     routing: NDArray[np.int16] | None = None
-    media: list[Shown] | None = None
+    media: list[ImageSpan] | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -131,13 +131,15 @@ TASK_FIELDS: dict[str, tuple[str, ...]] = {
 REFERENCE_FIELDS = ("tokens", "loss_mask", "behaviour_logprobs", "meta")
 
 
-def task_fields(roles: Collection[str], *, rewarded: bool = False, sees: bool = False) -> dict[str, tuple[str, ...]]:
+def task_fields(
+    roles: Collection[str], *, rewarded: bool = False, has_vision: bool = False
+) -> dict[str, tuple[str, ...]]:
     """Return TASK_FIELDS for a run with these roles: with a reference, training waits for its log-probabilities.
 
     rewarded: samples have their reward when they are put. sees: the model takes pictures, so training waits for them.
     """
     tasks = {name: fields for name, fields in TASK_FIELDS.items() if name != "reward" or not rewarded}
-    if sees:
+    if has_vision:
         tasks["train"] = (*tasks["train"], "media")
     if "reference" not in roles:
         return tasks
@@ -204,6 +206,6 @@ def read_sample(leased: LeasedSample) -> Sample:
     )
 
 
-def _pictures(meta: SampleMeta, held: Mapping[str, bytes]) -> list[Shown]:
+def _pictures(meta: SampleMeta, held: Mapping[str, bytes]) -> list[ImageSpan]:
     """Return the pictures: `meta.media` has their places among the tokens, the column the bytes by digest."""
-    return [Shown(one["start"], one["end"], held[one["digest"]]) for one in meta.media]
+    return [ImageSpan(one["start"], one["end"], held[one["digest"]]) for one in meta.media]

@@ -13,7 +13,7 @@ from relax_rt.config.schema import MIB, RoleSettings, RunConfig
 from relax_rt.roles.agentic.settings import env_settings, is_program
 from relax_rt.roles.config.checks import batch_samples, needed_bytes, retained_batches
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.data.media.sight import sees
+from relax_rt.roles.data.media.image_processor import has_vision
 from relax_rt.roles.gateway.settings import GatewaySettings
 from relax_rt.roles.rollout.engines.routing import RoutingShape, sparse_layers
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings, longest_tokens
@@ -140,7 +140,7 @@ def _journal(config: RLConfig, table: RolloutSettings, shape: RoutingShape) -> I
 
 def check_pictures(config: RLConfig, folder: Path) -> Iterator[Problem]:
     """Check the config against the model in this folder if it takes pictures."""
-    if not sees(folder):
+    if not has_vision(folder):
         return
     if find_spec("PIL") is None:
         yield Problem(("model", "path"), "the model sees, and Pillow is not installed", "pip install pillow")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from relax_rt.roles.evaluation.settings import EvaluationSet
     from relax_rt.roles.rewards.worker import TaskSpec
 
-MOST_STUCK = 2
+MAX_STUCK = 2
 """Batches in which a call may hang: each costs its deadline."""
 
 
@@ -93,7 +93,7 @@ class SetJudge:
         return verdict
 
     async def _score(self, requests: Sequence[Request], after_each: Callable[[], None]) -> list[Score | Failed]:
-        if self._stuck >= MOST_STUCK:
+        if self._stuck >= MAX_STUCK:
             reason = f"{self._name} hung before and is not called any more"
             return [Failed(reason) for _ in requests]
         results = await self._rewards.score(requests, after_each)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from relax_rt.roles.data.media.pictures import IMAGES, is_picture
-from relax_rt.roles.data.media.pictures import MOST_BYTES as MOST_MEDIA_BYTES
+from relax_rt.roles.data.media.pictures import MAX_BYTES as MAX_MEDIA_BYTES
 from relax_rt.roles.gateway.calls import MAX_CHOICES, MAX_TOOL_BYTES, MAX_TOOLS, CallError, Message, Unsupported, bad
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -125,8 +125,8 @@ def image_refused(part: Mapping[str, Any]) -> CallError:
 
 
 def _check_bytes(part: Any, at: str) -> None:
-    if (nbytes := _media_bytes(part)) > MOST_MEDIA_BYTES:
-        message = f"{at} is {MEDIA[part['type']]} data of {nbytes} bytes, the bound is {MOST_MEDIA_BYTES}"
+    if (nbytes := _media_bytes(part)) > MAX_MEDIA_BYTES:
+        message = f"{at} is {MEDIA[part['type']]} data of {nbytes} bytes, the bound is {MAX_MEDIA_BYTES}"
         raise CallError(413, message, param=at, code="media_too_large")
 
 

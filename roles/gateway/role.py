@@ -220,7 +220,7 @@ class GatewayRole(RLRole[GatewaySettings]):
             admission,
             terms,
             behind=lambda v: router.core.fleet.lag(v),
-            sight=self.template.sight,
+            image_processor=self.template.image_processor,
         )
 
     def _connections(self) -> int:

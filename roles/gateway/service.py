@@ -15,7 +15,7 @@ import msgspec
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger, budget_exhausted
 from relax_rt.roles.agentic.tokens.pictures import new_pictures, process_pictures, with_digests
 from relax_rt.roles.agentic.tokens.types import PromptPlan, Reply, Sampled
-from relax_rt.roles.data.media.sight import Looked, Sight
+from relax_rt.roles.data.media.image_processor import ImageProcessor, ProcessedImage
 from relax_rt.roles.gateway.calls import Answer, AnswerSink, Call, CallError, Choice, Head, Message, bad
 from relax_rt.roles.gateway.reading import AnswerReader, SampledTokens, tokens_before
 from relax_rt.roles.gateway.request_body import CHARACTERS_A_TOKEN, LONG_BYTES, characters
@@ -124,9 +124,9 @@ class Service:
         terms: AnswerPolicy,
         now: Callable[[], float] = time.time,
         behind: Callable[[int], float] = lambda version: 0,
-        sight: Sight | None = None,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
-        self.terms, self.admission, self._sight = terms, admission, sight
+        self.terms, self.admission, self._image_processor = terms, admission, image_processor
         self._tokens, self._tokenizer, self._now, self._behind = tokens, tokenizer, now, behind
         self.answered = self.failed = self.sampled = self.left = 0
 
@@ -142,7 +142,7 @@ class Service:
             raise CallError(
                 404, f"there is no model {call.model!r} here, only {known}", param="model", code="model_not_found"
             )
-        if self._sight is None and (parts := new_pictures(call.messages)):
+        if self._image_processor is None and (parts := new_pictures(call.messages)):
             raise image_refused(parts[0])
         ignored = [one.name for one in call.unsupported]
         if ignored and terms.unsupported == "refuse":
@@ -291,12 +291,12 @@ class Service:
                 found.append(_Sequence(index=k, prompt=ids, plan=None, seed=seed, echo=echo))
         return found, messages
 
-    async def _look(self, call: Call) -> list[Looked]:
+    async def _look(self, call: Call) -> list[ProcessedImage]:
         """The pictures of a call. Raises: CallError, if one cannot be taken."""
-        if self._sight is None or not (parts := new_pictures(call.messages)):
+        if self._image_processor is None or not (parts := new_pictures(call.messages)):
             return []
         try:
-            return await process_pictures(parts, self._sight)
+            return await process_pictures(parts, self._image_processor)
         except Refused as error:
             raise bad(str(error), "messages", "picture_refused") from error
 
@@ -538,7 +538,7 @@ def _chunk_tokens(*, pieces: bool, routing: bool) -> int:
     return CHUNK_TOKENS if pieces else LARGE_CHUNK_TOKENS
 
 
-def _by_digest(call: Call, looked: Sequence[Looked], ledger: TokenLedger) -> Call:
+def _by_digest(call: Call, looked: Sequence[ProcessedImage], ledger: TokenLedger) -> Call:
     """A call whose pictures the ledger was shown. Raises: CallError, if it takes no more."""
     if not looked:
         return call

@@ -210,14 +210,16 @@ class RLJob(Job):
     def ledger_policy(self, config: Any) -> LedgerPolicy:
         """Return the policy of the queue's ledger. With data.epochs set, the data is read to count the prompts."""
         from relax_rt.roles.base.sample import task_fields
-        from relax_rt.roles.data.media.sight import run_sees
+        from relax_rt.roles.data.media.image_processor import run_has_vision
 
         table = config.algorithm
         return LedgerPolicy(
             group_size=table.group_size,
             prompts_per_step=table.prompts_per_step,
             max_staleness=table.max_staleness,
-            tasks=task_fields(config.roles, rewarded=env_settings(config) is not None, sees=run_sees(config)),
+            tasks=task_fields(
+                config.roles, rewarded=env_settings(config) is not None, has_vision=run_has_vision(config)
+            ),
             on_straggler=table.on_straggler,
             straggler_wait_s=table.straggler_wait_s,
             over_provision=table.over_provision,

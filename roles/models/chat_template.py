@@ -39,7 +39,7 @@ SYSTEM, DEVELOPER, CALLS, PARALLEL, RESULTS, TURNS = (
     "tool results",
     "second turn",
 )
-MOST_REASON = 300
+MAX_REASON = 300
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -135,7 +135,7 @@ def _fault(apply: Apply, messages: list[Message], *wanted: str, tools: Sequence[
     try:
         text = apply(messages, list(tools))
     except template_errors() as error:
-        return Fault(f"it raises {type(error).__name__}: {error}"[:MOST_REASON], raises=True)
+        return Fault(f"it raises {type(error).__name__}: {error}"[:MAX_REASON], raises=True)
     if absent := [word for word in wanted if word not in text]:
         return Fault(
             f"it does not write {'the words' if absent[0] in (WORD, SECOND_WORD) else 'all arguments of calls'}"

@@ -135,9 +135,9 @@ class GenerationService:
 
     async def generate(self, request: SequenceRequest) -> AsyncIterator[SequenceUpdate]:
         """Generate one sequence."""
-        if request.media and (sight := self._engine.sight) is not None:
+        if request.media and (image_processor := self._engine.image_processor) is not None:
             # Processed in a thread here; the engine then finds the images' features ready.
-            await asyncio.to_thread(sight.check, request.prompt, request.media)
+            await asyncio.to_thread(image_processor.check, request.prompt, request.media)
         if why := self._rejection(request):
             self.rejected += 1
             yield SequenceUpdate(rejected=why, report=self._report())

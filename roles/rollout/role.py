@@ -143,7 +143,7 @@ class RolloutRole(RLRole[RolloutSettings]):
                 max_new_tokens=sampling.max_new_tokens,
                 engine=str(self.ctx.who),
                 routing=self.routing,
-                sees=self.engine.sight is not None,
+                has_vision=self.engine.image_processor is not None,
             )
         if self.engine.name != "embedded":
             # The embedded engine has cache for every slot; where sequences share the cache, its use bounds them.

@@ -36,9 +36,9 @@ class SampleMaker:
         max_new_tokens: int,
         engine: str,
         routing: RoutingShape | None = None,
-        sees: bool = False,
+        has_vision: bool = False,
     ) -> None:
-        self._sees = sees
+        self._has_vision = has_vision
         self._source, self._tokenizer, self._routing = source, tokenizer, routing
         self._temperature, self._max_new_tokens, self._engine = temperature, max_new_tokens, engine
 
@@ -85,7 +85,7 @@ class SampleMaker:
         spans = [VersionSpan(s.start + start, s.end + start, s.version, s.kv_version) for s in completion.versions]
         tokens = np.array([*item.tokens, *completion.tokens], np.int32)
         sample = Sample(meta=meta, tokens=tokens, loss_mask=mask, behaviour_logprobs=logprobs, versions=spans)
-        sample.media = [] if self._sees else None
+        sample.media = [] if self._has_vision else None
         if self._routing is not None:
             sample.routing = self._routing.rows(completion.prompt_routing, completion.routing)
             if len(sample.routing) != total - 1:

@@ -17,7 +17,7 @@ from relax_rt.roles.trackers.sinks import TensorBoardSink, WandbSink
 if TYPE_CHECKING:
     from relax_rt.roles.trackers.feed import Feed, Sink
 
-LOOK_EVERY_S = 1.0
+POLL_EVERY_S = 1.0
 OPEN_ALLOWANCE_S = 120.0
 DRAIN_S = 8.0
 """Remaining records are written within this time once the run ends; a resumed run writes the rest."""
@@ -64,7 +64,7 @@ class WriterRole(RLRole[WriterSettings]):
     async def _wait(self) -> None:
         self.ctx.progress.waiting("new records")
         try:
-            async with asyncio.timeout(LOOK_EVERY_S):
+            async with asyncio.timeout(POLL_EVERY_S):
                 await self.ctx.stopping.wait()
         except TimeoutError:
             pass

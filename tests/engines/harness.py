@@ -18,7 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from relax_rt.roles.data.media.sight import sees  # noqa: E402
+from relax_rt.roles.data.media.image_processor import has_vision  # noqa: E402
 from relax_rt.roles.rollout.engines.base import Assembly, Chunk, Completion, Engine, GroupRequest  # noqa: E402
 from relax_rt.roles.rollout.engines.weights import model_layout  # noqa: E402
 from relax_rt.transport.base.versions import VersionRecord  # noqa: E402
@@ -135,7 +135,7 @@ def replayed(model: Any, ids: Sequence[int], rows: Any, temperature: float) -> A
 @cache
 def model_of(folder: Path, version: int) -> Any:
     """The model as it is at a version: that of the folder, with noise of its own for each version above 0."""
-    kind = transformers.AutoModelForImageTextToText if sees(folder) else transformers.AutoModelForCausalLM
+    kind = transformers.AutoModelForImageTextToText if has_vision(folder) else transformers.AutoModelForCausalLM
     model = kind.from_pretrained(folder, dtype=torch.float32).eval()
     noise = torch.Generator().manual_seed(version)
     with torch.no_grad():

@@ -8,7 +8,7 @@ below CONTROL for a queue that drops what an update overtakes.
 
 Groups beyond the bound (over_provision) cost a bias to short ones: a step takes what ends first, and what is dropped is
 drawn anew. Declared beforehand, on SURPLUS_SEEDS: the control, `drop`, is told apart (p below CONTROL); with `recycle`
-the mean length is below the generated one by at most MOST_SHORTENED of it, which `drop` exceeds.
+the mean length is below the generated one by at most MAX_SHORTENED of it, which `drop` exceeds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SEEDS = (1, 2, 3, 4, 5)
 MIN_TRAINED = 5_000
 ALPHA = 0.01
 CONTROL = 1e-4
-SURPLUS_SEEDS, SURPLUS_GROUPS, MOST_SHORTENED = (1, 2), 4, 0.1
+SURPLUS_SEEDS, SURPLUS_GROUPS, MAX_SHORTENED = (1, 2), 4, 0.1
 GROUP, GROUPS = 4, 16
 SLOTS = 48
 """Sequences that are generated at the same time."""
@@ -202,7 +202,7 @@ def test_surplus_that_goes_on_shortens_little_and_surplus_that_is_dropped_is_tol
         on_surplus: ran(seed, "wait", 1.0, over_provision=SURPLUS_GROUPS, on_surplus=on_surplus)
         for on_surplus in ("drop", "recycle")
     }
-    least = (1 - MOST_SHORTENED) * fmean(generated)
+    least = (1 - MAX_SHORTENED) * fmean(generated)
     assert fmean(runs["recycle"].trained) >= least > fmean(runs["drop"].trained)
     assert two_sample_p(runs["drop"].trained, generated) < CONTROL
     assert all(run.ledger.audit() == [] for run in runs.values())

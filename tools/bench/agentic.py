@@ -46,7 +46,7 @@ BUSY = 0.95
 """Share of the engine's slots that the gateway is to keep busy while there is enough to do."""
 LAG_S = 0.02
 """How often the clients' loop looks how late it is."""
-MOST_LAG_S, MOST_CLIENT = 0.01, 0.8
+MAX_LAG_S, MAX_CLIENT = 0.01, 0.8
 """Beyond these the clients may have been the bottleneck."""
 Log = Sequence[tuple[str, float, float]]
 """Of each call that had a slot: its name, and from when to when (monotonic seconds)."""
@@ -316,7 +316,7 @@ def show(found: dict[tuple[str, bool], dict[str, Any]]) -> None:
         print(f"{row['client']:9.0%}{1000 * row['client_lag_s']:8.1f}ms{row['others']:8.2f}")
         if row["counted"]:
             print(f"  {', '.join(f'{name} {count}' for name, count in row['counted'].items())}")
-        if row["client"] > MOST_CLIENT or row["client_lag_s"] > MOST_LAG_S:
+        if row["client"] > MAX_CLIENT or row["client_lag_s"] > MAX_LAG_S:
             print(f"  the clients were late themselves: what {way} shows above is partly theirs")
     print("again: calls begun anew; clients: share of a core that they took; late: how late their loop was; ", end="")
     print("others: cores that other processes took")

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "soak"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toys"))
 
 from convergence_plot import Curve, draw
-from equivalence_statistics import MARGIN, MOST_SEEDS, Conclusion, Interval, Pair, Score, conclude, interval
+from equivalence_statistics import MARGIN, MAX_SEEDS, Conclusion, Interval, Pair, Score, conclude, interval
 from toy_run import ToyRun
 
 from relax_rt.chaos.session import StepWatch
@@ -310,8 +310,8 @@ def main() -> int:
     if options.quick:
         options.seeds, options.steps, options.items = "1,2", 20, 64
     seeds = sorted({int(word) for word in options.seeds.split(",")})
-    if not 0 < len(seeds) <= MOST_SEEDS:
-        parser.error(f"1 to {MOST_SEEDS} seeds")
+    if not 0 < len(seeds) <= MAX_SEEDS:
+        parser.error(f"1 to {MAX_SEEDS} seeds")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     found = make(options.folder, seeds, options)
     intervals = compare(found)

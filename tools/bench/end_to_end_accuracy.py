@@ -36,7 +36,7 @@ from typing import Any
 
 import convergence
 import msgspec
-from convergence import MARGIN, MOST_SEEDS, Conclusion, Interval, Pair, Ran, Score, carry_all, conclude, interval
+from convergence import MARGIN, MAX_SEEDS, Conclusion, Interval, Pair, Ran, Score, carry_all, conclude, interval
 from end_to_end_runs import CONFIG, run_plain
 
 OURS = "max_staleness "
@@ -76,8 +76,8 @@ def refused(options: argparse.Namespace) -> str:
         return f"--max-staleness {options.max_staleness}: {error}"
     if min(ages) < 0:
         return f"--max-staleness {options.max_staleness}: updates, 0 or more"
-    if not 0 < count <= MOST_SEEDS:
-        return f"--seeds {options.seeds}: 1 to {MOST_SEEDS} of them"
+    if not 0 < count <= MAX_SEEDS:
+        return f"--seeds {options.seeds}: 1 to {MAX_SEEDS} of them"
     if options.steps < 2 or options.steps % 2:
         return f"--steps {options.steps}: an even number, as the control is half of them"
     return "--quick has no seeds to compare: leave one of the two out" if options.quick else ""

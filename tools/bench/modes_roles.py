@@ -89,7 +89,7 @@ class SleepingEngine:
 
     name = "sleeping"
     routing = None
-    sight = None
+    image_processor = None
 
     def __init__(self, settings: SleepingRolloutSettings, draw: Callable[[int], int]) -> None:
         self._settings, self._draw = settings, draw

@@ -35,7 +35,7 @@ from msgspec.structs import replace
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toys"))
 
-from equivalence_statistics import MARGIN, MOST_SEEDS, Conclusion, Interval, Pair, Score, conclude, interval
+from equivalence_statistics import MARGIN, MAX_SEEDS, Conclusion, Interval, Pair, Score, conclude, interval
 from toy_run import ToyRun
 
 from relax_rt.chaos.evidence import Evidence, gather
@@ -252,8 +252,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print everything as JSON on the last line")
     options = parser.parse_args()
     seeds = sorted({int(word) for word in options.seeds.split(",")})
-    if not 0 < len(seeds) <= MOST_SEEDS:
-        parser.error(f"1 to {MOST_SEEDS} seeds")
+    if not 0 < len(seeds) <= MAX_SEEDS:
+        parser.error(f"1 to {MAX_SEEDS} seeds")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     overrides = {
         "algorithm.steps": options.steps,

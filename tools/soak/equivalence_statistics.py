@@ -20,7 +20,7 @@ LEAST_SEEDS, LEAST_ITEMS = 3, 500
 T95 = (6.3138, 2.9200, 2.3534, 2.1318, 2.0150, 1.9432, 1.8946, 1.8595, 1.8331, 1.8125)
 T95 += (1.7959, 1.7823, 1.7709, 1.7613, 1.7531, 1.7459, 1.7396, 1.7341, 1.7291)
 """0.95 quantiles of Student's t, from one degree of freedom on: the ends of a two-sided 90% interval."""
-MOST_SEEDS = len(T95) + 1
+MAX_SEEDS = len(T95) + 1
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -102,8 +102,8 @@ def interval(pairs: Sequence[Pair]) -> Interval | None:
         ValueError: more pairs than there are quantiles for.
     """
     count = len(pairs)
-    if count > MOST_SEEDS:
-        raise ValueError(f"{count} seeds: at most {MOST_SEEDS}")
+    if count > MAX_SEEDS:
+        raise ValueError(f"{count} seeds: at most {MAX_SEEDS}")
     if count < 2:
         return None
     differences = [pair.difference for pair in pairs]

@@ -42,7 +42,7 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toys"))
 
-from equivalence_statistics import MOST_SEEDS, Conclusion, Interval, Pair, Score, conclude, interval
+from equivalence_statistics import MAX_SEEDS, Conclusion, Interval, Pair, Score, conclude, interval
 from resume_account import SABOTAGES, Job, account
 from toy_run import ToyRun
 
@@ -319,8 +319,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.seeds = list(dict.fromkeys(int(seed) for seed in options.seeds.split(",")))
     except ValueError:
         parser.error(f"--seeds {options.seeds}: numbers with commas between them, as 1,2,3")
-    if len(options.seeds) > MOST_SEEDS:
-        parser.error(f"--seeds: at most {MOST_SEEDS}")
+    if len(options.seeds) > MAX_SEEDS:
+        parser.error(f"--seeds: at most {MAX_SEEDS}")
     if options.judge is not None:
         options.seeds = sorted(int(one.name.removeprefix("seed-")) for one in options.judge.glob("seed-*"))
         if not options.seeds:

@@ -19,7 +19,7 @@ from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError
 from relax_rt.transport.weights.memory import DeviceMemory, Memory
 
 COPY_HOST_TO_DEVICE, COPY_DEVICE_TO_HOST, COPY_DEVICE_TO_DEVICE = 1, 2, 3
-LOOK_EVERY_S = 0.0002
+POLL_EVERY_S = 0.0002
 DIGEST_WORDS = 1 << 22
 """Words of four bytes that are digested at a time."""
 
@@ -210,4 +210,4 @@ def wait(stream: Any, what: str, timeout_s: float, aborted: Callable[[], bool]) 
     while not event.done:
         if aborted() or time.monotonic() > deadline:
             raise DeadlineExceeded(what, why="aborted" if aborted() else f"not done within {timeout_s:g} s")
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_EVERY_S)

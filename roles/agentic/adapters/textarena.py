@@ -16,7 +16,7 @@ from relax_rt.transport.rpc.errors import RelaxError
 
 OWN = ("system", "brackets", "players")
 """Options of the adapter; all others are the game's."""
-MOST_PLAYERS = 16
+MAX_PLAYERS = 16
 RAW = "-raw"
 """Versions of games without wrappers: what a wrapper would put together here, the conversation already is."""
 
@@ -130,9 +130,9 @@ def seats(options: Mapping[str, Any]) -> int:
         RelaxError: the option is no such number.
     """
     players = options.get("players", 1)
-    if not isinstance(players, int) or not 1 <= players <= MOST_PLAYERS:
+    if not isinstance(players, int) or not 1 <= players <= MAX_PLAYERS:
         why = f"players = {players!r:.40}"
-        raise RelaxError("roles.env.options.players", why=why, hint=f"a number from 1 to {MOST_PLAYERS}")
+        raise RelaxError("roles.env.options.players", why=why, hint=f"a number from 1 to {MAX_PLAYERS}")
     return players
 
 

@@ -9,7 +9,7 @@ import msgspec
 from relax_rt.roles.agentic.tokens.messages import ASSISTANT
 from relax_rt.roles.agentic.tokens.tree import CallNode, CompletionNode, completion_path, token_path
 from relax_rt.roles.agentic.tokens.types import CONTEXT, Branch, BranchTurn, Message, Sampled
-from relax_rt.roles.data.media.pictures import Placed, digest_of
+from relax_rt.roles.data.media.pictures import ImageRef, digest_of
 from relax_rt.roles.rollout.engines.base import extend_spans
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 
@@ -32,11 +32,11 @@ def _branch(path: Sequence[CompletionNode], owned: set[int]) -> Branch:
     logprobs: list[float] = []
     versions: list[VersionSpan] = []
     turns: list[BranchTurn] = []
-    media: list[Placed] = []
+    media: list[ImageRef] = []
     for completion in path:
         rendered, sampled = completion.call.tokens, completion.sampled.tokens
         begun = len(tokens)
-        media += (Placed(one.start + begun, one.end + begun, digest_of(one.data)) for one in completion.call.media)
+        media += (ImageRef(one.start + begun, one.end + begun, digest_of(one.data)) for one in completion.call.media)
         if rendered:
             messages = (*_before(completion.call), *completion.call.messages)
             # A call without messages asks for another reply after the last one.

@@ -44,7 +44,7 @@ def load_chat_template(
     """
     # Here, because a config is checked without what these load (numpy, Pillow).
     from relax_rt.roles.agentic.tokens.template import ChatTemplate
-    from relax_rt.roles.data.media.sight import load_sight
+    from relax_rt.roles.data.media.image_processor import load_image_processor
 
     template = None
     if chat_format.chat_template is not None:
@@ -57,6 +57,6 @@ def load_chat_template(
         template=template,
         tool_parser=chat_format.tool_parser,
         reasoning_parser=chat_format.reasoning_parser,
-        sight=load_sight(tokenizer.folder),
+        image_processor=load_image_processor(tokenizer.folder),
         unseen=on_unseen_tools,
     )

@@ -14,7 +14,7 @@ import msgspec
 from relax_rt.roles.agentic.tokens.branches import branches_of, with_new_routing
 from relax_rt.roles.agentic.tokens.messages import ASSISTANT, Key, check_messages, message_key
 from relax_rt.roles.agentic.tokens.parsers import Parsed
-from relax_rt.roles.agentic.tokens.pictures import MOST_MEDIA_BYTES, SessionPictures
+from relax_rt.roles.agentic.tokens.pictures import MAX_MEDIA_BYTES, SessionPictures
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.tokens.tree import (
     CallNode,
@@ -38,11 +38,11 @@ from relax_rt.roles.agentic.tokens.types import (
     Sampled,
     Tool,
 )
-from relax_rt.roles.data.media.pictures import Shown
+from relax_rt.roles.data.media.pictures import ImageSpan
 from relax_rt.transport.rpc.errors import Gone, Refused
 
 if TYPE_CHECKING:
-    from relax_rt.roles.data.media.sight import Looked, Sight
+    from relax_rt.roles.data.media.image_processor import ImageProcessor, ProcessedImage
 
 
 class TokenLedger:
@@ -82,7 +82,7 @@ class TokenLedger:
         *,
         max_tokens: int,
         max_branches: int = 64,
-        max_media_bytes: int = MOST_MEDIA_BYTES,
+        max_media_bytes: int = MAX_MEDIA_BYTES,
         drift: Drift = "fork",
         reasoning: Reasoning = "keep_reasoning",
         session: str = "session",
@@ -177,11 +177,11 @@ class TokenLedger:
         )
 
     @property
-    def sight(self) -> Sight | None:
+    def image_processor(self) -> ImageProcessor | None:
         """The image processor, if the model takes pictures."""
-        return self._chat.sight
+        return self._chat.image_processor
 
-    def show(self, looked: Looked) -> Message:
+    def show(self, looked: ProcessedImage) -> Message:
         """Add a picture and return the part by which messages refer to it.
 
         Raises:
@@ -383,7 +383,7 @@ def _with_sampled_words(messages: Sequence[Message], keys: Sequence[Key], place:
     return found
 
 
-def _new_media(call: CallNode) -> Iterator[Shown]:
+def _new_media(call: CallNode) -> Iterator[ImageSpan]:
     """Return the new pictures of a call at their positions in its prompt."""
     return (one.moved(call.start) for one in call.media)
 

@@ -79,14 +79,14 @@ HARMONY_CHANNEL = re.compile(r"\s*(?P<channel>\w+)")
 HARMONY_END = re.compile(r"<\|(?:end|return|call)\|>|(?=<\|(?:start|channel)\|>)|\Z")
 BETWEEN = re.compile(r"[\s;]*")
 SPACE = re.compile(r"\s*")
-MOST_HEAD = 256
+MAX_HEAD = 256
 """Characters of a harmony message before its channel."""
 CALL_KEYS = {"name", "arguments", "parameters", "type", "id"}
 CALL_ID = re.compile(r"[\w.:-]{1,64}")
 CALL_BEGUN = re.compile(
     r'{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>[^"]*)"\s*(?:,\s*"(?P<next>\w+))?'
 )
-MOST_REFERENCES = 16
+MAX_REFERENCES = 16
 """Maximum number of references and alternatives followed in a schema."""
 
 _literals = threading.Lock()
@@ -283,7 +283,7 @@ def _kinds(schema: dict[str, Any], key: str) -> list[str]:
     properties = schema.get("properties")
     found: list[str] = []
     open_schemas = [properties.get(key)] if isinstance(properties, dict) else []
-    for _ in range(MOST_REFERENCES):
+    for _ in range(MAX_REFERENCES):
         if not open_schemas:
             break
         one = open_schemas.pop(0)
@@ -556,7 +556,7 @@ def _harmony(text: str) -> list[tuple[str, str | None, str, str]]:
         # The recipient stands before the channel or behind it.
         start = text.rfind(HARMONY_START, at, channel)
         begin = start if start >= 0 else at
-        if channel - begin > MOST_HEAD or not HARMONY_BEFORE.fullmatch(text, begin, channel):
+        if channel - begin > MAX_HEAD or not HARMONY_BEFORE.fullmatch(text, begin, channel):
             begin = channel
         words(text[at:begin])
         kind = HARMONY_CHANNEL.match(text, channel + len(CHANNEL))

@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from relax_rt.roles.agentic.tokens.types import Message
-from relax_rt.roles.data.media.pictures import IMAGE, MOST_PICTURES, data_of, digest_in, is_picture
+from relax_rt.roles.data.media.pictures import IMAGE, MAX_PICTURES, data_of, digest_in, is_picture
 from relax_rt.transport.rpc.errors import Refused
 
 if TYPE_CHECKING:
-    from relax_rt.roles.data.media.sight import Looked, Sight
+    from relax_rt.roles.data.media.image_processor import ImageProcessor, ProcessedImage
 
-MOST_MEDIA_BYTES = 16 << 20
+MAX_MEDIA_BYTES = 16 << 20
 """Of a session, where nobody says less: a message between roles holds them all."""
 
 
@@ -39,13 +39,13 @@ class SessionPictures:
         self._max_bytes, self._bytes = max_bytes, 0
         self._held: dict[str, Picture] = {}
 
-    def add(self, looked: Looked) -> Message:
+    def add(self, looked: ProcessedImage) -> Message:
         """Hold a picture and return the part of a message that names it; see TokenLedger.show."""
         part = {"type": IMAGE, "digest": looked.digest}
         if looked.digest in self._held:
             return part
-        if len(self._held) >= MOST_PICTURES:
-            raise Refused("another picture", why=f"the episode has {MOST_PICTURES}, the bound", hint="show fewer")
+        if len(self._held) >= MAX_PICTURES:
+            raise Refused("another picture", why=f"the episode has {MAX_PICTURES}, the bound", hint="show fewer")
         if self._bytes + len(looked.data) > self._max_bytes:
             why = f"with it the episode's pictures have {self._bytes + len(looked.data)} bytes, at most "
             hint = (
@@ -90,27 +90,30 @@ def new_pictures(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
     return [part for parts in lists for part in parts if is_picture(part) and not digest_in(part)]
 
 
-async def process_pictures(parts: Sequence[Mapping[str, Any]], sight: Sight) -> list[Looked]:
+async def process_pictures(parts: Sequence[Mapping[str, Any]], image_processor: ImageProcessor) -> list[ProcessedImage]:
     """Decode and process pictures in a thread.
 
     Raises:
         Refused: one is no picture, or beyond a bound, and says which; or there are too many.
     """
-    if len(parts) > MOST_PICTURES:
-        raise Refused(f"{len(parts)} pictures", why=f"at most {MOST_PICTURES} are taken", hint="show fewer")
+    if len(parts) > MAX_PICTURES:
+        raise Refused(f"{len(parts)} pictures", why=f"at most {MAX_PICTURES} are taken", hint="show fewer")
     loop = asyncio.get_running_loop()
-    return [await loop.run_in_executor(_THREAD, _process, part, number, sight) for number, part in enumerate(parts, 1)]
+    return [
+        await loop.run_in_executor(_THREAD, _process, part, number, image_processor)
+        for number, part in enumerate(parts, 1)
+    ]
 
 
-def _process(part: Mapping[str, Any], number: int, sight: Sight) -> Looked:
+def _process(part: Mapping[str, Any], number: int, image_processor: ImageProcessor) -> ProcessedImage:
     try:
-        return sight.look(data_of(part))
+        return image_processor.process(data_of(part))
     except Refused as error:
         raise Refused(f"new picture {number}: {error.what}", why=error.why, hint=error.hint) from error
 
 
 def with_digests(
-    messages: Sequence[Message], looked: Sequence[Looked], show: Callable[[Looked], Message]
+    messages: Sequence[Message], looked: Sequence[ProcessedImage], show: Callable[[ProcessedImage], Message]
 ) -> list[Message]:
     """Return messages with new pictures replaced by their digests; they were processed in this order.
 
@@ -131,7 +134,7 @@ def with_digests(
 
 
 async def ingest_pictures(
-    messages: list[Message], sight: Sight | None, show: Callable[[Looked], Message]
+    messages: list[Message], image_processor: ImageProcessor | None, show: Callable[[ProcessedImage], Message]
 ) -> list[Message]:
     """Process the new pictures of messages and name them by digest, if the model takes pictures (`sight`).
 
@@ -141,6 +144,6 @@ async def ingest_pictures(
     Raises:
         Refused: see `process_pictures` and `with_digests`.
     """
-    if sight is None or not (parts := new_pictures(messages)):
+    if image_processor is None or not (parts := new_pictures(messages)):
         return messages
-    return with_digests(messages, await process_pictures(parts, sight), show)
+    return with_digests(messages, await process_pictures(parts, image_processor), show)

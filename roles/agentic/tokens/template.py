@@ -19,7 +19,7 @@ from relax_rt.roles.agentic.tokens.messages import (
 from relax_rt.roles.agentic.tokens.messages import tools_key as key_of_tools
 from relax_rt.roles.agentic.tokens.parsers import Parsed
 from relax_rt.roles.agentic.tokens.types import Message, Tool
-from relax_rt.roles.data.media.pictures import IMAGE, Shown
+from relax_rt.roles.data.media.pictures import IMAGE, ImageSpan
 from relax_rt.roles.models.chat_template import (
     CALLS,
     RESULTS,
@@ -37,12 +37,12 @@ from relax_rt.transport.rpc.errors import Refused
 
 if TYPE_CHECKING:
     from relax_rt.roles.agentic.tokens.pictures import Picture
-    from relax_rt.roles.data.media.sight import Sight
+    from relax_rt.roles.data.media.image_processor import ImageProcessor
 
 MARK, OTHER = "zqxj", "jqxz"
 """Texts that no template contains."""
 UNSEEN = "the chat template shows no tools (chat_template of roles.env or roles.gateway): the policy does not see"
-MOST_TOOL_SETS = 256
+MAX_TOOL_SETS = 256
 """Sets of tools for which it is cached whether the template shows them."""
 
 
@@ -70,11 +70,11 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         tool_parser: str = parsers.AUTO,
         reasoning_parser: str = parsers.AUTO,
-        sight: Sight | None = None,
+        image_processor: ImageProcessor | None = None,
         unseen: Callable[[str], object] = lambda why: None,
     ) -> None:
         parsers.check_parsers(tool_parser, reasoning_parser)
-        self.tokenizer, self.sight = tokenizer, sight
+        self.tokenizer, self.image_processor = tokenizer, image_processor
         self._unseen: Callable[[str], object] | None = unseen
         self._shown: dict[Key, bool] = {}
         self._given: dict[str, Any] = {**(variables or {}), **({"chat_template": template} if template else {})}
@@ -88,8 +88,8 @@ class ChatTemplate:
         auto = parsers.reasoning_family(source)
         self.reasoning_parser = auto if reasoning_parser == parsers.AUTO else reasoning_parser
         self.capabilities: TemplateCapabilities = probe_template(self._apply, source)
-        if sight is not None:
-            self._check_places(sight)
+        if image_processor is not None:
+            self._check_places(image_processor)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation: bool = True) -> str:
         """Return a conversation as text, with the start of the assistant's turn if `generation`.
@@ -131,36 +131,36 @@ class ChatTemplate:
         """
         return self.encode(self.text(messages, tools, generation=generation))
 
-    def _check_places(self, sight: Sight) -> None:
+    def _check_places(self, image_processor: ImageProcessor) -> None:
         """Raises: Refused, if the template does not render a text beside a picture's placeholder."""
         parts = [{"type": "text", "text": MARK}, {"type": IMAGE}]
         ids = self.render([{"role": "user", "content": parts}])
-        if ids.count(sight.placeholder) == 1 and MARK in self.text([{"role": "user", "content": MARK}]):
+        if ids.count(image_processor.placeholder) == 1 and MARK in self.text([{"role": "user", "content": MARK}]):
             return
-        token = self.tokenizer.spell([sight.placeholder])
+        token = self.tokenizer.spell([image_processor.placeholder])
         why = f"it must write {token!r} once for a picture, and the texts beside it"
         hint = "put a chat_template.jinja that does both into the model's folder"
         raise Refused(f"the chat template of {self.tokenizer.folder}", why=why, hint=hint)
 
-    def with_pictures(self, ids: list[int], pictures: Sequence[Picture]) -> tuple[list[int], tuple[Shown, ...]]:
+    def with_pictures(self, ids: list[int], pictures: Sequence[Picture]) -> tuple[list[int], tuple[ImageSpan, ...]]:
         """Return rendered tokens with placeholders replaced by the tokens of pictures.
 
         Raises:
             Refused: the number of placeholders differs: a text or the template has written one.
         """
-        if self.sight is None:
+        if self.image_processor is None:
             return ids, ()
-        places = [at for at, token in enumerate(ids) if token == self.sight.placeholder]
+        places = [at for at, token in enumerate(ids) if token == self.image_processor.placeholder]
         if len(places) != len(pictures):
-            token = self.tokenizer.spell([self.sight.placeholder])
+            token = self.tokenizer.spell([self.image_processor.placeholder])
             why = f"{token!r} stands there {len(places)} times, in texts too: only a picture has it"
             raise Refused(f"a conversation with {len(pictures)} new pictures", why=why, hint="leave it out of texts")
         found: list[int] = []
-        shown: list[Shown] = []
+        shown: list[ImageSpan] = []
         begun = 0
         for at, one in zip(places, pictures, strict=True):
             found += ids[begun:at]
-            shown.append(Shown(len(found), len(found) + len(one.tokens), one.data))
+            shown.append(ImageSpan(len(found), len(found) + len(one.tokens), one.data))
             found += one.tokens
             begun = at + 1
         return [*found, *ids[begun:]], tuple(shown)
@@ -260,7 +260,7 @@ class ChatTemplate:
 
     def _shows(self, key: Key, tools: Sequence[Tool]) -> bool:
         if key not in self._shown:
-            if len(self._shown) >= MOST_TOOL_SETS:
+            if len(self._shown) >= MAX_TOOL_SETS:
                 self._shown.clear()
             try:
                 self._shown[key] = self.text(PROBE, tools) != self.text(PROBE)

@@ -13,7 +13,7 @@ import msgspec
 
 from relax_rt.roles.agentic.tokens.messages import ASSISTANT, Key
 from relax_rt.roles.agentic.tokens.types import Kind, Message, Sampled, Tool
-from relax_rt.roles.data.media.pictures import Shown
+from relax_rt.roles.data.media.pictures import ImageSpan
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +94,7 @@ class CallNode:
     completions: list[CompletionNode] = field(default_factory=list)
     start: int = 0
     depth: int = 0
-    media: tuple[Shown, ...] = ()
+    media: tuple[ImageSpan, ...] = ()
     may_call: bool = True
 
     def __post_init__(self) -> None:

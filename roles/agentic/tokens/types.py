@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from relax_rt.roles.data.media.pictures import Placed, Shown
+from relax_rt.roles.data.media.pictures import ImageRef, ImageSpan
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 Message = dict[str, Any]
@@ -68,7 +68,7 @@ class PromptPlan(msgspec.Struct, frozen=True):
     room: int
     n: int = 1
     rows: int = 0
-    media: tuple[Shown, ...] = ()
+    media: tuple[ImageSpan, ...] = ()
     unseen: bool = False
 
 
@@ -129,7 +129,7 @@ class Branch(msgspec.Struct, frozen=True):
     turns: tuple[BranchTurn, ...]
     finish_reason: str
     routing: bytes = b""
-    media: tuple[Placed, ...] = ()
+    media: tuple[ImageRef, ...] = ()
 
 
 class Counts(msgspec.Struct):

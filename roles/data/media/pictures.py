@@ -21,12 +21,12 @@ from relax_rt.transport.rpc.errors import Refused
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MOST_BYTES = 8 << 20
+MAX_BYTES = 8 << 20
 """Of an encoded picture."""
-MOST_PIXELS = 1 << 24
-MOST_ASPECT = 32
+MAX_PIXELS = 1 << 24
+MAX_ASPECT = 32
 """Longer side over shorter."""
-MOST_PICTURES = 64
+MAX_PICTURES = 64
 """Of one conversation."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 OTHER_FORMATS = {
@@ -52,7 +52,7 @@ IMAGE = "image"
 """Type of a part once its picture was looked at; its `digest` names it."""
 
 
-class Shown(msgspec.Struct, frozen=True, array_like=True):
+class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
     """A picture among tokens: those at [start, end) stand for it, as the model's processor gave them.
 
     data: the encoded picture.
@@ -60,14 +60,14 @@ class Shown(msgspec.Struct, frozen=True, array_like=True):
 
     start: Annotated[int, msgspec.Meta(ge=0)]
     end: Annotated[int, msgspec.Meta(ge=0)]
-    data: Annotated[bytes, msgspec.Meta(max_length=MOST_BYTES)]
+    data: Annotated[bytes, msgspec.Meta(max_length=MAX_BYTES)]
 
-    def moved(self, by: int) -> Shown:
+    def moved(self, by: int) -> ImageSpan:
         """The same in a sequence that has so many tokens more before it."""
-        return Shown(self.start + by, self.end + by, self.data)
+        return ImageSpan(self.start + by, self.end + by, self.data)
 
 
-class Placed(msgspec.Struct, frozen=True, array_like=True):
+class ImageRef(msgspec.Struct, frozen=True, array_like=True):
     """The same where the picture's bytes are elsewhere, by its digest."""
 
     start: int
@@ -75,12 +75,12 @@ class Placed(msgspec.Struct, frozen=True, array_like=True):
     digest: str
 
 
-class Glance(NamedTuple):
+class BatchImage(NamedTuple):
     """Where tokens of a picture lie in a batch: token t of its sequence, first <= t < last, in column t + offset of a
     row."""
 
     row: int
-    shown: Shown
+    shown: ImageSpan
     first: int
     last: int
     offset: int
@@ -91,7 +91,7 @@ def digest_of(data: bytes) -> str:
     return blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
 
 
-def identity(tokens: tuple[int, ...], media: Sequence[Shown]) -> tuple[int, ...]:
+def identity(tokens: tuple[int, ...], media: Sequence[ImageSpan]) -> tuple[int, ...]:
     """Tokens to be compared: alike only where pictures are, too. A picture's are a number of its own, below 0."""
     if not media:
         return tokens
@@ -141,8 +141,8 @@ def data_of(part: Mapping[str, Any]) -> bytes:
 
 
 def _decoded(text: str) -> bytes:
-    if (nbytes := len(text) * 3 // 4) > MOST_BYTES:
-        why = f"it has {nbytes} bytes, at most {MOST_BYTES} are taken"
+    if (nbytes := len(text) * 3 // 4) > MAX_BYTES:
+        why = f"it has {nbytes} bytes, at most {MAX_BYTES} are taken"
         raise Refused("a picture", why=why, hint="scale it down: the model sees it small anyway")
     try:
         found = base64.b64decode(text, validate=True)
@@ -179,7 +179,7 @@ def opened(data: bytes) -> Image:
     except Refused:
         raise
     except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
-        why = f"it has far too many pixels, at most {MOST_PIXELS} are decoded"
+        why = f"it has far too many pixels, at most {MAX_PIXELS} are decoded"
         raise Refused("a picture", why=why, hint="scale it down") from error
     except MemoryError:
         raise
@@ -254,9 +254,9 @@ def _colour_managed(found: Image, profile: bytes) -> Image | None:
 def _check_size(width: int, height: int) -> None:
     """Raises: Refused: too many pixels, or too long for its width."""
     what = f"a picture of {width} x {height}"
-    if width * height > MOST_PIXELS:
-        why = f"it has {width * height} pixels, at most {MOST_PIXELS} are decoded"
+    if width * height > MAX_PIXELS:
+        why = f"it has {width * height} pixels, at most {MAX_PIXELS} are decoded"
         raise Refused(what, why=why, hint="scale it down: the model sees it small anyway")
-    if max(width, height) > MOST_ASPECT * min(width, height):
-        why = f"its longer side is more than {MOST_ASPECT} times the shorter"
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        why = f"its longer side is more than {MAX_ASPECT} times the shorter"
         raise Refused(what, why=why, hint="cut it: brought to the model's size it would not fit into memory")

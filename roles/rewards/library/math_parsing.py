@@ -21,13 +21,13 @@ LONGEST = 1000
 """Characters of one answer."""
 DEEPEST, DEEPEST_PARENTHESES = 24, 8
 """Levels of braces, and of parentheses and brackets: the time to parse those doubles with each."""
-MOST_CELLS = 100
-MOST_LITERAL_DIGITS = 1000
+MAX_CELLS = 100
+MAX_LITERAL_DIGITS = 1000
 
 
-MOST_DIGITS = 10_000.0
+MAX_DIGITS = 10_000.0
 """Decimal digits of an integer that is computed: 2^{2024} has 610, 2024! has 5820."""
-MOST_EXPONENT_DIGITS = 6.0
+MAX_EXPONENT_DIGITS = 6.0
 OPERATIONS = frozenset(
     {"gcd", "lcm", "arsinh", "arcosh", "artanh", "arcsinh", "arccosh", "arctanh", "floor", "ceil", "max", "min"}
 )
@@ -35,7 +35,7 @@ OPERATIONS = frozenset(
 
 
 class TooLarge(Exception):
-    """A number has more digits than MOST_DIGITS, or an operation has no bound."""
+    """A number has more digits than MAX_DIGITS, or an operation has no bound."""
 
 
 class ParseFailed(ValueError):
@@ -193,7 +193,7 @@ def _plain(text: str) -> Fraction | None:
     text = text.replace("{,}", ",").replace("\\!", "")
     text = re.sub(r"(?<=\d)\\,(?=\d{3}(?!\d))", ",", text)
     text = re.sub(r"(?<![\d.,])(\d{1,3})((?: \d{3})+)(?![\d ])", lambda m: m[0].replace(" ", ""), text)
-    if len(text) > MOST_LITERAL_DIGITS:
+    if len(text) > MAX_LITERAL_DIGITS:
         return None
     if text and (number := PLAIN_NUMBER.fullmatch(text)) is not None and (number[2] or number[3]):
         return Fraction(f"{number[1]}{(number[2] or '0').replace(',', '')}{number[3] or ''}")
@@ -347,10 +347,10 @@ def _refuse(text: str) -> None:
         most, most_parentheses = max(most, depth), max(most_parentheses, parentheses)
     if most > DEEPEST or most_parentheses > DEEPEST_PARENTHESES:
         raise ParseFailed(f"it is nested deeper than {DEEPEST} braces or {DEEPEST_PARENTHESES} parentheses")
-    if text.count("&") + text.count("\\\\") > MOST_CELLS:
-        raise ParseFailed(f"it is a table of more than {MOST_CELLS} cells")
-    if re.search(rf"\d{{{MOST_LITERAL_DIGITS},}}", text):
-        raise ParseFailed(f"it has a number of {MOST_LITERAL_DIGITS} digits or more")
+    if text.count("&") + text.count("\\\\") > MAX_CELLS:
+        raise ParseFailed(f"it is a table of more than {MAX_CELLS} cells")
+    if re.search(rf"\d{{{MAX_LITERAL_DIGITS},}}", text):
+        raise ParseFailed(f"it has a number of {MAX_LITERAL_DIGITS} digits or more")
     if (unread := UNREAD.search(text)) is not None:
         raise ParseFailed(f"'{unread[0]}' is not understood")
     if re.search(r"\{[^{}]*:[^{}]*\}", text.replace("\\{", "{").replace("\\}", "}")):
@@ -488,7 +488,7 @@ def check_size(node: Any) -> float:
     Products and sequences add their estimates, sums take the largest. Denominators count as 1.
 
     Raises:
-        TooLarge: an integer in it would have more than MOST_DIGITS digits.
+        TooLarge: an integer in it would have more than MAX_DIGITS digits.
     """
     children = list(node.getChildren()) if hasattr(node, "getChildren") else []
     if not children:
@@ -547,18 +547,18 @@ def _power(base: float, exponent: float) -> float:
     """The estimate of a power. Powers of symbols are not computed, and exponents without numbers neither."""
     if base <= 0:
         return 0.0
-    if exponent > MOST_EXPONENT_DIGITS:
-        raise TooLarge(f"an exponent has more than {MOST_EXPONENT_DIGITS:g} digits")
+    if exponent > MAX_EXPONENT_DIGITS:
+        raise TooLarge(f"an exponent has more than {MAX_EXPONENT_DIGITS:g} digits")
     return _bounded(base * 10**exponent if exponent > 0 else base)
 
 
 def _factorial(of: float) -> float:
-    if of > MOST_EXPONENT_DIGITS:
-        raise TooLarge(f"a factorial of a number with more than {MOST_EXPONENT_DIGITS:g} digits")
+    if of > MAX_EXPONENT_DIGITS:
+        raise TooLarge(f"a factorial of a number with more than {MAX_EXPONENT_DIGITS:g} digits")
     return _bounded(10**of * max(of, 0.3)) if of > 0 else 0.0
 
 
 def _bounded(size: float) -> float:
-    if size > MOST_DIGITS:
-        raise TooLarge(f"a number has more than {MOST_DIGITS:g} digits")
+    if size > MAX_DIGITS:
+        raise TooLarge(f"a number has more than {MAX_DIGITS:g} digits")
     return size

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from relax_rt.roles.data.media.pictures import Shown, identity
+from relax_rt.roles.data.media.pictures import ImageSpan, identity
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused
 
 if TYPE_CHECKING:
-    from relax_rt.roles.data.media.sight import Sight
+    from relax_rt.roles.data.media.image_processor import ImageProcessor
     from relax_rt.roles.rollout.engines.routing import RoutingShape
     from relax_rt.transport.weights.source import WeightSource
 
@@ -67,7 +67,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     partials: tuple[Partial | None, ...] = ()
     chunk_tokens: int = 0
     routing: bool = False
-    media: tuple[Shown, ...] = ()
+    media: tuple[ImageSpan, ...] = ()
     rows_from: int = 0
 
     def partial(self, member: int) -> Partial | None:
@@ -156,7 +156,7 @@ class Engine(Protocol):
 
     name: str
     routing: RoutingShape | None
-    sight: Sight | None
+    image_processor: ImageProcessor | None
 
     async def start(self, sink: Sink, on_failure: OnFailure) -> None:
         """Begin to work. `sink` gets chunks and `on_failure` what ended the engine, both on the event loop."""
@@ -346,7 +346,7 @@ def check_request(
     context: int,
     vocabulary: int,
     routing: RoutingShape | None = None,
-    sight: Sight | None = None,
+    image_processor: ImageProcessor | None = None,
 ) -> None:
     """What no engine takes.
 
@@ -394,11 +394,11 @@ def check_request(
             )
     for member, partial in enumerate(request.partials):
         _check_partial(f"{what}, member {member}", partial, request, routing)
-    if request.media and sight is None:
+    if request.media and image_processor is None:
         hint = 'use a model that sees, and roles.rollout.engine = "embedded"'
         raise Refused(f"{what}: {len(request.media)} pictures", why="this engine reads tokens alone", hint=hint)
-    if request.media and sight is not None:
-        sight.check(request.prompt, request.media)
+    if request.media and image_processor is not None:
+        image_processor.check(request.prompt, request.media)
 
 
 def odd_sampling(seeds: Sequence[int], temperature: float) -> str:

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from relax_rt.roles.data.media.eyes import Eyes, load_seeing
-from relax_rt.roles.data.media.pictures import Glance
-from relax_rt.roles.data.media.sight import sees
+from relax_rt.roles.data.media.image_processor import has_vision
+from relax_rt.roles.data.media.pictures import BatchImage
+from relax_rt.roles.data.media.vision_tower import VisionTower, load_vision_model
 from relax_rt.roles.models.forward import cache_keyword, check_plain
 from relax_rt.roles.rollout.engines import attention
 from relax_rt.roles.rollout.engines.attention import Segment, length_class, segments
@@ -69,9 +69,9 @@ class Decoder:
     ) -> None:
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.device = torch.device(device)
-        self.eyes: Eyes | None = None
-        if sees(model_dir):
-            self._model, self.eyes = load_seeing(model_dir, dtype=self.dtype, attention=attention.NAME)
+        self.vision_tower: VisionTower | None = None
+        if has_vision(model_dir):
+            self._model, self.vision_tower = load_vision_model(model_dir, dtype=self.dtype, attention=attention.NAME)
         else:
             self._model = AutoModelForCausalLM.from_pretrained(
                 model_dir, dtype=self.dtype, attn_implementation=attention.NAME
@@ -79,7 +79,7 @@ class Decoder:
         # Before the check, whose passes show that the gates answer as they should.
         self._gates = Gates(self._model, model_dir) if routing else None
         self.routing = self._gates.shape if self._gates is not None else None
-        if self.eyes is None:
+        if self.vision_tower is None:
             check_plain(self._model, model_dir)
         text = self._model.config.get_text_config()
         self.context = int(text.max_position_embeddings)
@@ -88,7 +88,9 @@ class Decoder:
         kv_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
         layers = int(text.num_hidden_layers)
         self._cache = SlotCache(layers, max_sequences, kv_heads, head_dim, self.dtype, self.device)
-        self._cache_keyword = cache_keyword(self._model.base_model if self.eyes is None else self.eyes.layers)
+        self._cache_keyword = cache_keyword(
+            self._model.base_model if self.vision_tower is None else self.vision_tower.layers
+        )
         self.weights = FlatWeights(self._model, self.dtype, self.device)
         self._model.to(self.device)  # buffers; the parameters are there
         self._prefixes: PrefixStore[Prefix] = PrefixStore(prefix_positions)
@@ -263,17 +265,17 @@ class Decoder:
             mask = torch.zeros(visible.shape, dtype=self.dtype).masked_fill_(~visible, float("-inf"))[:, None]
         # Padding may stand beyond the last position that the model knows.
         positions.clamp_(max=self.context - 1)
-        hidden = self._forward(ids, positions, mask, glances=self._glances(fills))
+        hidden = self._forward(ids, positions, mask, images=self._glances(fills))
         rows = self._gates.take(len(fills)) if self._gates is not None else None
         return [
             Computed(hidden[at, len(one.tokens) - 1], None if rows is None else rows[at, : len(one.tokens)])
             for at, one in enumerate(fills)
         ]
 
-    def _glances(self, fills: list[Fill]) -> list[Glance]:
+    def _glances(self, fills: list[Fill]) -> list[BatchImage]:
         """The pictures, or parts of them, among the tokens of a pass."""
         return [
-            Glance(at, shown, one.start, one.start + len(one.tokens), -one.start)
+            BatchImage(at, shown, one.start, one.start + len(one.tokens), -one.start)
             for at, one in enumerate(fills)
             for shown in self.active[one.row].request.media
             if shown.end > one.start and shown.start < one.start + len(one.tokens)
@@ -365,14 +367,14 @@ class Decoder:
         positions: torch.Tensor,
         mask: torch.Tensor | None,
         *,
-        glances: Collection[Glance] = (),
+        images: Collection[BatchImage] = (),
         **rest: Any,
     ) -> torch.Tensor:
         ids = ids.to(self.device)
-        if self.eyes is None:
+        if self.vision_tower is None:
             layers, rest = self._model.base_model, {**rest, "input_ids": ids}
         else:
-            layers, rest = self.eyes.layers, {**rest, "inputs_embeds": self.eyes.embed(ids, glances)}
+            layers, rest = self.vision_tower.layers, {**rest, "inputs_embeds": self.vision_tower.embed(ids, images)}
         out = layers(
             position_ids=positions.to(self.device),
             attention_mask=None if mask is None else mask.to(self.device),

@@ -81,7 +81,9 @@ class EmbeddedEngine:
         )
         self.context, self.vocabulary = self._decoder.context, self._decoder.vocabulary
         self.routing = self._decoder.routing
-        self.sight = self._decoder.eyes.sight if self._decoder.eyes is not None else None
+        self.image_processor = (
+            self._decoder.vision_tower.image_processor if self._decoder.vision_tower is not None else None
+        )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -120,7 +122,11 @@ class EmbeddedEngine:
             raise Refused(f"requests {ids[:8]}", why="one of these numbers is in the engine already")
         for request in requests:
             check_request(
-                request, context=self.context, vocabulary=self.vocabulary, routing=self.routing, sight=self.sight
+                request,
+                context=self.context,
+                vocabulary=self.vocabulary,
+                routing=self.routing,
+                image_processor=self.image_processor,
             )
         members = [Member(request, m, self.routing) for request in requests for m in range(len(request.seeds))]
         self._members.update((r.id, len(r.seeds)) for r in requests)

@@ -23,7 +23,7 @@ from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 NO_EXPERT = -1
 """In a layer that has no experts."""
-MOST_EXPERTS = 1 << 15
+MAX_EXPERTS = 1 << 15
 PART_TOKENS = 64
 """Tokens between two parts of a sequence with rows that nobody looks at while it is made: SGLang tells rows at a
 segment's end alone, so that each part is a segment of its own there."""
@@ -118,6 +118,6 @@ def sparse_layers(folder: Path) -> tuple[RoutingShape, tuple[bool, ...]]:
         raise Refused(what, why=why, hint=HINT) from error
     if not any(shape.sparse):
         raise Refused(what, why="it is dense: none of its layers has experts that tokens are sent to", hint=HINT)
-    if shape.experts > MOST_EXPERTS:
+    if shape.experts > MAX_EXPERTS:
         raise Refused(what, why=f"its {shape.experts} experts have no numbers of 16 bits", hint=HINT)
     return RoutingShape(len(shape.sparse), shape.experts_per_token), shape.sparse

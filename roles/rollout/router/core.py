@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from relax_rt.roles.data.media.pictures import Shown
+from relax_rt.roles.data.media.pictures import ImageSpan
 from relax_rt.roles.rollout.engines.base import extend_spans, odd_sampling
 from relax_rt.roles.rollout.router.fleet import EngineEntry, Fleet, HealthLimits
 from relax_rt.roles.rollout.router.interface import EngineReport, SequenceRequest, SequenceUpdate
@@ -97,7 +97,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int = 8
     routing: bool = False
     rows_from: int = 0
-    media: tuple[Shown, ...] = ()
+    media: tuple[ImageSpan, ...] = ()
 
     def __post_init__(self) -> None:
         # Refused here, since no engine would take it; the vocabulary is only known there.

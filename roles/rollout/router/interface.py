@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Protocol
 
 import msgspec
 
-from relax_rt.roles.data.media.pictures import MOST_PICTURES, Shown
+from relax_rt.roles.data.media.pictures import MAX_PICTURES, ImageSpan
 from relax_rt.roles.rollout.engines.base import MAX_TEMPERATURE
 from relax_rt.transport.queue.ledger.messages import Finite, VersionSpan
 from relax_rt.transport.rpc.interface import idempotent
@@ -53,7 +53,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     versions: Annotated[list[VersionSpan], msgspec.Meta(max_length=MAX_TOKENS)] = []
     routing: bool = False
     rows_from: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)] = 0
-    media: Annotated[list[Shown], msgspec.Meta(max_length=MOST_PICTURES)] = []
+    media: Annotated[list[ImageSpan], msgspec.Meta(max_length=MAX_PICTURES)] = []
     rows: Annotated[bytes, msgspec.Meta(max_length=MAX_ROW_BYTES)] = b""
     allowed: Annotated[list[int], msgspec.Meta(min_length=1, max_length=1024)]
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=4096)] = CHUNK_TOKENS

@@ -28,7 +28,7 @@ from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.algorithms.tensors import TokenTensors
 from relax_rt.transport.rpc.errors import Refused
 
-MOST_SAMPLES, PROMPT, LENGTHS = 4096, 2, 4
+MAX_SAMPLES, PROMPT, LENGTHS = 4096, 2, 4
 LOSS_GROUPS = 2
 """A micro-batch is of few of a step's groups."""
 LAST_WORD_S = 5
@@ -102,7 +102,7 @@ def _interrupt_after(seconds: float) -> None:
 def _samples(objective: Objective, asked: DryRunRequest) -> list[Sample]:
     """A step's groups, of several lengths and rewards, with the columns that a trainer would give them."""
     table, needs = asked.table, objective.needs
-    groups = min(table.prompts_per_step, max(LOSS_GROUPS, MOST_SAMPLES // table.group_size))
+    groups = min(table.prompts_per_step, max(LOSS_GROUPS, MAX_SAMPLES // table.group_size))
     proximal = "proximal" in needs and (objective.proximal_first or table.updates_per_step > 1)
     made = []
     for group in range(groups):

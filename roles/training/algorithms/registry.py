@@ -38,7 +38,7 @@ MEND = "mend it there; `relax-rt up` goes on from the last checkpoint"
 MEND_CALLED = "mend it there; `relax-rt validate` calls it, and `relax-rt up` goes on from the last checkpoint"
 ONLY_LOADED = ("filter", "sampler")
 """Kinds of parts that no dry run calls."""
-MOST_CHARS = 600
+MAX_CHARS = 600
 """Of what is said of the arguments."""
 SHOWN_CHARS = 40
 
@@ -90,7 +90,7 @@ def definition_line(function: Callable[..., Any]) -> str:
 def describe(arguments: Sequence[Any]) -> str:
     """Names, shapes and dtypes of arguments in a line."""
     text = ", ".join(_one(value) for value in arguments)
-    return text if len(text) <= MOST_CHARS else text[: MOST_CHARS - 1] + "…"
+    return text if len(text) <= MAX_CHARS else text[: MAX_CHARS - 1] + "…"
 
 
 def _one(value: Any) -> str:

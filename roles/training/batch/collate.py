@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from relax_rt.roles.base.sample import Sample
-from relax_rt.roles.data.media.pictures import Glance
+from relax_rt.roles.data.media.pictures import BatchImage
 from relax_rt.roles.models.device import CPU
 from relax_rt.roles.training.batch.attention import AttentionSegment, suffix_mask
 from relax_rt.roles.training.batch.rows import Costs, EpisodeBranch, SampleRow
@@ -45,7 +45,7 @@ class MicroBatch:
     proximal: torch.Tensor | None = None
     reference: torch.Tensor | None = None
     segments: list[AttentionSegment] | None = field(default=None, kw_only=True)
-    glances: list[Glance] = field(default_factory=list, kw_only=True)
+    images: list[BatchImage] = field(default_factory=list, kw_only=True)
 
 
 def collate(rows: Sequence[SampleRow], device: torch.device = CPU, costs: Costs | None = None) -> MicroBatch:
@@ -63,7 +63,7 @@ def collate(rows: Sequence[SampleRow], device: torch.device = CPU, costs: Costs 
     # -1 is padding, 0 the prefix, k the k-th member.
     numbers = np.full(shape, -1, np.int64)
     picks: list[tuple[np.ndarray, ...]] = []
-    glances: list[Glance] = []
+    images: list[BatchImage] = []
     at = 0
     for number, row in enumerate(rows):
         r, start = (number, 0) if costs is None else (0, at)
@@ -71,14 +71,16 @@ def collate(rows: Sequence[SampleRow], device: torch.device = CPU, costs: Costs 
         first = row.members[0][1]
         ids[r, start:at], numbers[r, start:at] = first.tokens[: row.prefix], 0
         positions[r, start:at] = np.arange(row.prefix)
-        glances += [Glance(r, shown, 0, row.prefix, start) for shown in first.media or () if shown.start < row.prefix]
+        images += [
+            BatchImage(r, shown, 0, row.prefix, start) for shown in first.media or () if shown.start < row.prefix
+        ]
         for k, (index, sample) in enumerate(row.members, start=1):
             end = at + len(sample.tokens) - row.prefix
             ids[r, at:end] = sample.tokens[row.prefix :]
             positions[r, at:end] = np.arange(row.prefix, len(sample.tokens))
             numbers[r, at:end] = k
             behind = [shown for shown in sample.media or () if shown.end > row.prefix]
-            glances += [Glance(r, shown, row.prefix, len(sample.tokens), at - row.prefix) for shown in behind]
+            images += [BatchImage(r, shown, row.prefix, len(sample.tokens), at - row.prefix) for shown in behind]
             picks.append(_predictions((r, start, at), row.prefix, index, groups[sample.meta.group], sample))
             at = end
     samples = [sample for _, sample in members]
@@ -100,7 +102,7 @@ def collate(rows: Sequence[SampleRow], device: torch.device = CPU, costs: Costs 
     batch.segments = _segments(rows, there(numbers), costs) if costs is not None else None
     batch.proximal = trained([s.proximal_logprobs for s in samples])
     batch.reference = trained([s.reference_logprobs for s in samples])
-    batch.glances = glances
+    batch.images = images
     return batch
 
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from relax_rt.roles.base.sample import Sample
-from relax_rt.roles.data.media.eyes import Eyes
+from relax_rt.roles.data.media.vision_tower import VisionTower
 from relax_rt.roles.models.device import CPU, autocasting
 from relax_rt.roles.models.numerics import denormals_flushed
 from relax_rt.roles.training.batch.budget import TokenBudget
@@ -18,16 +18,16 @@ from relax_rt.roles.training.batch.collate import MicroBatch, collate
 from relax_rt.roles.training.batch.rows import Costs, plan_micro_batches, shared_rows
 
 
-def hidden_states(model: Any, batch: MicroBatch, eyes: Eyes | None = None) -> torch.Tensor:
+def hidden_states(model: Any, batch: MicroBatch, vision_tower: VisionTower | None = None) -> torch.Tensor:
     """Hidden states of the last layer at the positions that predict the batch's trained tokens; [m, hidden].
 
     Args:
         model: without its output layer. eyes: of a model that sees.
     """
-    if eyes is None:
+    if vision_tower is None:
         layers, given = model, {"input_ids": batch.ids}
     else:
-        layers, given = eyes.layers, {"inputs_embeds": eyes.embed(batch.ids, batch.glances)}
+        layers, given = vision_tower.layers, {"inputs_embeds": vision_tower.embed(batch.ids, batch.images)}
     # Models that cannot have several sequences in a row may not know the word.
     seen = {"attention_mask": batch.mask} if batch.segments is None else {"segments": batch.segments}
     every = layers(**given, **seen, position_ids=batch.positions, use_cache=False).last_hidden_state
@@ -42,7 +42,7 @@ def token_logprobs(
     temperature: float,
     autocast: bool,
     entropy: bool = False,
-    eyes: Eyes | None = None,
+    vision_tower: VisionTower | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probabilities of the batch's trained tokens, and the entropies there if they are wanted; float32 [m].
 
@@ -54,7 +54,7 @@ def token_logprobs(
         # difference falls from 0.046 to 0.033 nats a token (SmolLM2-135M, AVX-512; the layers' own rounding is the
         # rest), for a sixth to a fifth more time a decoding step and a quarter more of forward and backward: not worth
         # it where corrections for such differences are at hand.
-        logits = model.get_output_embeddings()(hidden_states(model.base_model, batch, eyes))
+        logits = model.get_output_embeddings()(hidden_states(model.base_model, batch, vision_tower))
     every = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
     entropies = -(every.exp() * every).sum(-1) if entropy else None
     return every.gather(-1, batch.targets[:, None])[:, 0], entropies

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from relax_rt.roles.base.sample import Sample, bare_meta
-from relax_rt.roles.data.media.eyes import Eyes, load_seeing
-from relax_rt.roles.data.media.sight import sees
+from relax_rt.roles.data.media.image_processor import has_vision
+from relax_rt.roles.data.media.vision_tower import VisionTower, load_vision_model
 from relax_rt.roles.models.device import CPU
 from relax_rt.roles.models.forward import check_plain
 from relax_rt.roles.models.heap import HeapTrimmer
@@ -91,14 +91,14 @@ class TorchBackend:
         self._algorithm, self._temperature, self._on_progress = algorithm, temperature, on_progress
         self._autocast = dtype == "bfloat16"
         self._ranks, self._device = ranks, device
-        eyes: Eyes | None = None
-        if sees(model_dir):
+        vision_tower: VisionTower | None = None
+        if has_vision(model_dir):
             if ranks is not None or lora is not None:
                 what = "adapters" if ranks is None else "a gang that shares it"
                 hint = "train all of it in one process: roles.trainer.count = 1, no roles.trainer.lora"
                 raise Refused(f"the model in {model_dir}", why=f"a model that sees is not trained by {what}", hint=hint)
-            self._model, eyes = load_seeing(model_dir, dtype=torch.float32, attention="sdpa")
-            eyes.keep_as_they_are()
+            self._model, vision_tower = load_vision_model(model_dir, dtype=torch.float32, attention="sdpa")
+            vision_tower.freeze()
         else:
             self._model = AutoModelForCausalLM.from_pretrained(
                 model_dir, dtype=torch.float32, attn_implementation="sdpa"
@@ -109,7 +109,7 @@ class TorchBackend:
         self.costs = packing_costs(self._model.get_decoder(), device)
         if lora is not None:
             add_adapters(self._model, lora, seed=seed)
-        self._logprobs = LogprobModule(self._model, eyes)
+        self._logprobs = LogprobModule(self._model, vision_tower)
         if ranks is not None:
             # Layer by layer: the whole model is never on the device.
             shard_model(self._logprobs, ranks)

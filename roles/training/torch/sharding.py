@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from relax_rt.roles.data.media.eyes import Eyes
+from relax_rt.roles.data.media.vision_tower import VisionTower
 from relax_rt.roles.models.device import CPU, on_host
 from relax_rt.roles.training.backend.channel import GATHER_S, WeightChannel, all_gather_values
 from relax_rt.roles.training.batch.collate import MicroBatch
@@ -95,16 +95,21 @@ class TorchRanks:
 class LogprobModule(torch.nn.Module):
     """A model whose forward pass is all that the backend asks of it: sharded parameters are whole only within it."""
 
-    def __init__(self, model: Any, eyes: Eyes | None = None) -> None:
+    def __init__(self, model: Any, vision_tower: VisionTower | None = None) -> None:
         super().__init__()
-        self.model, self._eyes = model, eyes
+        self.model, self._vision_tower = model, vision_tower
 
     def forward(
         self, batch: MicroBatch, temperature: float, autocast: bool, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return `token_logprobs` of the model."""
         found, entropies = token_logprobs(
-            self.model, batch, temperature=temperature, autocast=autocast, entropy=entropy, eyes=self._eyes
+            self.model,
+            batch,
+            temperature=temperature,
+            autocast=autocast,
+            entropy=entropy,
+            vision_tower=self._vision_tower,
         )
         # FSDP2 hangs its hook on what is returned, and warns of views.
         return found.clone(), entropies

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_rt.roles.data.media.sight import Sight
+from relax_rt.roles.data.media.image_processor import ImageProcessor
 from relax_rt.roles.rollout.engines.base import (
     Chunk,
     EngineEnded,
@@ -73,7 +73,7 @@ class SglangEngine:
     """
 
     name = "sglang"
-    sight: Sight | None = None
+    image_processor: ImageProcessor | None = None
 
     def __init__(
         self,

@@ -175,7 +175,7 @@ async def running(
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)
     url = url_of(listening)
     async with AdmissionQueue(limits or AdmissionLimits(), load) as admission:
-        service = Service(engine, chat.tokenizer, admission, terms, sight=chat.sight)
+        service = Service(engine, chat.tokenizer, admission, terms, image_processor=chat.image_processor)
         gateway = Gateway(service, sessions, Keys(TOKEN), bounds or HttpLimits())
         server = make_server(gateway.application(), connections=connections, head_s=head_s, send_s=send_s)
         serving = asyncio.create_task(server.serve([listening]))

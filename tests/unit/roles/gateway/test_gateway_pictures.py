@@ -14,8 +14,8 @@ from test_gateway_openai import ask, client
 from tiny_sight import PLACES, part, picture
 
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
-from relax_rt.roles.data.media.pictures import MOST_PICTURES, Shown
-from relax_rt.roles.data.media.sight import load_sight
+from relax_rt.roles.data.media.image_processor import load_image_processor
+from relax_rt.roles.data.media.pictures import MAX_PICTURES, ImageSpan
 from relax_rt.roles.gateway.app import HttpLimits
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.rollout.router.core import GenerationRequest
@@ -29,7 +29,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
     from tiny_sight import build_seeing_model
 
     folder = build_seeing_model(tmp_path_factory.mktemp("seeing"))
-    return ChatTemplate(load_tokenizer(folder), sight=load_sight(folder))
+    return ChatTemplate(load_tokenizer(folder), image_processor=load_image_processor(folder))
 
 
 def counts(prompt: str, wanted: GenerationRequest) -> str:
@@ -56,7 +56,7 @@ async def test_what_a_client_shows_reaches_the_engine_and_is_kept_for_the_traine
         episode = world.sessions.close("episode-1").episode
         (branch,) = episode.branches
         assert branch.tokens[: len(other.prompt)] == other.prompt
-        kept = [Shown(one.start, one.end, episode.pictures[one.digest]) for one in branch.media]
+        kept = [ImageSpan(one.start, one.end, episode.pictures[one.digest]) for one in branch.media]
         assert kept == list(other.media)
 
 
@@ -103,7 +103,7 @@ AT = r"new picture 1: a picture"
         ([part(b"no picture")], 400, AT + r".*cannot be read"),
         ([{"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}], 400, r"nothing is fetched"),
         ([part(b"x" * (9 << 20))], 413, r"image data of \d+ bytes"),
-        ([part(picture(1))] * (MOST_PICTURES + 1), 400, rf"at most {MOST_PICTURES} are taken"),
+        ([part(picture(1))] * (MAX_PICTURES + 1), 400, rf"at most {MAX_PICTURES} are taken"),
         ([{"type": "text", "text": "<image>"}], 400, r"only a picture has it"),
         ([{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}], 400, r"is of type audio"),
         ([part(picture(1)), {"type": "file", "file": {"file_id": "f"}}], 400, r"content\[1\] is of type file"),

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tiny_sight import part, picture
 
 from relax_rt.roles.data.media.pictures import (
-    MOST_ASPECT,
-    MOST_BYTES,
-    MOST_PIXELS,
-    Shown,
+    MAX_ASPECT,
+    MAX_BYTES,
+    MAX_PIXELS,
+    ImageSpan,
     data_of,
     digest_of,
     identity,
@@ -66,8 +66,8 @@ def test_what_has_no_data_is_refused_and_nothing_is_fetched(given_: dict[str, An
 
 
 def test_too_many_bytes_are_refused_before_they_are_decoded() -> None:
-    url = "data:image/png;base64," + "!" * (MOST_BYTES * 4 // 3 + 8)
-    with pytest.raises(Refused, match=f"at most {MOST_BYTES} are taken"):
+    url = "data:image/png;base64," + "!" * (MAX_BYTES * 4 // 3 + 8)
+    with pytest.raises(Refused, match=f"at most {MAX_BYTES} are taken"):
         data_of({"type": "image_url", "image_url": {"url": url}})
 
 
@@ -87,15 +87,15 @@ def test_an_image_bomb_is_not_decoded(size: tuple[int, int], monkeypatch: pytest
         raise AssertionError("it was decoded")
 
     monkeypatch.setattr(image.Image, "convert", never)
-    with pytest.raises(Refused, match=f"{MOST_PIXELS}"):
+    with pytest.raises(Refused, match=f"{MAX_PIXELS}"):
         opened(png(*size))
 
 
 def test_a_line_is_refused_that_would_be_blown_up() -> None:
     """Brought to a shorter side of 336, as CLIP's processors do, this one would have 84 million pixels."""
-    with pytest.raises(Refused, match=f"more than {MOST_ASPECT} times"):
+    with pytest.raises(Refused, match=f"more than {MAX_ASPECT} times"):
         opened(png(1 << 18, 1))
-    assert opened(picture(2, (MOST_ASPECT, 1))).size == (MOST_ASPECT, 1)
+    assert opened(picture(2, (MAX_ASPECT, 1))).size == (MAX_ASPECT, 1)
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
@@ -127,11 +127,11 @@ def test_other_forms_are_not_tried() -> None:
 spans = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.sampled_from([b"a", b"b", b"c"])), max_size=5)
 
 
-def laid_out(found: list[tuple[int, int, bytes]]) -> list[Shown]:
+def laid_out(found: list[tuple[int, int, bytes]]) -> list[ImageSpan]:
     """Pictures with gaps between them."""
     media, at = [], 0
     for gap, length, data in found:
-        media.append(Shown(at + gap, at + gap + length, data))
+        media.append(ImageSpan(at + gap, at + gap + length, data))
         at += gap + length
     return media
 

@@ -17,8 +17,8 @@ from tiny_sight import PLACES, picture
 from trainer_conformance import APART, TEMPERATURE, by_trainer, publish, sample_of, worst
 
 from relax_rt.roles.base.sample import Sample
-from relax_rt.roles.data.media.pictures import Shown
-from relax_rt.roles.data.media.sight import Sight, load_sight
+from relax_rt.roles.data.media.image_processor import ImageProcessor, load_image_processor
+from relax_rt.roles.data.media.pictures import ImageSpan
 from relax_rt.roles.rollout.engines.base import Completion, GroupRequest, Partial
 from relax_rt.roles.rollout.engines.decoder import Decoder
 from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
@@ -37,8 +37,8 @@ NEVER: frozenset[int] = frozenset()
 
 
 @pytest.fixture(scope="module")
-def sight(seeing: Path) -> Sight:
-    found = load_sight(seeing)
+def image_processor(seeing: Path) -> ImageProcessor:
+    found = load_image_processor(seeing)
     assert found is not None
     return found
 
@@ -51,66 +51,82 @@ async def driver(seeing: Path) -> AsyncIterator[Driver]:
     await engine.close(10.0)
 
 
-def prompt_of(sight: Sight, *parts: int | bytes) -> tuple[list[int], tuple[Shown, ...]]:
+def prompt_of(image_processor: ImageProcessor, *parts: int | bytes) -> tuple[list[int], tuple[ImageSpan, ...]]:
     """Tokens and pictures, as they are given."""
     tokens: list[int] = []
-    media: list[Shown] = []
+    media: list[ImageSpan] = []
     for one in parts:
         if isinstance(one, int):
             tokens.append(one)
         else:
-            looked = sight.look(one)
-            media.append(Shown(len(tokens), len(tokens) + len(looked.tokens), one))
+            looked = image_processor.process(one)
+            media.append(ImageSpan(len(tokens), len(tokens) + len(looked.tokens), one))
             tokens += looked.tokens
     return tokens, tuple(media)
 
 
-def asked(driver: Driver, sight: Sight, *parts: int | bytes, n: int = 2, new: int = 12, **rest: Any) -> GroupRequest:
-    tokens, media = prompt_of(sight, *parts)
+def asked(
+    driver: Driver, image_processor: ImageProcessor, *parts: int | bytes, n: int = 2, new: int = 12, **rest: Any
+) -> GroupRequest:
+    tokens, media = prompt_of(image_processor, *parts)
     values = {"stop_ids": NEVER, "temperature": TEMPERATURE, "media": media, **rest}
     return driver.request(tokens, n, new=new, **values)
 
 
 def by_transformers(
-    driver: Driver, sight: Sight, request: GroupRequest, tokens: Sequence[int], pictures: Sequence[bytes]
+    driver: Driver,
+    image_processor: ImageProcessor,
+    request: GroupRequest,
+    tokens: Sequence[int],
+    pictures: Sequence[bytes],
 ) -> np.ndarray:
     """Log-probabilities of a completion by a plain forward pass of the model with these pictures."""
     ids = torch.tensor([[*request.prompt, *tokens]])
-    seen = {"pixel_values": torch.cat([sight.look(one).inputs["pixel_values"] for one in pictures])} if pictures else {}
+    seen = (
+        {"pixel_values": torch.cat([image_processor.process(one).inputs["pixel_values"] for one in pictures])}
+        if pictures
+        else {}
+    )
     with torch.no_grad():
         logits = model_of(driver.folder, driver.version)(input_ids=ids, **seen).logits[0, len(request.prompt) - 1 : -1]
     chosen = torch.log_softmax(logits / TEMPERATURE, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
     return np.asarray(chosen)
 
 
-def plain(sight: Sight, done: Sequence[Completion]) -> list[Completion]:
+def plain(image_processor: ImageProcessor, done: Sequence[Completion]) -> list[Completion]:
     """Those in which no placeholder was sampled, which transformers takes for a picture."""
-    found = [one for one in done if sight.placeholder not in one.tokens]
+    found = [one for one in done if image_processor.placeholder not in one.tokens]
     assert len(found) >= len(done) / 2
     return found
 
 
-async def test_tokens_are_sampled_from_what_the_model_makes_of_the_pictures(driver: Driver, sight: Sight) -> None:
+async def test_tokens_are_sampled_from_what_the_model_makes_of_the_pictures(
+    driver: Driver, image_processor: ImageProcessor
+) -> None:
     await publish(driver)
     pictures = [picture(n) for n in range(4)]
     requests = [
-        asked(driver, sight, 7, pictures[0], 8, 9),
-        asked(driver, sight, pictures[1], 20, 21, pictures[2]),
-        asked(driver, sight, 7, pictures[3], 8, 9),
-        asked(driver, sight, 7, 8, 9),
+        asked(driver, image_processor, 7, pictures[0], 8, 9),
+        asked(driver, image_processor, pictures[1], 20, 21, pictures[2]),
+        asked(driver, image_processor, 7, pictures[3], 8, 9),
+        asked(driver, image_processor, 7, 8, 9),
     ]
     await driver.complete(*requests)
     for request in requests:
         seen = [one.data for one in request.media]
-        for one in plain(sight, [driver.done[request.id, member] for member in range(2)]):
-            assert one.logprobs == pytest.approx(by_transformers(driver, sight, request, one.tokens, seen), abs=1e-4)
+        for one in plain(image_processor, [driver.done[request.id, member] for member in range(2)]):
+            assert one.logprobs == pytest.approx(
+                by_transformers(driver, image_processor, request, one.tokens, seen), abs=1e-4
+            )
             if seen:
-                others = by_transformers(driver, sight, request, one.tokens, [picture(50), picture(51)][: len(seen)])
+                others = by_transformers(
+                    driver, image_processor, request, one.tokens, [picture(50), picture(51)][: len(seen)]
+                )
                 assert np.abs(others - one.logprobs).max() > APART, "the pictures make no difference"
 
 
 async def test_prompts_are_shared_as_far_as_tokens_and_pictures_are_alike(
-    driver: Driver, sight: Sight, monkeypatch: pytest.MonkeyPatch
+    driver: Driver, image_processor: ImageProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled: list[int] = []
     whole = Decoder._pass
@@ -124,11 +140,13 @@ async def test_prompts_are_shared_as_far_as_tokens_and_pictures_are_alike(
     async def computed(*parts: int | bytes) -> int:
         """Positions computed for a group with this prompt; its log-probabilities are right."""
         filled.clear()
-        request = asked(driver, sight, *parts, n=3)
+        request = asked(driver, image_processor, *parts, n=3)
         done = await driver.complete(request)
         seen = [one.data for one in request.media]
-        for one in plain(sight, done):
-            assert one.logprobs == pytest.approx(by_transformers(driver, sight, request, one.tokens, seen), abs=1e-4)
+        for one in plain(image_processor, done):
+            assert one.logprobs == pytest.approx(
+                by_transformers(driver, image_processor, request, one.tokens, seen), abs=1e-4
+            )
         return sum(filled)
 
     one, other = picture(1), picture(2)
@@ -141,13 +159,13 @@ async def test_prompts_are_shared_as_far_as_tokens_and_pictures_are_alike(
 
 
 async def test_engine_and_trainer_agree_at_each_version_of_a_sequence(
-    driver: Driver, sight: Sight, tmp_path: Path
+    driver: Driver, image_processor: ImageProcessor, tmp_path: Path
 ) -> None:
     one, other = picture(1), picture(2)
     requests = [
-        asked(driver, sight, 7, one, 8, n=3, new=120),
-        asked(driver, sight, 7, other, 8, n=2, new=100),
-        asked(driver, sight, one, 9, other, one, n=2, new=140),
+        asked(driver, image_processor, 7, one, 8, n=3, new=120),
+        asked(driver, image_processor, 7, other, 8, n=2, new=100),
+        asked(driver, image_processor, one, 9, other, one, n=2, new=140),
     ]
     versions = [await publish(driver)]
     driver.submit(*requests)
@@ -157,7 +175,9 @@ async def test_engine_and_trainer_agree_at_each_version_of_a_sequence(
     await driver.finished(*requests)
     samples = samples_of(driver, requests)
     assert {(s.version, s.kv_version) for sample in samples for s in sample.versions} == {(v, v) for v in versions}
-    assert any(sight.placeholder in sample.tokens[sample.prompt_length :] for sample in samples), "none was sampled"
+    assert any(image_processor.placeholder in sample.tokens[sample.prompt_length :] for sample in samples), (
+        "none was sampled"
+    )
     blind = [msgspec.structs.replace(sample, media=changed(sample.media)) for sample in samples]
     trainers, wrong = {}, {}
     for version in versions:
@@ -178,8 +198,8 @@ def samples_of(driver: Driver, requests: Sequence[GroupRequest]) -> list[Sample]
     ]
 
 
-def changed(media: Sequence[Shown]) -> list[Shown]:
-    return [Shown(one.start, one.end, picture(90 + number)) for number, one in enumerate(media)]
+def changed(media: Sequence[ImageSpan]) -> list[ImageSpan]:
+    return [ImageSpan(one.start, one.end, picture(90 + number)) for number, one in enumerate(media)]
 
 
 def copy_processor(folder: Path, into: Path) -> None:
@@ -189,10 +209,12 @@ def copy_processor(folder: Path, into: Path) -> None:
             shutil.copyfile(path, into / path.name)
 
 
-async def test_a_placeholder_that_was_sampled_is_a_token_like_others(driver: Driver, sight: Sight) -> None:
-    tokens = (9, sight.placeholder, 10, sight.placeholder)
+async def test_a_placeholder_that_was_sampled_is_a_token_like_others(
+    driver: Driver, image_processor: ImageProcessor
+) -> None:
+    tokens = (9, image_processor.placeholder, 10, image_processor.placeholder)
     had = Partial(tokens, (-1.0,) * len(tokens), (VersionSpan(0, len(tokens), 0, 0),))
-    request = asked(driver, sight, 7, picture(1), 8, n=1, new=16, partials=(had,))
+    request = asked(driver, image_processor, 7, picture(1), 8, n=1, new=16, partials=(had,))
     (done,) = await driver.complete(request)
     (sample,) = samples_of(driver, [request])
     found = trainer(driver.folder).log_probabilities([sample])[0][len(request.prompt) :]
@@ -213,8 +235,10 @@ def trainer(folder: Path, **settings: Any) -> TorchBackend:
     )
 
 
-async def test_members_of_a_group_share_a_row_only_with_the_same_pictures(driver: Driver, sight: Sight) -> None:
-    requests = [asked(driver, sight, 7, picture(n), 8) for n in (1, 2)]
+async def test_members_of_a_group_share_a_row_only_with_the_same_pictures(
+    driver: Driver, image_processor: ImageProcessor
+) -> None:
+    requests = [asked(driver, image_processor, 7, picture(n), 8) for n in (1, 2)]
     await driver.complete(*requests)
     first, second, third, fourth = samples_of(driver, requests)
     group = [
@@ -224,18 +248,20 @@ async def test_members_of_a_group_share_a_row_only_with_the_same_pictures(driver
     assert (group[0].tokens[:18] == group[2].tokens[:18]).all()
     rows = shared_rows(group, 1 << 20)
     assert [[index for index, _ in row.members] for row in rows] == [[0, 1], [2, 3]]
-    assert [(glance.row, glance.shown.data) for glance in collate(rows).glances] == [(0, picture(1)), (1, picture(2))]
+    assert [(image.row, image.shown.data) for image in collate(rows).images] == [(0, picture(1)), (1, picture(2))]
     made = trainer(driver.folder)
     assert made.costs is not None
     for costs in (None, Costs(pair=1e6, call=0.0)):  # beside each other, padded; one behind the other
         made.costs = costs
         for sample, values in zip(group, made.log_probabilities(group), strict=True):
             assert values == pytest.approx(sample.behaviour_logprobs, abs=1e-4)
-    assert [glance.offset for glance in collate(rows, costs=Costs(pair=1e6, call=0.0)).glances] == [0, rows[0].length]
+    assert [image.offset for image in collate(rows, costs=Costs(pair=1e6, call=0.0)).images] == [0, rows[0].length]
 
 
-async def test_a_step_trains_the_text_and_a_checkpoint_sees(driver: Driver, sight: Sight, tmp_path: Path) -> None:
-    request = asked(driver, sight, 7, picture(1), 8, 9, picture(2), n=4)
+async def test_a_step_trains_the_text_and_a_checkpoint_sees(
+    driver: Driver, image_processor: ImageProcessor, tmp_path: Path
+) -> None:
+    request = asked(driver, image_processor, 7, picture(1), 8, 9, picture(2), n=4)
     await driver.complete(request)
     samples = samples_of(driver, [request])
     for number, sample in enumerate(samples):
@@ -260,24 +286,24 @@ async def test_a_step_trains_the_text_and_a_checkpoint_sees(driver: Driver, sigh
         assert one == pytest.approx(other, abs=1e-6)
 
 
-async def test_what_an_engine_cannot_compute_it_refuses(driver: Driver, sight: Sight) -> None:
-    request = asked(driver, sight, 7, picture(1), 8)
-    askew = msgspec.structs.replace(request, media=(Shown(0, PLACES, picture(1)),))
-    torn = msgspec.structs.replace(request, media=(Shown(1, 1 + PLACES, b"no picture"),))
+async def test_what_an_engine_cannot_compute_it_refuses(driver: Driver, image_processor: ImageProcessor) -> None:
+    request = asked(driver, image_processor, 7, picture(1), 8)
+    askew = msgspec.structs.replace(request, media=(ImageSpan(0, PLACES, picture(1)),))
+    torn = msgspec.structs.replace(request, media=(ImageSpan(1, 1 + PLACES, b"no picture"),))
     for wrong in (askew, torn):
         with pytest.raises(Refused, match="picture"):
             driver.engine.submit([wrong])
     await driver.complete(request)
 
 
-async def test_an_engine_of_a_text_refuses_pictures_by_name(tmp_path: Path, sight: Sight) -> None:
+async def test_an_engine_of_a_text_refuses_pictures_by_name(tmp_path: Path, image_processor: ImageProcessor) -> None:
     from harness import build_model
 
     engine = EmbeddedEngine(build_model(tmp_path), dtype="float32", max_sequences=2, threads=1)
     driver = await Driver(engine, tmp_path, Traits()).start()
     try:
         with pytest.raises(Refused, match="1 pictures: this engine reads tokens alone"):
-            driver.engine.submit([asked(driver, sight, 7, picture(1), 8)])
+            driver.engine.submit([asked(driver, image_processor, 7, picture(1), 8)])
     finally:
         await engine.close(10.0)
 

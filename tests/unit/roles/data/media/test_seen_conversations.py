@@ -19,8 +19,8 @@ from relax_rt.roles.agentic.tokens.ledger import TokenLedger
 from relax_rt.roles.agentic.tokens.pictures import ingest_pictures
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.tokens.types import Message, PromptPlan, Sampled
-from relax_rt.roles.data.media.pictures import MOST_PICTURES, Shown, opened
-from relax_rt.roles.data.media.sight import Sight, load_sight
+from relax_rt.roles.data.media.image_processor import ImageProcessor, load_image_processor
+from relax_rt.roles.data.media.pictures import MAX_PICTURES, ImageSpan, opened
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused
@@ -28,7 +28,7 @@ from relax_rt.transport.rpc.errors import Refused
 
 @pytest.fixture(scope="module")
 def chat(seeing: Path) -> ChatTemplate:
-    return ChatTemplate(load_tokenizer(seeing), sight=load_sight(seeing))
+    return ChatTemplate(load_tokenizer(seeing), image_processor=load_image_processor(seeing))
 
 
 def ledger(chat: ChatTemplate, **bounds: int) -> TokenLedger:
@@ -37,8 +37,8 @@ def ledger(chat: ChatTemplate, **bounds: int) -> TokenLedger:
 
 def said(chat: ChatTemplate, draw: random.Random) -> Sampled:
     """What a model without sense says: any tokens, placeholders of pictures among them."""
-    assert chat.sight is not None
-    tokens = [draw.choice([20, 30, 40, 50, chat.sight.placeholder]) for _ in range(draw.randrange(6))]
+    assert chat.image_processor is not None
+    tokens = [draw.choice([20, 30, 40, 50, chat.image_processor.placeholder]) for _ in range(draw.randrange(6))]
     stop = draw.random() < 0.7
     tokens += [chat.tokenizer.end_id] if stop or not tokens else []
     count = len(tokens)
@@ -48,7 +48,7 @@ def said(chat: ChatTemplate, draw: random.Random) -> Sampled:
 
 def by_processor(chat: ChatTemplate, messages: list[Message]) -> list[int]:
     """The whole conversation as the model's own processor makes tokens of it."""
-    assert chat.sight is not None
+    assert chat.image_processor is not None
     pictures = [
         opened(picture(one["number"]))
         for m in messages
@@ -57,13 +57,13 @@ def by_processor(chat: ChatTemplate, messages: list[Message]) -> list[int]:
         if one["type"] == "image"
     ]
     text = chat.tokenizer.text(messages)
-    made = chat.sight._processor(text=[text], images=pictures or None, add_special_tokens=False)
+    made = chat.image_processor._processor(text=[text], images=pictures or None, add_special_tokens=False)
     return list(made["input_ids"][0])
 
 
-def whole(plan: PromptPlan, sight: Sight) -> None:
+def whole(plan: PromptPlan, image_processor: ImageProcessor) -> None:
     """Pictures stand in the prompt where it says, in order."""
-    sight.check(plan.tokens, plan.media)
+    image_processor.check(plan.tokens, plan.media)
 
 
 Turn = st.lists(st.sampled_from(["hello", "", "12 + 30 =", 1, 2, 3]), min_size=1, max_size=4)
@@ -74,7 +74,7 @@ Turn = st.lists(st.sampled_from(["hello", "", "12 + 30 =", 1, 2, 3]), min_size=1
 async def test_tokens_are_those_of_the_processor_and_later_turns_extend_them(
     chat: ChatTemplate, turns: list[list[Any]], seed: int, named: bool
 ) -> None:
-    assert chat.sight is not None
+    assert chat.image_processor is not None
     book, draw = ledger(chat), random.Random(seed)
     messages: list[Message] = []
     tokens: tuple[int, ...] = ()
@@ -83,9 +83,11 @@ async def test_tokens_are_those_of_the_processor_and_later_turns_extend_them(
     for turn in turns:
         content = [part(picture(one)) if isinstance(one, int) else {"type": "text", "text": one} for one in turn]
         shown += [picture(one) for one in turn if isinstance(one, int)]
-        messages = await ingest_pictures([*messages, {"role": "user", "content": content}], book.sight, book.show)
+        messages = await ingest_pictures(
+            [*messages, {"role": "user", "content": content}], book.image_processor, book.show
+        )
         plan = book.prompt(messages, previous=previous if named else None)
-        whole(plan, chat.sight)
+        whole(plan, chat.image_processor)
         assert [one.data for one in plan.media] == shown
         assert plan.tokens[: len(tokens)] == tokens, "what was there was made anew"
         if not tokens:
@@ -101,7 +103,7 @@ async def test_tokens_are_those_of_the_processor_and_later_turns_extend_them(
     episode = book.episode()
     (branch,) = episode.branches
     assert branch.tokens == tokens
-    assert [Shown(one.start, one.end, episode.pictures[one.digest]) for one in branch.media] == list(plan.media)
+    assert [ImageSpan(one.start, one.end, episode.pictures[one.digest]) for one in branch.media] == list(plan.media)
     assert sorted(episode.pictures.values()) == sorted(set(shown))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(episode), type=type(episode)) == episode
 
@@ -111,7 +113,7 @@ async def test_another_picture_is_another_conversation(chat: ChatTemplate) -> No
 
     async def asked(number: int, *more: Message) -> PromptPlan:
         first = {"role": "user", "content": [{"type": "text", "text": "what?"}, part(picture(number))]}
-        return book.prompt(await ingest_pictures([first, *more], book.sight, book.show))
+        return book.prompt(await ingest_pictures([first, *more], book.image_processor, book.show))
 
     plan = await asked(1)
     reply = book.sampled(plan, said(chat, draw))
@@ -126,11 +128,11 @@ async def test_another_picture_is_another_conversation(chat: ChatTemplate) -> No
 async def test_a_text_cannot_take_a_pictures_place(chat: ChatTemplate) -> None:
     book = ledger(chat)
     for content in ("look: <image>", [{"type": "text", "text": "<image>"}, part(picture(1))]):
-        messages = await ingest_pictures([{"role": "user", "content": content}], book.sight, book.show)
+        messages = await ingest_pictures([{"role": "user", "content": content}], book.image_processor, book.show)
         with pytest.raises(Refused, match="'<image>' stands there"):
             book.prompt(messages)
     assert book.episode().counts.first == 0
-    messages = await ingest_pictures([{"role": "user", "content": [part(picture(1))]}], book.sight, book.show)
+    messages = await ingest_pictures([{"role": "user", "content": [part(picture(1))]}], book.image_processor, book.show)
     assert len(book.prompt(messages).media) == 1
 
 
@@ -138,19 +140,19 @@ async def test_pictures_of_an_episode_are_bounded(chat: ChatTemplate) -> None:
     size = len(picture(0))
     book = ledger(chat, max_media_bytes=2 * size + 100)
     one, two, three = ([{"role": "user", "content": [part(picture(n))]}] for n in range(3))
-    await ingest_pictures(one, book.sight, book.show)
-    await ingest_pictures(two, book.sight, book.show)
-    await ingest_pictures(one, book.sight, book.show)
+    await ingest_pictures(one, book.image_processor, book.show)
+    await ingest_pictures(two, book.image_processor, book.show)
+    await ingest_pictures(one, book.image_processor, book.show)
     with pytest.raises(Refused, match=r"raise roles\.env\.media_kib"):
-        await ingest_pictures(three, book.sight, book.show)
-    many = [{"role": "user", "content": [part(picture(0))] * (MOST_PICTURES + 1)}]
-    with pytest.raises(Refused, match=f"at most {MOST_PICTURES} are taken"):
-        await ingest_pictures(many, ledger(chat).sight, ledger(chat).show)
+        await ingest_pictures(three, book.image_processor, book.show)
+    many = [{"role": "user", "content": [part(picture(0))] * (MAX_PICTURES + 1)}]
+    with pytest.raises(Refused, match=f"at most {MAX_PICTURES} are taken"):
+        await ingest_pictures(many, ledger(chat).image_processor, ledger(chat).show)
 
 
 async def test_a_budget_counts_the_tokens_of_pictures(chat: ChatTemplate) -> None:
     book = ledger(chat, max_tokens=PLACES)
-    messages = await ingest_pictures([{"role": "user", "content": [part(picture(1))]}], book.sight, book.show)
+    messages = await ingest_pictures([{"role": "user", "content": [part(picture(1))]}], book.image_processor, book.show)
     with pytest.raises(Refused, match="max_tokens"):
         book.prompt(messages)
 
@@ -158,13 +160,17 @@ async def test_a_budget_counts_the_tokens_of_pictures(chat: ChatTemplate) -> Non
 async def test_a_model_of_texts_takes_none(seeing: Path) -> None:
     book = ledger(ChatTemplate(load_tokenizer(seeing)))
     messages = [{"role": "user", "content": [part(picture(1))]}]
-    assert await ingest_pictures(messages, book.sight, book.show) is messages
+    assert await ingest_pictures(messages, book.image_processor, book.show) is messages
 
 
 def test_a_template_without_places_is_refused(seeing: Path) -> None:
-    tokenizer, sight = load_tokenizer(seeing), load_sight(seeing)
+    tokenizer, image_processor = load_tokenizer(seeing), load_image_processor(seeing)
     places = "{% for m in messages %}{% for part in m.content if part is mapping %}{{ part.text or '<image>' }}"
     with pytest.raises(Refused, match="it must write '<image>' once"):
-        ChatTemplate(tokenizer, template="{% for m in messages %}{{ m.content }}<|end|>{% endfor %}", sight=sight)
-    taken = ChatTemplate(tokenizer, template=places + "{% endfor %}{% endfor %}", sight=sight)
+        ChatTemplate(
+            tokenizer,
+            template="{% for m in messages %}{{ m.content }}<|end|>{% endfor %}",
+            image_processor=image_processor,
+        )
+    taken = ChatTemplate(tokenizer, template=places + "{% endfor %}{% endfor %}", image_processor=image_processor)
     assert taken.text([{"role": "user", "content": "a"}]) == "a", "a text is a list of one part for such a template"

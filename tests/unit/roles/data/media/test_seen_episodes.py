@@ -25,8 +25,8 @@ from relax_rt.roles.agentic.samples import make_sample
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.base.sample import Sample, generated_columns, read_sample
-from relax_rt.roles.data.media.pictures import Shown, digest_of
-from relax_rt.roles.data.media.sight import load_sight
+from relax_rt.roles.data.media.image_processor import load_image_processor
+from relax_rt.roles.data.media.pictures import ImageSpan, digest_of
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 from relax_rt.roles.rollout.generation import GenerationService
@@ -82,7 +82,7 @@ class World:
 async def world(seeing: Path) -> AsyncIterator[World]:
     engine = EmbeddedEngine(seeing, dtype="float32", max_sequences=4, threads=1)
     driver = Driver(engine, seeing, Traits())
-    found = World(driver, ChatTemplate(load_tokenizer(seeing), sight=load_sight(seeing)))
+    found = World(driver, ChatTemplate(load_tokenizer(seeing), image_processor=load_image_processor(seeing)))
 
     def arrive(chunks: list[Any]) -> None:
         assert found.service.take_chunks(chunks) == []
@@ -120,7 +120,7 @@ def factory(make: Any, *, plays: bool = False) -> Factory:
 def sample_of(world: World, played: Any) -> Sample:
     ticket = Ticket(1, 0, 0, 1, 0, 60.0)
     return make_sample(
-        ticket, 0, TASK, played, tokenizer=world.chat.tokenizer, sampling={}, player="env/0#1", sees=True
+        ticket, 0, TASK, played, tokenizer=world.chat.tokenizer, sampling={}, player="env/0#1", has_vision=True
     )
 
 
@@ -151,7 +151,7 @@ def agrees(world: World, sample: Sample) -> None:
     )
     (found,) = trainer.log_probabilities([taken])
     assert np.abs(found - sample.behaviour_logprobs).max() < 2e-4
-    blind = [Shown(one.start, one.end, picture(99)) for one in taken.media]
+    blind = [ImageSpan(one.start, one.end, picture(99)) for one in taken.media]
     (found,) = trainer.log_probabilities([msgspec.structs.replace(taken, media=blind)])
     assert np.abs(found - sample.behaviour_logprobs).max() > 0.1, "the pictures make no difference"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_rt.roles.data.media.pictures import MOST_PICTURES, Shown, digest_of, opened
+from relax_rt.roles.data.media.pictures import MAX_PICTURES, ImageSpan, digest_of, opened
 from relax_rt.roles.models.settings import ModelTable
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
@@ -28,7 +28,7 @@ KEPT_BYTES = 64 << 20
 """Of tensors that are kept for pictures that are looked at again."""
 
 
-def sees(folder: Path) -> bool:
+def has_vision(folder: Path) -> bool:
     """Whether the model in a folder is one whose pictures are computed; nothing is loaded."""
     try:
         values = json.loads((folder / "config.json").read_text())
@@ -37,15 +37,15 @@ def sees(folder: Path) -> bool:
     return isinstance(values, dict) and values.get("model_type") in FAMILIES
 
 
-def run_sees(config: RunConfig) -> bool:
+def run_has_vision(config: RunConfig) -> bool:
     """Whether the model of a run does. Packages are texts' alone."""
     model = config.table(ModelTable)
     path = Path(model.path).expanduser()
-    return not model.path.startswith("package:") and sees(Path(config.config_dir) / path)
+    return not model.path.startswith("package:") and has_vision(Path(config.config_dir) / path)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Looked:
+class ProcessedImage:
     """A picture that the processor has looked at.
 
     Attributes:
@@ -66,7 +66,7 @@ class Looked:
         return len(self.data) + sum(int(getattr(one, "nbytes", 0)) for one in self.inputs.values())
 
 
-class Sight:
+class ImageProcessor:
     """Looks at pictures as the model is used to. Any thread may ask.
 
     Args:
@@ -90,10 +90,10 @@ class Sight:
         self._lock = threading.Lock()
         self._at_work = threading.Lock()
         """Tokenizers cannot be used by two threads at once."""
-        self._kept: OrderedDict[str, Looked] = OrderedDict()
+        self._kept: OrderedDict[str, ProcessedImage] = OrderedDict()
         self._bytes = 0
 
-    def look(self, data: bytes) -> Looked:
+    def process(self, data: bytes) -> ProcessedImage:
         """Decode a picture and process it, or find that it was looked at lately. Blocks.
 
         Raises:
@@ -113,13 +113,13 @@ class Sight:
                     self._bytes -= self._kept.popitem(last=False)[1].nbytes
             return found
 
-    def _looked_at(self, digest: str) -> Looked | None:
+    def _looked_at(self, digest: str) -> ProcessedImage | None:
         with self._lock:
             if (found := self._kept.get(digest)) is not None:
                 self._kept.move_to_end(digest)
             return found
 
-    def _process(self, data: bytes, digest: str) -> Looked:
+    def _process(self, data: bytes, digest: str) -> ProcessedImage:
         picture = opened(data)
         try:
             made = self._processor(text=[self._text], images=[picture], add_special_tokens=False, return_tensors="pt")
@@ -129,23 +129,23 @@ class Sight:
         tokens = tuple(int(token) for token in made["input_ids"][0])
         slots = np.flatnonzero(np.array(tokens) == self.placeholder).astype(np.int64)
         inputs = {name: made[name] for name in self._processor.image_processor.model_input_names if name in made}
-        return Looked(data, digest, tokens, slots, inputs)
+        return ProcessedImage(data, digest, tokens, slots, inputs)
 
-    def check(self, prompt: Sequence[int], media: Sequence[Shown]) -> None:
+    def check(self, prompt: Sequence[int], media: Sequence[ImageSpan]) -> None:
         """Whether pictures stand in a prompt as the processor would have put them there. Blocks while it looks.
 
         Raises:
             Refused: they do not, or there are too many.
         """
-        if len(media) > MOST_PICTURES:
-            raise Refused(f"a prompt with {len(media)} pictures", why=f"at most {MOST_PICTURES} are taken")
+        if len(media) > MAX_PICTURES:
+            raise Refused(f"a prompt with {len(media)} pictures", why=f"at most {MAX_PICTURES} are taken")
         end = 0
         for one in media:
             if not end <= one.start < one.end <= len(prompt):
                 why = f"it is said to stand at {one.start} to {one.end}, of {len(prompt)} tokens"
                 raise Refused("a picture in a prompt", why=why)
             end = one.end
-            if tuple(prompt[one.start : one.end]) != self.look(one.data).tokens:
+            if tuple(prompt[one.start : one.end]) != self.process(one.data).tokens:
                 raise Refused(
                     f"a picture in a prompt at {one.start}",
                     why="other tokens stand for it than this model's processor makes of it",
@@ -153,13 +153,13 @@ class Sight:
                 )
 
 
-def load_sight(folder: Path) -> Sight | None:
+def load_image_processor(folder: Path) -> ImageProcessor | None:
     """The processor of a model folder; None: the model reads text alone.
 
     Raises:
         RelaxError: it cannot be loaded.
     """
-    if not sees(folder):
+    if not has_vision(folder):
         return None
     from transformers import AutoProcessor
 
@@ -171,4 +171,4 @@ def load_sight(folder: Path) -> Sight | None:
     if not hasattr(processor, "image_processor"):
         why = "AutoProcessor finds no image processor there"
         raise RelaxError(f"the processor of {folder}", why=why, hint="put processor_config.json of the model there")
-    return Sight(processor, folder)
+    return ImageProcessor(processor, folder)

@@ -14,36 +14,42 @@ from typing import Any
 import numpy as np
 import torch
 
-from relax_rt.roles.data.media.pictures import Glance, Shown
-from relax_rt.roles.data.media.sight import FAMILIES, TENSORS, Looked, Sight, load_sight
+from relax_rt.roles.data.media.image_processor import (
+    FAMILIES,
+    TENSORS,
+    ImageProcessor,
+    ProcessedImage,
+    load_image_processor,
+)
+from relax_rt.roles.data.media.pictures import BatchImage, ImageSpan
 from relax_rt.roles.models.forward import CLOSE, PROBE_TOKENS, not_computed
 from relax_rt.transport.rpc.errors import Refused
 
 PROBE_SIZE = (48, 40)
 
 
-class Eyes:
+class VisionTower:
     """Embeds tokens and pictures.
 
     Attributes:
         layers: of the text: given embeddings, they need no ids.
     """
 
-    def __init__(self, model: Any, sight: Sight) -> None:
-        self._model, self.sight = model, sight
+    def __init__(self, model: Any, image_processor: ImageProcessor) -> None:
+        self._model, self.image_processor = model, image_processor
         self.layers: Any = model.get_decoder()
 
-    def embed(self, ids: torch.Tensor, glances: Collection[Glance]) -> torch.Tensor:
+    def embed(self, ids: torch.Tensor, images: Collection[BatchImage]) -> torch.Tensor:
         """What the layers are given for ids int64 [rows, L] in which pictures stand; [rows, L, hidden]."""
         found: torch.Tensor = self._model.get_input_embeddings()(ids)
-        if not glances:
+        if not images:
             return found
-        looked = {glance.shown.data: self.sight.look(glance.shown.data) for glance in glances}
+        looked = {image.shown.data: self.image_processor.process(image.shown.data) for image in images}
         features = self._features(looked)
         rows: list[np.ndarray] = []
         columns: list[np.ndarray] = []
         values: list[torch.Tensor] = []
-        for row, shown, first, last, offset in glances:
+        for row, shown, first, last, offset in images:
             at = shown.start + looked[shown.data].slots
             there = np.flatnonzero((at >= first) & (at < last))
             rows.append(np.full(len(there), row))
@@ -52,15 +58,15 @@ class Eyes:
         places = tuple(torch.from_numpy(np.concatenate(part)).to(ids.device) for part in (rows, columns))
         return found.index_put(places, torch.cat(values).to(found.dtype))
 
-    def keep_as_they_are(self) -> None:
+    def freeze(self) -> None:
         """What makes features of pictures is not trained: only the text's layers and its output layer are."""
         trained = {id(one) for part in (self.layers, self._model.get_output_embeddings()) for one in part.parameters()}
         for parameter in self._model.parameters():
             parameter.requires_grad_(id(parameter) in trained)
 
-    def _features(self, looked: dict[bytes, Looked]) -> dict[bytes, torch.Tensor]:
+    def _features(self, looked: dict[bytes, ProcessedImage]) -> dict[bytes, torch.Tensor]:
         """Compute the features of each picture, [slots, hidden]; pictures of one size form one batch."""
-        together: dict[Any, list[Looked]] = {}
+        together: dict[Any, list[ProcessedImage]] = {}
         for one in looked.values():
             alone = set(one.inputs) != {TENSORS} or len(one.inputs[TENSORS]) != 1
             together.setdefault(one.digest if alone else one.inputs[TENSORS].shape, []).append(one)
@@ -89,7 +95,7 @@ class Eyes:
         }
 
 
-def load_seeing(folder: Path, *, dtype: torch.dtype, attention: str) -> tuple[Any, Eyes]:
+def load_vision_model(folder: Path, *, dtype: torch.dtype, attention: str) -> tuple[Any, VisionTower]:
     """A model that sees, in evaluation mode, and its eyes.
 
     Args:
@@ -100,17 +106,17 @@ def load_seeing(folder: Path, *, dtype: torch.dtype, attention: str) -> tuple[An
     """
     from transformers import AutoModelForImageTextToText
 
-    sight = load_sight(folder)
-    assert sight is not None
+    image_processor = load_image_processor(folder)
+    assert image_processor is not None
     # The tower's attention is not causal, and is nobody's but its own.
     chosen = {"": "sdpa", "text_config": attention, "vision_config": "sdpa"}
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, attn_implementation=chosen).eval()
-    eyes = Eyes(model, sight)
-    check_seeing(model, folder, eyes)
-    return model, eyes
+    vision_tower = VisionTower(model, image_processor)
+    check_vision_model(model, folder, vision_tower)
+    return model, vision_tower
 
 
-def check_seeing(model: Any, folder: Path, eyes: Eyes) -> None:
+def check_vision_model(model: Any, folder: Path, vision_tower: VisionTower) -> None:
     """Refuse a model that gives other logits than its parts do as they are used here.
 
     Raises:
@@ -119,17 +125,19 @@ def check_seeing(model: Any, folder: Path, eyes: Eyes) -> None:
     text = model.config.get_text_config()
     if why := not_computed(text):
         raise _refused(folder, why)
-    looked = eyes.sight.look(probe())
+    looked = vision_tower.image_processor.process(probe())
     half = PROBE_TOKENS // 2
-    words = [token for token in range(PROBE_TOKENS + 1) if token != eyes.sight.placeholder][:PROBE_TOKENS]
+    words = [token for token in range(PROBE_TOKENS + 1) if token != vision_tower.image_processor.placeholder][
+        :PROBE_TOKENS
+    ]
     device = next(model.parameters()).device
     ids = torch.tensor([[*words[:half], *looked.tokens, *words[half:]]], device=device)
-    glance = Glance(0, Shown(half, half + len(looked.tokens), looked.data), 0, ids.shape[1], 0)
+    image = BatchImage(0, ImageSpan(half, half + len(looked.tokens), looked.data), 0, ids.shape[1], 0)
     with torch.no_grad():
-        whole = model(input_ids=ids, **eyes.given(looked.inputs), use_cache=False).logits
+        whole = model(input_ids=ids, **vision_tower.given(looked.inputs), use_cache=False).logits
         positions = torch.arange(ids.shape[1], device=device)[None]
-        embedded = eyes.embed(ids, [glance])
-        hidden = eyes.layers(inputs_embeds=embedded, position_ids=positions, use_cache=False).last_hidden_state
+        embedded = vision_tower.embed(ids, [image])
+        hidden = vision_tower.layers(inputs_embeds=embedded, position_ids=positions, use_cache=False).last_hidden_state
         ours = model.get_output_embeddings()(hidden)
     gap, most = float((whole - ours).abs().max()), float(whole.abs().max())
     if not gap <= CLOSE * most:

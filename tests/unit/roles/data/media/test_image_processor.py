@@ -17,8 +17,8 @@ pytest.importorskip("PIL")
 from relax_rt.config.loader import load_config
 from relax_rt.roles.config.model_checks import check_pictures
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.data.media.pictures import Shown
-from relax_rt.roles.data.media.sight import Sight, load_sight, sees
+from relax_rt.roles.data.media.image_processor import ImageProcessor, has_vision, load_image_processor
+from relax_rt.roles.data.media.pictures import ImageSpan
 from relax_rt.roles.training.backend.settings import LoraTable
 from relax_rt.roles.training.critic.settings import CriticSettings
 from relax_rt.roles.training.reference.settings import ReferenceSettings
@@ -26,49 +26,53 @@ from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 
 @pytest.fixture(scope="module")
-def sight(seeing: Path) -> Sight:
-    found = load_sight(seeing)
+def image_processor(seeing: Path) -> ImageProcessor:
+    found = load_image_processor(seeing)
     assert found is not None
     return found
 
 
-def test_a_picture_becomes_the_processors_tokens_and_tensors(sight: Sight) -> None:
-    looked = sight.look(picture(1))
+def test_a_picture_becomes_the_processors_tokens_and_tensors(image_processor: ImageProcessor) -> None:
+    looked = image_processor.process(picture(1))
     place = tokenizer().convert_tokens_to_ids("<image>")
     assert (
-        sight.placeholder == place and looked.tokens == (place,) * PLACES and looked.slots.tolist() == [*range(PLACES)]
+        image_processor.placeholder == place
+        and looked.tokens == (place,) * PLACES
+        and looked.slots.tolist() == [*range(PLACES)]
     )
     assert {name: tuple(one.shape) for name, one in looked.inputs.items()} == {"pixel_values": (1, 3, SIDE, SIDE)}
-    assert sight.look(picture(1)) is looked and sight.look(picture(2)).digest != looked.digest
+    assert image_processor.process(picture(1)) is looked and image_processor.process(picture(2)).digest != looked.digest
 
 
-def test_what_is_kept_of_pictures_is_bounded(sight: Sight, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = sight.look(picture(100))
-    monkeypatch.setattr("relax_rt.roles.data.media.sight.KEPT_BYTES", 3 * first.nbytes + 1000)
+def test_what_is_kept_of_pictures_is_bounded(image_processor: ImageProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = image_processor.process(picture(100))
+    monkeypatch.setattr("relax_rt.roles.data.media.image_processor.KEPT_BYTES", 3 * first.nbytes + 1000)
     for number in range(101, 110):
-        sight.look(picture(number))
-    assert sum(one.nbytes for one in sight._kept.values()) == sight._bytes <= 3 * first.nbytes + 1000
-    again = sight.look(picture(100))
+        image_processor.process(picture(number))
+    assert (
+        sum(one.nbytes for one in image_processor._kept.values()) == image_processor._bytes <= 3 * first.nbytes + 1000
+    )
+    again = image_processor.process(picture(100))
     assert again is not first and (again.inputs["pixel_values"] == first.inputs["pixel_values"]).all()
 
 
-def test_pictures_must_stand_where_they_are_said_to(sight: Sight) -> None:
-    data, place = picture(1), sight.placeholder
+def test_pictures_must_stand_where_they_are_said_to(image_processor: ImageProcessor) -> None:
+    data, place = picture(1), image_processor.placeholder
     prompt = [5, *[place] * PLACES, 6]
-    sight.check(prompt, [Shown(1, 1 + PLACES, data)])
+    image_processor.check(prompt, [ImageSpan(1, 1 + PLACES, data)])
     for start, end in ((0, PLACES), (2, 2 + PLACES), (1, PLACES), (5, 5), (9, 4), (1, 90)):
         with pytest.raises(Refused, match="picture in a prompt"):
-            sight.check(prompt, [Shown(start, end, data)])
+            image_processor.check(prompt, [ImageSpan(start, end, data)])
     with pytest.raises(Refused, match="at most 64"):
-        sight.check(prompt, [Shown(1, 1 + PLACES, data)] * 65)
+        image_processor.check(prompt, [ImageSpan(1, 1 + PLACES, data)] * 65)
     with pytest.raises(Refused, match="cannot be read"):
-        sight.check(prompt, [Shown(1, 1 + PLACES, b"no picture")])
+        image_processor.check(prompt, [ImageSpan(1, 1 + PLACES, b"no picture")])
 
 
 def test_models_that_read_text_alone_have_no_sight(tmp_path: Path) -> None:
-    assert not sees(tmp_path) and load_sight(tmp_path) is None
+    assert not has_vision(tmp_path) and load_image_processor(tmp_path) is None
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    assert not sees(tmp_path)
+    assert not has_vision(tmp_path)
 
 
 def test_a_folder_without_its_processor_is_told(seeing: Path, tmp_path: Path) -> None:
@@ -76,7 +80,7 @@ def test_a_folder_without_its_processor_is_told(seeing: Path, tmp_path: Path) ->
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(seeing / name, tmp_path / name)
     with pytest.raises(RelaxError, match="the processor of"):
-        load_sight(tmp_path)
+        load_image_processor(tmp_path)
 
 
 def test_a_model_that_gives_other_logits_with_pictures_is_refused(
@@ -84,17 +88,17 @@ def test_a_model_that_gives_other_logits_with_pictures_is_refused(
 ) -> None:
     import torch
 
-    from relax_rt.roles.data.media.eyes import Eyes, load_seeing
+    from relax_rt.roles.data.media.vision_tower import VisionTower, load_vision_model
 
-    load_seeing(seeing, dtype=torch.float32, attention="sdpa")
-    embed = Eyes.embed
+    load_vision_model(seeing, dtype=torch.float32, attention="sdpa")
+    embed = VisionTower.embed
 
-    def askew(eyes: Eyes, ids: torch.Tensor, glances: object) -> torch.Tensor:
-        return embed(eyes, ids, [glance._replace(first=glance.first + PLACES) for glance in glances])  # type: ignore[attr-defined]
+    def askew(vision_tower: VisionTower, ids: torch.Tensor, images: object) -> torch.Tensor:
+        return embed(vision_tower, ids, [image._replace(first=image.first + PLACES) for image in images])  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(Eyes, "embed", askew)
+    monkeypatch.setattr(VisionTower, "embed", askew)
     with pytest.raises(Refused, match="with a picture its logits differ"):
-        load_seeing(seeing, dtype=torch.float32, attention="sdpa")
+        load_vision_model(seeing, dtype=torch.float32, attention="sdpa")
 
 
 RUN = """
