@@ -214,7 +214,7 @@ class HeadAgent(Protocol):
 
 
 class Nodes(Protocol):
-    """The nodes of a run: the head's own and those that joined. See relax_rt.cluster.nodes.fleet.Fleet."""
+    """The nodes of a run: the head's own and those that joined. See relax_rt.cluster.nodes.fleet.NodeFleet."""
 
     here: Node
     """The head's own node; its name is empty in a run of one node."""

@@ -35,11 +35,11 @@ from relax_rt.supervision.channel import (
     ProgressMsg,
     ReadyMsg,
 )
-from relax_rt.supervision.devices import DeviceGate, device_environment, outer_devices
+from relax_rt.supervision.devices import DeviceGate, device_environment
 from relax_rt.supervision.executor import EmitEvent, GangOrder, GangRendezvous, OnAddress, OnEvent, StartOrder
 from relax_rt.supervision.plan import RolePlan
 from relax_rt.supervision.protocol import SlotExited, SlotFinished, SlotProgress, SlotReady, SlotSpawned
-from relax_rt.supervision.role_process import Launch, RoleProcess, host_argv, role_environment
+from relax_rt.supervision.role_process import HOST_MODULE, Launch, RoleProcess, role_environment
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths
 from relax_rt.supervision.spawner import RoleSpawner, SpareSpec
 from relax_rt.transport.rpc.errors import Refused
@@ -87,7 +87,7 @@ class LocalExecutor:
         self._on_event, self._on_address, self._emit = on_event, on_address, emit
         self._log = structlog.get_logger()
         self._spawner = RoleSpawner(emit)
-        self._gate = DeviceGate(emit, visible=outer_devices())
+        self._gate = DeviceGate(emit, visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
         self._processes: dict[str, RoleProcess] = {}
         self._starts: dict[str, asyncio.Task[None]] = {}
         self._listeners: dict[str, socket.socket] = {}
@@ -274,17 +274,23 @@ class LocalExecutor:
             "RELAX_ROLE_TARGET": plan.target,
             "RELAX_HAS_REGISTRY": "1" if "registry" in self._plans else "0",
             **self._environment,
-            **device_environment(order.devices, outer_devices()),
+            **device_environment(order.devices, os.environ.get("CUDA_VISIBLE_DEVICES")),
             **(gang_environment(order.gang) if order.gang is not None else {}),
         }
         listener = self._listeners.get(slot)
         return Launch(
             slot=slot,
             epoch=order.epoch,
-            argv=host_argv(plan.settings.python, slot),
+            # The slot's name is for people who look at `ps`.
+            argv=[plan.settings.python or sys.executable, "-m", HOST_MODULE, slot],
             env=role_environment(plan.settings.threads, plan.settings.env, relax),
             log=self._paths.log(slot),
-            limits=limits_of(plan.settings),
+            limits=ProcessLimits(
+                nice=plan.settings.nice,
+                cpus=plan.settings.cpus or [],
+                open_files=plan.settings.open_files or 0,
+                threads=plan.settings.threads,
+            ),
             memory_mib=plan.settings.memory_mib or 0,
             key=zygote_key(plan.settings) if self._config.supervision.zygote else None,
             target=plan.target,
@@ -332,16 +338,6 @@ class LocalExecutor:
                 os.waitpid(info.si_pid, 0)
             except ChildProcessError:
                 return
-
-
-def limits_of(settings: RoleSettings) -> ProcessLimits:
-    """Return the limits of a role's processes."""
-    return ProcessLimits(
-        nice=settings.nice,
-        cpus=settings.cpus or [],
-        open_files=settings.open_files or 0,
-        threads=settings.threads,
-    )
 
 
 def zygote_key(settings: RoleSettings) -> ZygoteKey:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -326,12 +326,8 @@ class NodeAgent:
         follower.close()
         self._events.close()
         self.paths.remove_private()
-        self._write(end)
-
-    def _write(self, end: MembershipEnd) -> None:
-        fields: dict[str, Any] = {"exit_code": end.exit_code, "reason": end.reason}
         try:
-            update_run(self.paths.run_dir, status="node ended", **fields)
+            update_run(self.paths.run_dir, status="node ended", exit_code=end.exit_code, reason=end.reason)
             write_end(self.paths.run_dir, end)
         except OSError as error:
             self._log.error("the end of the membership cannot be written", error=str(error))

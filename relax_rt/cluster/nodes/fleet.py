@@ -66,7 +66,7 @@ LEAVE_TIMEOUT_S = 5.0
 """How long the end of a run waits for its nodes to say that nothing is left there."""
 
 
-class Fleet:
+class NodeFleet:
     """The nodes of a run: the head's own, and those that joined. Implements relax_rt.supervision.executor.Nodes.
 
     Args:
@@ -209,14 +209,11 @@ class Fleet:
             case EventLine(line=line):
                 self._lines.append(line)
             case LeaveRequested(reason=reason):
-                self._request_leave(executor, reason)
-
-    def _request_leave(self, executor: RemoteExecutor, reason: str) -> None:
-        assert self.table is not None
-        if self.table.request_leave(executor.membership, reason):
-            self.emit("node_leaving", node=executor.node, node_epoch=executor.membership.epoch, reason=reason)
-            self._agent.post(DrainRequested(executor.node))
-            self._release_if_empty(executor)
+                assert self.table is not None
+                if self.table.request_leave(executor.membership, reason):
+                    self.emit("node_leaving", node=executor.node, node_epoch=executor.membership.epoch, reason=reason)
+                    self._agent.post(DrainRequested(executor.node))
+                    self._release_if_empty(executor)
 
     def _release_if_empty(self, executor: RemoteExecutor) -> None:
         """End a node that wants to leave once nothing runs on it."""
@@ -372,7 +369,7 @@ class NodeListener:
         keys: of the run.
     """
 
-    def __init__(self, fleet: Fleet, table: NodeTable, *, config: str, system: list[str], keys: CurveKeys) -> None:
+    def __init__(self, fleet: NodeFleet, table: NodeTable, *, config: str, system: list[str], keys: CurveKeys) -> None:
         self._fleet, self._table = fleet, table
         self._config, self._system = config, system
         self._log = structlog.get_logger()

@@ -26,7 +26,7 @@ from relax_rt.cluster.nodes.api import (
     StopSlot,
     encode_event,
 )
-from relax_rt.cluster.nodes.fleet import Fleet, NodeListener
+from relax_rt.cluster.nodes.fleet import NodeFleet, NodeListener
 from relax_rt.cluster.nodes.join_key import FILE, curve_keys, make_key, read_key
 from relax_rt.config.schema import NodesTable, RunConfig, SupervisionTable
 from relax_rt.interfaces.agent import Diagnosis
@@ -55,7 +55,7 @@ class Head:
         self.events: list[tuple[str, dict[str, Any]]] = []
         table = NodesTable(listen="127.0.0.1:0", lease_s=LEASE_S)
         config = RunConfig.model_construct(supervision=SupervisionTable(nodes=table))
-        self.fleet = Fleet(config, self.paths)
+        self.fleet = NodeFleet(config, self.paths)
         self.fleet.attach(None, self, self.emit)  # type: ignore[arg-type]
         assert self.fleet.table is not None
         self.listener = NodeListener(self.fleet, self.fleet.table, config="{}", system=["registry"], keys=self.keys)
