@@ -25,6 +25,7 @@ from relax_rt.process import procfs
 from relax_rt.supervision.executor import (
     Executor,
     GangOrder,
+    InjectFault,
     Nodes,
     PendingStart,
     PendingStarts,
@@ -250,13 +251,13 @@ class Agent:
                 if executor := self._executor_or_call_off(
                     unspawned(slot, 0, "clean", "called off before it was started")
                 ):
-                    executor.stop(slot)
+                    executor.carry_out(action)
             case Kill(slot=slot, kind=kind, reason=reason):
                 if executor := self._executor_or_call_off(unspawned(slot, 0, kind, reason)):
-                    executor.kill(slot, kind, reason)
+                    executor.carry_out(action)
             case DumpStacks(slot=slot):
                 if executor := self._executor(slot):
-                    executor.dump_stacks(slot)
+                    executor.carry_out(action)
             case Emit(kind=kind, fields=fields):
                 self._events.emit(kind, **fields)
                 self._log.info(kind, **{k: v for k, v in fields.items() if k != "diagnosis"})
@@ -283,7 +284,7 @@ class Agent:
         epochs = [await self._system.issue_epoch(start.slot) for start in starts]
         ranks = [None] * len(starts) if gang is None else await self._open_rendezvous(gang)
         orders = [
-            StartOrder(slot=start.slot, epoch=epoch, node=start.node, devices=list(start.devices), gang=rank)
+            StartOrder(slot=start.slot, epoch=epoch, node=start.node, devices=start.devices, gang=rank)
             for start, epoch, rank in zip(starts, epochs, ranks, strict=True)
         ]
         return [(self._living_executor(order.node), order) for order in orders]
@@ -305,7 +306,7 @@ class Agent:
             orders = {order.slot: (executor, order) for executor, order in task.result()}
             for slot, _ in self._starts.settle(attempt):
                 executor, order = orders[slot]
-                executor.start(order)
+                executor.carry_out(order)
             return
         # on_event may decide the next start of this slot, or call off another slot of this attempt, before it returns.
         # `settle` looks up each slot at its turn, so both are seen.
@@ -384,7 +385,7 @@ class Agent:
             raise Refused(f"cannot inject {fault} into {slot}", why="the run has [supervision] chaos = false")
         if (executor := self._executor(slot)) is None or slot not in self._processes:
             raise Refused(f"cannot inject {fault} into {slot}", why="the slot has no process now")
-        executor.inject(slot, fault, seconds, amount)
+        executor.carry_out(InjectFault(slot, fault, seconds, amount))
 
     async def where(self, slot: str) -> str:
         here = self._placed.get(slot, self._local.node) == self._local.node

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal, cast, get_args
+from typing import cast, get_args
 
 import msgspec
 import structlog
@@ -36,9 +36,27 @@ from relax_rt.supervision.channel import (
     ReadyMsg,
 )
 from relax_rt.supervision.devices import DeviceGate, device_environment
-from relax_rt.supervision.executor import EmitEvent, GangOrder, GangRendezvous, OnAddress, OnEvent, StartOrder
+from relax_rt.supervision.executor import (
+    EmitEvent,
+    GangOrder,
+    GangRendezvous,
+    InjectFault,
+    OnAddress,
+    OnEvent,
+    SlotOrder,
+    StartOrder,
+)
 from relax_rt.supervision.plan import RolePlan
-from relax_rt.supervision.protocol import SlotExited, SlotFinished, SlotProgress, SlotReady, SlotSpawned
+from relax_rt.supervision.protocol import (
+    DumpStacks,
+    Kill,
+    SlotExited,
+    SlotFinished,
+    SlotProgress,
+    SlotReady,
+    SlotSpawned,
+    Stop,
+)
 from relax_rt.supervision.role_process import HOST_MODULE, Launch, RoleProcess, role_environment
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths
 from relax_rt.supervision.spawner import RoleSpawner, SpareSpec
@@ -118,29 +136,26 @@ class LocalExecutor:
         """Return whether a process of the slot lives here."""
         return slot in self._processes
 
-    def start(self, order: StartOrder) -> None:
-        self._starts[order.slot] = asyncio.create_task(self._start(order))
-
-    def stop(self, slot: str) -> None:
-        if slot in self._processes:
-            self._processes[slot].stop()
-
-    def kill(self, slot: str, kind: Literal["killed", "hang"], reason: str) -> None:
-        if slot in self._processes:
-            self._processes[slot].kill(kind, reason)
-
-    def dump_stacks(self, slot: str) -> None:
-        if slot in self._processes:
-            self._processes[slot].dump_stacks()
-
-    def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
-        what = f"cannot inject {fault} into {slot}"
-        if fault not in get_args(FaultKind):
-            raise Refused(what, why="there is no such fault", hint=f"faults: {', '.join(get_args(FaultKind))}")
-        if slot not in self._processes:
-            raise Refused(what, why="it has no process now")
-        if not self._processes[slot].inject(FaultMsg(cast(FaultKind, fault), seconds, amount)):
-            raise Refused(what, why="its control channel is full or closed")
+    def carry_out(self, order: SlotOrder) -> None:
+        slot = order.slot
+        process = self._processes.get(slot)
+        match order:
+            case StartOrder():
+                self._starts[slot] = asyncio.create_task(self._start(order))
+            case Stop() if process is not None:
+                process.stop()
+            case Kill(kind=kind, reason=reason) if process is not None:
+                process.kill(kind, reason)
+            case DumpStacks() if process is not None:
+                process.dump_stacks()
+            case InjectFault(fault=fault, seconds=seconds, amount=amount):
+                what = f"cannot inject {fault} into {slot}"
+                if fault not in get_args(FaultKind):
+                    raise Refused(what, why="there is no such fault", hint=f"faults: {', '.join(get_args(FaultKind))}")
+                if process is None:
+                    raise Refused(what, why="it has no process now")
+                if not process.inject(FaultMsg(cast(FaultKind, fault), seconds, amount)):
+                    raise Refused(what, why="its control channel is full or closed")
 
     async def rendezvous(self, slot: str, generation: int) -> GangRendezvous:
         self._close_listener(slot)
