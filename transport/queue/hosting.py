@@ -22,7 +22,7 @@ from relax_rt.transport.base.folder import (
     write_private,
 )
 from relax_rt.transport.base.journal import SEGMENT_BYTES
-from relax_rt.transport.base.watch import node_name
+from relax_rt.transport.base.liveness import node_name
 from relax_rt.transport.memory.fields import parse_fields
 from relax_rt.transport.memory.payload_server import PayloadServer
 from relax_rt.transport.queue.api import QueueApi

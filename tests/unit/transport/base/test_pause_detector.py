@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_rt.transport.base.pauses import PAUSE_S, PauseDetector
+from relax_rt.transport.base.liveness import PAUSE_S, PauseDetector
 
 
 def test_a_stop_starts_leases_again_however_late_they_are() -> None:

@@ -1,19 +1,154 @@
-"""TensorDicts to columns of a block, and what was read back to a TensorDict."""
+"""Values as columns of a block, and what was read back as a TensorDict.
+
+Tensors are copied as they are; everything else is msgpack, with extensions for what it does not know. Never pickle.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from relax_rt.transport.compat.store.client import FieldRun, RowReading
-from relax_rt.transport.compat.transfer_queue import objects
 from relax_rt.transport.compat.transfer_queue.errors import NotOffered, ParserFailed
 from relax_rt.transport.memory.values import BLOB, TEXT
+from relax_rt.transport.rpc.errors import Corrupt
+
+_TUPLE, _SET, _FROZENSET, _ITEMS, _INT, _ARRAY, _SCALAR, _TENSOR, _BYTEARRAY, _COMPLEX = range(1, 11)
+_PLAIN_TYPES = frozenset((type(None), bool, float, str, bytes))
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode_object(value: Any, what: str) -> bytes:
+    """The value as bytes.
+
+    Args:
+        what: names it in errors.
+
+    Raises:
+        TypeError: it holds something that is neither plain data, nor an array, nor a tensor.
+    """
+    try:
+        return _encode(_packable(value))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise TypeError(
+            f"{what} cannot be put: {error} (plain data, numpy arrays and torch tensors can; objects are not pickled)"
+        ) from error
+
+
+def decode_object(data: bytes | memoryview, what: str) -> Any:
+    """The value that was encoded; arrays and tensors are its own copies.
+
+    Raises:
+        Corrupt: these bytes are not one.
+    """
+    try:
+        return msgspec.msgpack.decode(data, ext_hook=_extension)
+    except (msgspec.MsgspecError, TypeError, ValueError, KeyError, OverflowError, RuntimeError) as error:
+        raise Corrupt(what, why=f"{len(data)} bytes do not decode: {error}") from error
+
+
+def _packable(value: Any) -> Any:
+    kind = type(value)
+    if kind in _PLAIN_TYPES:
+        return value
+    if kind is int:
+        return value if -(1 << 63) <= value < 1 << 64 else _ext(_INT, str(value))
+    if kind is list:
+        return [_packable(item) for item in value]
+    if kind is dict:
+        if all(type(key) is str for key in value):
+            return {key: _packable(item) for key, item in value.items()}
+        return _ext(_ITEMS, [[_packable(key), _packable(item)] for key, item in value.items()])
+    known = _PACK.get(kind)
+    if known is not None:
+        return _ext(known[0], known[1](value))
+    if isinstance(value, torch.Tensor):
+        return _ext(_TENSOR, _tensor(value))
+    if isinstance(value, np.generic):
+        return str(value) if isinstance(value, np.str_) else _ext(_SCALAR, _array(np.asarray(value)))
+    raise TypeError(f"it holds a {kind.__module__}.{kind.__qualname__}")
+
+
+def _ext(code: int, content: Any) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(code, _encode(content))
+
+
+def _items(value: Any) -> list[Any]:
+    return [_packable(item) for item in value]
+
+
+def _array(array: np.ndarray[Any, Any]) -> list[Any]:
+    if array.dtype.hasobject:
+        return ["O", list(array.shape), _items(array.ravel().tolist())]
+    if array.dtype.fields is not None:
+        raise TypeError("it holds a structured array")
+    return [array.dtype.str, list(array.shape), array.tobytes()]
+
+
+def _tensor(tensor: torch.Tensor) -> list[Any]:
+    if tensor.is_nested:
+        raise TypeError("it holds a nested tensor")
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), data]
+
+
+_PACK: dict[type, tuple[int, Callable[[Any], Any]]] = {
+    tuple: (_TUPLE, _items),
+    set: (_SET, _items),
+    frozenset: (_FROZENSET, _items),
+    bytearray: (_BYTEARRAY, bytes),
+    complex: (_COMPLEX, lambda value: [value.real, value.imag]),
+    np.ndarray: (_ARRAY, _array),
+}
+
+
+def _array_from(content: Any) -> np.ndarray[Any, Any]:
+    dtype, shape, data = content
+    if dtype == "O":
+        array = np.empty(len(data), object)
+        array[:] = data
+        return array.reshape(shape)
+    if np.dtype(dtype).hasobject:
+        raise ValueError(f"an array of {dtype}")
+    return np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
+
+
+def _tensor_from(content: Any) -> torch.Tensor:
+    name, shape, data = content
+    dtype = _DTYPES[name]
+    if not data:
+        if math.prod(shape):
+            raise ValueError(f"no bytes for a tensor of shape {shape}")
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+_UNPACK: dict[int, Callable[[Any], Any]] = {
+    _TUPLE: tuple,
+    _SET: set,
+    _FROZENSET: frozenset,
+    _ITEMS: dict,
+    _INT: int,
+    _ARRAY: _array_from,
+    _SCALAR: lambda content: _array_from(content)[()],
+    _TENSOR: _tensor_from,
+    _BYTEARRAY: bytearray,
+    _COMPLEX: lambda parts: complex(*parts),
+}
+
+
+def _extension(code: int, data: memoryview) -> Any:
+    return _UNPACK[code](msgspec.msgpack.decode(data, ext_hook=_extension))
 
 
 def row_of(fields: dict[str, Any]) -> TensorDict:
@@ -47,8 +182,8 @@ def columns_of(fields: TensorDict) -> dict[str, Any]:
         if isinstance(value, torch.Tensor):
             columns[name] = [_dense(row) for row in value.unbind()] if value.is_nested else _dense(value)
         else:
-            items = enumerate(_objects(name, value, rows))
-            columns[name] = [objects.encode(item, f"field {name!r} of sample {i}") for i, item in items]
+            items = enumerate(_object_values(name, value, rows))
+            columns[name] = [encode_object(item, f"field {name!r} of sample {i}") for i, item in items]
     for name, column in columns.items():
         if len(column) != rows:
             raise ValueError(f"field {name!r} has {len(column)} samples, the batch has {rows}")
@@ -65,7 +200,7 @@ def parsed(fields: TensorDict, parser: Callable[[Any], Any]) -> dict[str, Any]:
     given = {
         name: (list(value.unbind()) if value.is_nested else value)
         if isinstance(value, torch.Tensor)
-        else _objects(name, value, rows)
+        else _object_values(name, value, rows)
         for name, value in fields.items()
     }
     names = set(given)
@@ -82,7 +217,7 @@ def parsed(fields: TensorDict, parser: Callable[[Any], Any]) -> dict[str, Any]:
         elif all(isinstance(item, torch.Tensor) for item in column):
             columns[name] = [_dense(item) for item in column]
         else:
-            columns[name] = [objects.encode(item, f"field {name!r} of sample {i}") for i, item in enumerate(column)]
+            columns[name] = [encode_object(item, f"field {name!r} of sample {i}") for i, item in enumerate(column)]
     return columns
 
 
@@ -93,7 +228,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _objects(name: str, value: Any, rows: int) -> Sequence[Any]:
+def _object_values(name: str, value: Any, rows: int) -> Sequence[Any]:
     if isinstance(value, NonTensorStack):
         return list(value.tolist())
     if isinstance(value, NonTensorData):
@@ -138,12 +273,12 @@ def _field(name: str, pieces: list[FieldRun]) -> torch.Tensor | NonTensorStack:
 
 def _value(name: str, piece: FieldRun, row: int) -> Any:
     if piece.block.dtype(name) in TEXT:
-        return objects.decode(piece.block.value(name, row), f"field {name!r}")
+        return decode_object(piece.block.value(name, row), f"field {name!r}")
     if piece.block.dtype(name) != BLOB:
         return piece.block.tensor(name, row).clone()
     value = piece.block.value(name, row)
     if isinstance(value, bytes | memoryview):
-        return objects.decode(value, f"field {name!r}")
+        return decode_object(value, f"field {name!r}")
     return piece.block.tensor(name, row).clone()
 
 

@@ -9,9 +9,7 @@ import pytest
 from eventually import eventually
 
 from relax_rt.transport.base import calls as calls_module
-from relax_rt.transport.base import waits as waits_module
-from relax_rt.transport.base.calls import WINDOW, NumberedCalls
-from relax_rt.transport.base.waits import WaitingCalls
+from relax_rt.transport.base.calls import WINDOW, NumberedCalls, WaitingCalls
 from relax_rt.transport.queue.reasons import WaitReasons
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, Unreachable
 
@@ -80,8 +78,8 @@ async def test_a_wait_ends_by_itself_and_one_that_was_cancelled_is_not_counted_o
 
 
 async def test_waiters_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waits_module, "MAX_WAITERS", 3)
-    monkeypatch.setattr(waits_module, "POLL_S", 0.001)
+    monkeypatch.setattr(calls_module, "MAX_WAITERS", 3)
+    monkeypatch.setattr(calls_module, "POLL_S", 0.001)
     waits = WaitingCalls(Clock())
     tokens = [waits.enter("a/0", "train") for _ in range(3)]
     one_too_many = waits.enter("b/0", "train")
