@@ -10,11 +10,10 @@ from relax_rt.actors.reference import Options, Reference, Route
 from relax_rt.interfaces.members import Members
 from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.transport.rpc.channel import ConnectionLost
-from relax_rt.transport.rpc.client import Client
+from relax_rt.transport.rpc.client import DEFAULT_WINDOW, Client, DeathLimit, ItemBuffer, RemoteStream, died_of
 from relax_rt.transport.rpc.errors import ActorDied, DeadlineExceeded, Refused, ShuttingDown, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.interface import Method
-from relax_rt.transport.rpc.streams import DEFAULT_WINDOW, DeathLimit, ItemBuffer, RemoteStream, died_of
 
 T = TypeVar("T")
 

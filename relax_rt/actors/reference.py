@@ -7,9 +7,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from relax_rt.transport.rpc.client import check_options, describe
+from relax_rt.transport.rpc.client import DEFAULT_WINDOW, RemoteStream, check_options, describe
 from relax_rt.transport.rpc.interface import Method, did_you_mean, methods_of
-from relax_rt.transport.rpc.streams import DEFAULT_WINDOW, RemoteStream
 
 
 class Options(msgspec.Struct, frozen=True):

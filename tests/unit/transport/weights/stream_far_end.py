@@ -21,8 +21,7 @@ from relax_rt.transport.weights import stream
 from relax_rt.transport.weights.manifest import Layout, layout_of
 from relax_rt.transport.weights.source import StageSource
 from relax_rt.transport.weights.stage import WeightStage
-from relax_rt.transport.weights.stage_server import stage_server
-from relax_rt.transport.weights.stream import StageMirror
+from relax_rt.transport.weights.stream import StageMirror, stage_server
 
 KEYS = CurveKeys.make()
 MIB = 1 << 20
