@@ -114,8 +114,9 @@ class Far:
 
 
 def environment() -> dict[str, str]:
-    """For child processes: the keys."""
-    return {**os.environ, "WEIGHT_KEYS": f"{KEYS.public.decode()} {KEYS.secret.decode()}"}
+    """For child processes: the keys, and where the kit of tests lies."""
+    paths = os.pathsep.join([str(pathlib.Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": paths, "WEIGHT_KEYS": f"{KEYS.public.decode()} {KEYS.secret.decode()}"}
 
 
 def reader(
