@@ -117,12 +117,12 @@ import sys
 from pathlib import Path
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.weights.broadcast.source import HostReceiveBuffer
-from relax_rt.transport.weights.broadcast.receivers import Receivers, Receiver
+from relax_rt.transport.weights.broadcast.receivers import BroadcastReceiver, BroadcastReceivers
 folder, what = Path(sys.argv[1]), sys.argv[2]
 if what == "offer":
-    Receiver(folder, "rollout/1", 3, HostReceiveBuffer).register(int(sys.argv[3]))
+    BroadcastReceiver(folder, "rollout/1", 3, HostReceiveBuffer).register(int(sys.argv[3]))
 else:
-    assert Receivers(folder).reserve(7, sys.argv[4], int(sys.argv[3]), 60.0)
+    assert BroadcastReceivers(folder).reserve(7, sys.argv[4], int(sys.argv[3]), 60.0)
 """
 
 
