@@ -19,9 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from relax_rt.cluster.nodes.machine import count_gpus
 from relax_rt.roles.models.cache import cache_dir
 from relax_rt.roles.models.processor import computes_bfloat16, processor_name
+from relax_rt.supervision.devices import count_gpus
 
 Named = Literal["float32", "bfloat16"]
 

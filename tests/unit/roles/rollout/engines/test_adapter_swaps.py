@@ -125,7 +125,7 @@ async def test_engines_beside_the_trainer_copy_the_version_which_is_faster_than_
     follower = WeightFollower(cast(RoleContext, ctx), cast(Engine, engine))
     for version, again in ((1, False), (2, False), (3, True)):
         record = publish(folder, version)
-        assert await (follower.again(record) if again else follower.follow(record))
+        assert await (follower.follow_again(record) if again else follower.follow(record))
         assert bytes(engine.active) == made(folder, record)
     told = [(e["payload"], e["bytes"]) for kind, e in ctx.events if kind == "weights_swapped"]
     assert told == [("full", LAYOUT.nbytes)] * 3

@@ -27,9 +27,8 @@ from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.rollout.engines.weight_sources import FallbackSource, source_for
 from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.publication import files as weight_files
-from relax_rt.roles.training.publication.device import DeviceWeights
-from relax_rt.roles.training.publication.files import WeightFiles
+from relax_rt.roles.training.publication import carriers as weight_files
+from relax_rt.roles.training.publication.carriers import DeviceWeights, WeightFiles
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.process_stat import start_time
 from relax_rt.transport.base.versions import VersionRecord

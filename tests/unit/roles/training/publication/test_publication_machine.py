@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_rt.interfaces.registry import Member
-from relax_rt.roles.rollout.engines.version_machine import (
+from relax_rt.roles.rollout.engines.weight_follower import (
     RETRY_S,
     AcknowledgeVersion,
     Action,
