@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from relax_rt.roles.data.media.pictures import ImageSpan, identity
+from relax_rt.roles.data.media.images import ImageSpan, identity
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused
@@ -55,7 +55,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
         chunk_tokens: report a member every so many tokens; 0: only its end.
         routing: wants the routing rows (see `routing`), which only an engine that was started for them has.
         rows_from: position of the prompt from which on: those before have theirs already.
-        media: the pictures in the prompt, in order.
+        media: the images in the prompt, in order.
     """
 
     id: int
@@ -75,7 +75,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.partials[member] if self.partials else None
 
     def identity(self) -> tuple[int, ...]:
-        """The prompt as it is told from others: equal only where pictures are, too."""
+        """Return the prompt for comparison: equal only if the images are."""
         return identity(self.prompt, self.media)
 
 
@@ -151,7 +151,7 @@ class Engine(Protocol):
 
     Attributes:
         routing: what the routing rows that it tells look like; None: it tells none.
-        sight: looks at the pictures in prompts; None: it refuses them.
+        image_processor: processes the images in prompts; None: they are refused.
     """
 
     name: str
@@ -353,7 +353,7 @@ def check_request(
     Args:
         context: positions that the model has.
         routing: of the engine.
-        sight: of a model that sees. Pictures that it has not looked at lately are decoded and processed now.
+        image_processor: of a model that takes images. Images that it has not cached are decoded and processed now.
 
     Raises:
         Refused: with the first thing that is wrong.
@@ -396,7 +396,7 @@ def check_request(
         _check_partial(f"{what}, member {member}", partial, request, routing)
     if request.media and image_processor is None:
         hint = 'use a model that sees, and roles.rollout.engine = "embedded"'
-        raise Refused(f"{what}: {len(request.media)} pictures", why="this engine reads tokens alone", hint=hint)
+        raise Refused(f"{what}: {len(request.media)} images", why="this engine reads tokens alone", hint=hint)
     if request.media and image_processor is not None:
         image_processor.check(request.prompt, request.media)
 

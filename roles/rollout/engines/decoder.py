@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from relax_rt.roles.data.media.image_processor import has_vision
-from relax_rt.roles.data.media.pictures import BatchImage
+from relax_rt.roles.data.media.images import BatchImage
 from relax_rt.roles.data.media.vision_tower import VisionTower, load_vision_model
 from relax_rt.roles.models.forward import cache_keyword, check_plain
 from relax_rt.roles.rollout.engines import attention
@@ -48,7 +48,7 @@ class Decoder:
     """A model, its cache and the sequences in it. Rows of the cache are those of `active`, in the same order.
 
     Confined to one thread, but for `weights.standby` between swaps. `turn` is one step: admit, then decode. Prompts are
-    told apart by their `identity`: two whose tokens are alike may show other pictures.
+    told apart by their `identity`: two with equal tokens may have other images.
 
     Args:
         routing: tell routing rows.
@@ -273,12 +273,12 @@ class Decoder:
         ]
 
     def _glances(self, fills: list[Fill]) -> list[BatchImage]:
-        """The pictures, or parts of them, among the tokens of a pass."""
+        """The images, or parts of them, among the tokens of a pass."""
         return [
-            BatchImage(at, shown, one.start, one.start + len(one.tokens), -one.start)
+            BatchImage(at, span, one.start, one.start + len(one.tokens), -one.start)
             for at, one in enumerate(fills)
-            for shown in self.active[one.row].request.media
-            if shown.end > one.start and shown.start < one.start + len(one.tokens)
+            for span in self.active[one.row].request.media
+            if span.end > one.start and span.start < one.start + len(one.tokens)
         ]
 
     def _recompute(self) -> int:

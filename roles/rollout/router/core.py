@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from relax_rt.roles.data.media.pictures import ImageSpan
+from relax_rt.roles.data.media.images import ImageSpan
 from relax_rt.roles.rollout.engines.base import extend_spans, odd_sampling
 from relax_rt.roles.rollout.router.fleet import EngineEntry, Fleet, HealthLimits
 from relax_rt.roles.rollout.router.interface import EngineReport, SequenceRequest, SequenceUpdate
@@ -81,7 +81,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         chunk_tokens: tokens of an update, about.
         routing: return routing rows; only engines started for them have any.
         rows_from: position of the prompt from which on rows are wanted: the caller has those before.
-        media: the pictures in the prompt; only engines whose model takes images accept them.
+        media: the images in the prompt; only engines whose model takes images accept them.
     """
 
     prompt: tuple[int, ...]

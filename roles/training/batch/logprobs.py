@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.data.media.vision_tower import VisionTower
-from relax_rt.roles.models.device import CPU, autocasting
-from relax_rt.roles.models.numerics import denormals_flushed
+from relax_rt.roles.models.device import CPU, autocasting, denormals_flushed
 from relax_rt.roles.training.batch.budget import TokenBudget
 from relax_rt.roles.training.batch.collate import MicroBatch, collate
 from relax_rt.roles.training.batch.rows import Costs, plan_micro_batches, shared_rows
@@ -22,7 +21,7 @@ def hidden_states(model: Any, batch: MicroBatch, vision_tower: VisionTower | Non
     """Hidden states of the last layer at the positions that predict the batch's trained tokens; [m, hidden].
 
     Args:
-        model: without its output layer. eyes: of a model that sees.
+        model: without its output layer. vision_tower: of a model that takes images.
     """
     if vision_tower is None:
         layers, given = model, {"input_ids": batch.ids}
