@@ -149,7 +149,7 @@ async def test_images_of_an_episode_are_bounded(chat: ChatTemplate) -> None:
         await ingest_images(three, book.image_processor, book.add_image)
     many = [{"role": "user", "content": [part(encoded_image(0))] * (MAX_IMAGES + 1)}]
     with pytest.raises(Refused, match=f"at most {MAX_IMAGES} are taken"):
-        await ingest_images(many, ledger(chat).image_processor, ledger(chat).show)
+        await ingest_images(many, ledger(chat).image_processor, ledger(chat).add_image)
 
 
 async def test_a_budget_counts_the_tokens_of_images(chat: ChatTemplate) -> None:

@@ -53,7 +53,7 @@ def test_what_is_kept_of_images_is_bounded(image_processor: ImageProcessor, monk
     for number in range(101, 110):
         image_processor.process(encoded_image(number))
     assert (
-        sum(one.nbytes for one in image_processor._kept.values()) == image_processor._bytes <= 3 * first.nbytes + 1000
+        sum(one.nbytes for one in image_processor._cache.values()) == image_processor._bytes <= 3 * first.nbytes + 1000
     )
     again = image_processor.process(encoded_image(100))
     assert again is not first and (again.inputs["pixel_values"] == first.inputs["pixel_values"]).all()
