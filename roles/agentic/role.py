@@ -36,7 +36,6 @@ from relax_rt.roles.agentic.workers import EnvironmentPool, open_pool
 from relax_rt.roles.base.episodes import KIND
 from relax_rt.roles.base.locations import model_folder
 from relax_rt.roles.base.progress import without_retired
-from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.base.versions import committed_versions
 from relax_rt.roles.data.order import sample_seed
 from relax_rt.roles.data.settings import DataTable
@@ -45,7 +44,7 @@ from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.dry_run import task_of
 from relax_rt.roles.rollout.engines.routing import RoutingShape, sparse_layers
 from relax_rt.roles.rollout.engines.settings import RolloutSettings, SamplingTable
-from relax_rt.roles.rollout.router import Router
+from relax_rt.roles.rollout.router.role import RouterRole
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.transport.base.versions import VersionRecord
@@ -150,7 +149,7 @@ def split_games(members: Sequence[int], seats: int) -> list[list[int]]:
     return [list(found) for _, found in itertools.groupby(members, key=lambda member: member // seats)]
 
 
-class EnvRole(RLRole[EnvSettings]):
+class EnvRole(RouterRole[EnvSettings]):
     """One member of a group is one episode, and one sample. When the role dies, its tickets lapse and other slots play
     the episodes again; samples that were put stay.
 
@@ -188,7 +187,6 @@ class EnvRole(RLRole[EnvSettings]):
         self.factory: Factory
         self.tasks: Tasks
         self.pool: EnvironmentPool | None = None
-        self.router: Router
         self.player: Player
         self.evaluation: EpisodeEvaluation | None = None
         self.routing: RoutingShape | None = None
@@ -238,7 +236,8 @@ class EnvRole(RLRole[EnvSettings]):
     async def run(self) -> None:
         self._failure = asyncio.get_running_loop().create_future()
         programs = open_programs(self.ctx, self.factory.program, self._advance, self._fail_role)
-        async with Router(self.ctx) as self.router, programs as playing:
+        await self.open_router()
+        async with programs as playing:
             most = max(MIN_ABANDONED, self.settings.episodes_in_flight // 4)
             self.player = Player(
                 factory=self.factory,

@@ -22,7 +22,8 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from relax_rt.process.worker import WorkerLink, end_with_parent
+from relax_rt.process import procfs
+from relax_rt.process.worker import WorkerLink
 from relax_rt.roles.agentic.interface import (
     EpisodeOver,
     Message,
@@ -137,7 +138,8 @@ MAX_ERROR_CHARS = 2000
 def main() -> None:
     """Load the environment, report that, and serve the slot that holds the other end of the socket."""
     # Neither threads of user code nor a call that hangs keep this process alive.
-    end_with_parent()
+    if not procfs.die_with_parent(os.getppid()):
+        return
     link = WorkerLink(int(sys.argv[1]), MAX_BYTES)
     if (body := link.receive()) is None:
         return

@@ -22,8 +22,9 @@ from relax_rt.roles.gateway.request_body import CHARACTERS_A_TOKEN, LONG_BYTES, 
 from relax_rt.roles.gateway.request_parts import image_refused
 from relax_rt.roles.gateway.sessions import Session, StreamedAnswer, adopt_partial_answer
 from relax_rt.roles.rollout.engines.routing import PART_TOKENS
+from relax_rt.roles.rollout.router.admission import AdmissionQueue, AdmissionRejected
 from relax_rt.roles.rollout.router.core import Deliver, GenerationRequest, Outcome
-from relax_rt.roles.rollout.router.router import AdmissionQueue, AdmissionRejected, NotGenerated
+from relax_rt.roles.rollout.router.router import NotGenerated
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 

@@ -38,8 +38,7 @@ from relax_rt.roles.rewards.dry_run import dry_run, task_of
 from relax_rt.roles.rollout.engines.settings import EngineSettings
 from relax_rt.roles.rollout.engines.sglang.options import check_sglang
 from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.reference.checks import check_reference
-from relax_rt.roles.training.torch.checks import check_adapters, check_packing
+from relax_rt.roles.training.checks import check_adapters, check_packing, check_reference
 from relax_rt.transport.rpc.errors import RelaxError
 
 SETTING = re.compile(r"(model|data|reward)(\.[a-z_]+|\[\d+\])+")

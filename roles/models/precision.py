@@ -19,9 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from relax_rt.cluster.nodes.machine import count_gpus
 from relax_rt.process.procfs import CPU_MODEL, CPUINFO, cpuinfo_field
 from relax_rt.roles.models.cache import cache_dir
+from relax_rt.supervision.devices import count_gpus
 
 BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 """Flags of x86 and Arm for products of bfloat16 matrices."""

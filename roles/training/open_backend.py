@@ -18,11 +18,11 @@ from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend.gang import Follower, Leader
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.batch.budget import TokenBudget
+from relax_rt.roles.training.checks import CANNOT_PACK, PACKS
 from relax_rt.roles.training.megatron.backend import MegatronBackend
 from relax_rt.roles.training.megatron.model import LayerChoice, choose_layers, sizes_of
 from relax_rt.roles.training.megatron.ranks import MegatronRanks
 from relax_rt.roles.training.torch.backend import TorchBackend
-from relax_rt.roles.training.torch.checks import CANNOT_PACK, PACKS
 from relax_rt.roles.training.torch.sharding import TorchRanks
 from relax_rt.transport.rpc.errors import Refused
 

@@ -22,9 +22,8 @@ from relax_rt.roles.rollout.engines.communicator import communicator_of
 from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable
 from relax_rt.roles.rollout.engines.time_slicing import TimeSlicingApi, TrainerTimeSlicing
 from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable, ColdStartTable
-from relax_rt.roles.training.backend.settings import TrainerSettings
+from relax_rt.roles.training.backend.settings import CheckpointTable, TrainerSettings
 from relax_rt.roles.training.checkpoints.digests import identity_of
-from relax_rt.roles.training.checkpoints.settings import CheckpointTable
 from relax_rt.roles.training.checkpoints.store import CheckpointStore
 from relax_rt.roles.training.critic.client import CriticClient
 from relax_rt.roles.training.publication.settings import PublicationTable
@@ -42,11 +41,10 @@ if TYPE_CHECKING:
     from relax_rt.roles.training.checkpoints.store import CheckpointState
     from relax_rt.roles.training.collector import Collector
     from relax_rt.roles.training.dynamic_sampling import GroupFilter
-    from relax_rt.roles.training.empty_steps import EmptySteps
     from relax_rt.roles.training.prompt_sampling import PromptCurriculum
-    from relax_rt.roles.training.publication.files import WeightFiles
+    from relax_rt.roles.training.publication.carriers import WeightFiles
     from relax_rt.roles.training.publication.publisher import Publisher
-    from relax_rt.roles.training.step import StepBatch
+    from relax_rt.roles.training.step import EmptySteps, StepBatch
 
 FETCH_S = 10.0
 """Wait for payload of another node before the leases are released: its owner may be dead."""
@@ -75,7 +73,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         "transformers",
         "relax_rt.roles.training.torch.backend",
         "relax_rt.roles.training.checkpointing",
-        "relax_rt.roles.training.empty_steps",
+        "relax_rt.roles.training.step",
         *MODEL_CODE,
     )
     Settings: ClassVar[type[RoleSettings]] = TrainerSettings
@@ -164,8 +162,7 @@ class TrainerRole(RLRole[TrainerSettings]):
 
     def _train(self, batch: StepBatch) -> StepResult:
         """Compute the gradients that are not there yet, and take the step's update or updates. Blocks."""
-        from relax_rt.roles.training.mismatch import idle_token_metrics
-        from relax_rt.roles.training.step import take_updates
+        from relax_rt.roles.training.step import idle_token_metrics, take_updates
 
         def before_update() -> None:
             batch.stage_wait_s += self.publisher.wait_copied()
@@ -389,7 +386,7 @@ class TrainerRole(RLRole[TrainerSettings]):
 
     async def _open_checkpoints(self) -> None:
         from relax_rt.roles.training.checkpointing import Checkpointer
-        from relax_rt.roles.training.empty_steps import EmptySteps
+        from relax_rt.roles.training.step import EmptySteps
 
         table = self.table(CheckpointTable)
         model = await asyncio.to_thread(identity_of, model_folder(self.ctx))
@@ -413,7 +410,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         Returns:
             False: the role was asked to stop before there were any weights to publish.
         """
-        from relax_rt.roles.training.publication.files import WeightFiles
+        from relax_rt.roles.training.publication.carriers import WeightFiles
 
         known = await self.ctx.registry.versions()
         files = await asyncio.to_thread(WeightFiles.of, self.ctx)

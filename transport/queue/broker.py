@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from relax_rt.transport.base.calls import WaitingCalls
 from relax_rt.transport.base.journal import SEGMENT_BYTES, Journal
-from relax_rt.transport.base.pauses import PauseDetector
+from relax_rt.transport.base.liveness import PauseDetector, ProcessWatch
 from relax_rt.transport.base.process_stat import start_time
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.base.waits import WaitingCalls
-from relax_rt.transport.base.watch import ProcessWatch
 from relax_rt.transport.memory.refs import Extent, owner_key
 from relax_rt.transport.memory.spill import SpillFiles, dead_slabs
 from relax_rt.transport.queue.ledger import admission, failures

@@ -18,7 +18,7 @@ from relax_rt.roles.models.resolve import refused_for_good
 from relax_rt.roles.models.settings import ModelTable
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.training.algorithms.settings import ColdStartTable
-from relax_rt.roles.training.reference.settings import ReferenceSettings
+from relax_rt.roles.training.backend.settings import ReferenceSettings
 from relax_rt.transport.queue.ledger.messages import Failure
 from relax_rt.transport.rpc.errors import RelaxError
 

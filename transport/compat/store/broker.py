@@ -10,11 +10,10 @@ from typing import TypeVar
 
 import msgspec
 
+from relax_rt.transport.base.calls import WaitingCalls
 from relax_rt.transport.base.journal import Journal
+from relax_rt.transport.base.liveness import ProcessWatch, node_name
 from relax_rt.transport.base.process_stat import start_time
-from relax_rt.transport.base.waits import WaitingCalls
-from relax_rt.transport.base.watch import ProcessWatch, node_name
-from relax_rt.transport.compat.store import state as ev
 from relax_rt.transport.compat.store.api import (
     MAX_ROWS,
     FetchedRows,
@@ -26,7 +25,26 @@ from relax_rt.transport.compat.store.api import (
     StoreMembership,
     Tags,
 )
-from relax_rt.transport.compat.store.ledger import ROOM, ROWS, Reply, StoreLedger
+from relax_rt.transport.compat.store.ledger import (
+    ROOM,
+    ROWS,
+    BlocksSpilled,
+    CallerGone,
+    CallerJoined,
+    ClearRows,
+    ConfigureStore,
+    GetRows,
+    PutRows,
+    Reply,
+    ResetTask,
+    SampleRows,
+    StoreCall,
+    StoreEntry,
+    StoreLedger,
+    StoreLimits,
+    StoreOpened,
+    UnpinRows,
+)
 from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.memory.spill import SpillFiles, dead_slabs
 from relax_rt.transport.rpc import rpc
@@ -65,7 +83,7 @@ class StoreBroker:
         spill_dir: Path,
         *,
         memory: str,
-        limits: ev.StoreLimits,
+        limits: StoreLimits,
         identify: Callable[[], Incarnation] = _rpc_caller,
     ) -> None:
         self._shm_dir, self._spill_dir = shm_dir, spill_dir
@@ -96,7 +114,7 @@ class StoreBroker:
             self._ledger = StoreLedger(recovered.snapshot)
         except msgspec.DecodeError as error:
             raise Corrupt(f"journal snapshot {recovered.n}", why=str(error), hint=_OTHER_VERSION) from error
-        decode = msgspec.msgpack.Decoder(ev.StoreEntry).decode
+        decode = msgspec.msgpack.Decoder(StoreEntry).decode
         for n, payload in recovered.records:
             try:
                 same = self._ledger.apply(decode(payload)).changed and self._ledger.state.n == n
@@ -104,7 +122,7 @@ class StoreBroker:
                 raise Corrupt(f"journal record {n}", why=str(error), hint=_OTHER_VERSION) from error
             if not same:
                 raise Corrupt(f"journal record {n}", why="its replay changes nothing", hint=_OTHER_VERSION)
-        self._apply(ev.StoreOpened(self._memory, self._limits))
+        self._apply(StoreOpened(self._memory, self._limits))
         # A broker that spills has journaled something before, so no two brokers of a folder use the same number.
         self._disk = SpillFiles(self._shm_dir, self._spill_dir, self._ledger.state.n)
         for known in list(self._ledger.state.callers.values()):
@@ -156,13 +174,13 @@ class StoreBroker:
 
     def _apply(
         self,
-        event: ev.StoreOpened | ev.CallerJoined | ev.CallerGone | ev.BlocksSpilled | ev.StoreCall,
+        event: StoreOpened | CallerJoined | CallerGone | BlocksSpilled | StoreCall,
         seq: int | None = None,
     ) -> Reply:
         """Apply an event, journal it, wake waiting calls; then the reply may be sent. seq: of a call; who asks is."""
         self._check_alive()
         who = self._identify() if seq is not None else None
-        entry = ev.StoreEntry(self._ledger.state.n + 1, event, who, seq or 0)
+        entry = StoreEntry(self._ledger.state.n + 1, event, who, seq or 0)
         sound = False
         try:
             outcome = self._ledger.apply(entry)
@@ -184,12 +202,12 @@ class StoreBroker:
             self._full.set()
         return outcome.reply
 
-    def _call(self, event: ev.StoreCall, seq: int, kind: type[T]) -> T:
+    def _call(self, event: StoreCall, seq: int, kind: type[T]) -> T:
         reply = self._apply(event, seq)
         assert isinstance(reply, kind)
         return reply
 
-    async def _wait_for(self, event: ev.StoreCall, topic: str, seq: int, wait_s: float, kind: type[W]) -> W:
+    async def _wait_for(self, event: StoreCall, topic: str, seq: int, wait_s: float, kind: type[W]) -> W:
         """Apply an event until its reply waits on nothing or wait_s is over; then reply with the reason."""
         who = self._identify()
         key = (who, seq)
@@ -218,13 +236,12 @@ class StoreBroker:
     def _process_ended(self, who: Incarnation, _reason: str) -> None:
         """A watched process is dead. May come after the broker's own failure, when nothing can be journaled."""
         if self._failed is not None and not self._failed.done():
-            self._apply(ev.CallerGone(who))
+            self._apply(CallerGone(who))
             self._sweep_wanted = True
 
-    # --- StoreApi
+    # --- StoreApi says what each of these does
 
     async def join(self, name: str, node: str, pid: int) -> StoreMembership:
-        """Admit a process of this node, watch it, and issue its epoch."""
         if node != node_name():
             raise Refused(
                 f"joining the store as '{name}'",
@@ -235,16 +252,14 @@ class StoreBroker:
         if not started:
             raise Refused(f"joining as '{name}'", why=f"there is no process {pid} on this node")
         who = Incarnation(name, self._ledger.state.next_epoch)
-        self._apply(ev.CallerJoined(who, pid, started))
+        self._apply(CallerJoined(who, pid, started))
         self._watch.add(who, pid, started)
         return StoreMembership(who, str(self._shm_dir), str(self._spill_dir))
 
     async def configure(self, seq: int, config: StoreConfig) -> StoreConfig:
-        """Set the configuration if there is none."""
-        return self._call(ev.ConfigureStore(config), seq, StoreConfig)
+        return self._call(ConfigureStore(config), seq, StoreConfig)
 
     async def config(self) -> StoreConfig | None:
-        """The configuration in force."""
         return self._ledger.state.config
 
     async def put(
@@ -258,35 +273,26 @@ class StoreBroker:
         replace_tags: bool,
         wait_s: float,
     ) -> StoredRows:
-        """Put a block's columns and tags on rows; waits for room."""
         if max(new, len(rows.keys), len(rows.indexes)) > MAX_ROWS:
             raise Refused(f"put of over {MAX_ROWS} rows", why="that is the limit of one call", hint="put fewer at once")
-        return await self._wait_for(
-            ev.PutRows(rows, new, block, blobs, tags, replace_tags), ROOM, seq, wait_s, StoredRows
-        )
+        return await self._wait_for(PutRows(rows, new, block, blobs, tags, replace_tags), ROOM, seq, wait_s, StoredRows)
 
     async def find(self, rows: RowNames) -> FoundRows:
-        """The rows that are there."""
         return self._ledger.rows.find(rows)
 
     async def get(self, seq: int, rows: RowNames, fields: list[str] | None) -> FetchedRows:
-        """Pin fields of rows for the caller."""
-        return self._call(ev.GetRows(rows, fields), seq, FetchedRows)
+        return self._call(GetRows(rows, fields), seq, FetchedRows)
 
     async def unpin(self, seq: int, pins: list[int]) -> list[Extent]:
-        """Release pins of the caller."""
-        return list(self._call(ev.UnpinRows(pins), seq, list))
+        return list(self._call(UnpinRows(pins), seq, list))
 
     async def clear(self, seq: int, rows: RowNames) -> list[Extent]:
-        """Remove rows, or a partition."""
-        return list(self._call(ev.ClearRows(rows), seq, list))
+        return list(self._call(ClearRows(rows), seq, list))
 
     async def list_keys(self, partition: str | None) -> dict[str, dict[str, Tags]]:
-        """Keys and tags by partition."""
         return self._ledger.rows.list_keys(partition)
 
     async def partitions(self) -> list[str]:
-        """Names of the partitions."""
         return list(self._ledger.state.partitions)
 
     async def sample(
@@ -300,21 +306,17 @@ class StoreBroker:
         batch_index: int | None,
         wait_s: float,
     ) -> FoundRows:
-        """Rows for a task, chosen by the sampler; waits for them."""
-        event = ev.SampleRows(partition, task, fields, batch, rank, batch_index)
+        event = SampleRows(partition, task, fields, batch, rank, batch_index)
         return await self._wait_for(event, ROWS, seq, wait_s, FoundRows)
 
     async def consumed(self, partition: str, task: str) -> RowStatus:
-        """Which rows a task has consumed."""
         return self._ledger.rows.consumed(partition, task)
 
     async def produced(self, partition: str, fields: list[str]) -> RowStatus:
-        """Which fields each row has."""
         return self._ledger.rows.produced(partition, fields)
 
     async def reset(self, seq: int, partition: str, task: str | None) -> bool:
-        """Let a task consume a partition anew."""
-        return self._call(ev.ResetTask(partition, task), seq, bool)
+        return self._call(ResetTask(partition, task), seq, bool)
 
     def waiting(self) -> dict[str, str]:
         """What each caller waits for now."""
@@ -354,7 +356,7 @@ class StoreBroker:
                     # Puts wait meanwhile; they say that memory is full.
                     await asyncio.sleep(_SPILL_RETRY_S)
                     continue
-                self._apply(ev.BlocksSpilled(copied))
+                self._apply(BlocksSpilled(copied))
                 self._disk.written()
                 self._sweep_wanted = True
                 unreadable = {id_ for id_ in unreadable if id_ in self._ledger.state.blocks.blocks} | failed.keys()

@@ -16,20 +16,23 @@ from test_packing_rows import falcon  # noqa: E402
 from trainer_parts import config_of  # noqa: E402
 
 from relax_rt.config.problems import BadInput  # noqa: E402
+from relax_rt.interfaces.agent import Diagnosis  # noqa: E402
 from relax_rt.roles.training import open_backend as megatron_start  # noqa: E402
 from relax_rt.roles.training.algorithms.objective import Objective  # noqa: E402
-from relax_rt.roles.training.backend.settings import TrainerSettings  # noqa: E402
+from relax_rt.roles.training.backend.settings import (  # noqa: E402
+    CriticSettings,
+    ReferenceSettings,
+    TrainerSettings,
+)
 from relax_rt.roles.training.batch.attention import (  # noqa: E402
     architecture_packs,
     supports_segments,
 )
+from relax_rt.roles.training.checks import CANNOT_PACK, check_packing  # noqa: E402
 from relax_rt.roles.training.critic.role import CriticRole  # noqa: E402
-from relax_rt.roles.training.critic.settings import CriticSettings  # noqa: E402
 from relax_rt.roles.training.open_backend import open_torch  # noqa: E402
 from relax_rt.roles.training.reference.role import ReferenceRole  # noqa: E402
-from relax_rt.roles.training.reference.settings import ReferenceSettings  # noqa: E402
-from relax_rt.roles.training.torch.checks import CANNOT_PACK, check_packing  # noqa: E402
-from relax_rt.supervision.diagnosis import Diagnosis, classify_exception  # noqa: E402
+from relax_rt.supervision.diagnosis import classify_exception  # noqa: E402
 from relax_rt.transport.rpc.errors import Refused  # noqa: E402
 
 

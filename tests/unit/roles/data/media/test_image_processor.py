@@ -19,9 +19,7 @@ from relax_rt.roles.config.model_checks import check_images
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.media.image_processor import ImageProcessor, has_vision, load_image_processor
 from relax_rt.roles.data.media.images import ImageSpan
-from relax_rt.roles.training.backend.settings import LoraTable
-from relax_rt.roles.training.critic.settings import CriticSettings
-from relax_rt.roles.training.reference.settings import ReferenceSettings
+from relax_rt.roles.training.backend.settings import CriticSettings, LoraTable, ReferenceSettings
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 

@@ -129,13 +129,13 @@ async def test_prompts_are_shared_as_far_as_tokens_and_images_are_alike(
     driver: Driver, image_processor: ImageProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled: list[int] = []
-    whole = Decoder._pass
+    whole = Decoder._fill_pass
 
     def counted(decoder: Decoder, fills: list[Fill]) -> object:
         filled.extend(len(one.tokens) for one in fills)
         return whole(decoder, fills)
 
-    monkeypatch.setattr(Decoder, "_pass", counted)
+    monkeypatch.setattr(Decoder, "_fill_pass", counted)
 
     async def computed(*parts: int | bytes) -> int:
         """Positions computed for a group with this prompt; its log-probabilities are right."""
@@ -305,7 +305,7 @@ async def test_an_engine_of_a_text_refuses_images_by_name(tmp_path: Path, image_
     engine = EmbeddedEngine(build_model(tmp_path), dtype="float32", max_sequences=2, threads=1)
     driver = await Driver(engine, tmp_path, Traits()).start()
     try:
-        with pytest.raises(Refused, match="1 images: this engine reads tokens alone"):
+        with pytest.raises(Refused, match="1 images: this engine takes tokens only"):
             driver.engine.submit([asked(driver, image_processor, 7, encoded_image(1), 8)])
     finally:
         await engine.close(10.0)
