@@ -25,8 +25,8 @@ from relax_rt.cluster.nodes.api import NodeMembership, Orders
 from relax_rt.cluster.nodes.session import HeadSession
 from relax_rt.cluster.nodes.table import NodeTable
 from relax_rt.cluster.registry.core import RegistryCore
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.interfaces.registry import Member
-from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.protocol import SlotExited
 from relax_rt.supervision.supervisor import Supervisor
 from relax_rt.supervision.tree import RestartWindow, RoleNode, Slot
