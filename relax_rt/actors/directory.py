@@ -14,11 +14,19 @@ import msgspec
 from relax_rt.interfaces.members import Members
 from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.transport.rpc.channel import ConnectionLost
-from relax_rt.transport.rpc.client import Client, check_options, describe
+from relax_rt.transport.rpc.client import (
+    DEFAULT_WINDOW,
+    Client,
+    DeathLimit,
+    ItemBuffer,
+    RemoteStream,
+    check_options,
+    describe,
+    died_of,
+)
 from relax_rt.transport.rpc.errors import ActorDied, DeadlineExceeded, Refused, ShuttingDown, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.interface import Method, did_you_mean, methods_of
-from relax_rt.transport.rpc.streams import DEFAULT_WINDOW, DeathLimit, ItemBuffer, RemoteStream, died_of
 
 T = TypeVar("T")
 

@@ -30,8 +30,8 @@ from relax_rt.config.version import VERSION
 from relax_rt.process import procfs
 from relax_rt.supervision.devices import count_gpus
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, clean_stale_runs, members_of_run, update_run
-from relax_rt.transport.rpc.address import parse_address
 from relax_rt.transport.rpc.backoff import Backoff, BackoffPolicy
+from relax_rt.transport.rpc.channel import parse_address
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Client, make_hello

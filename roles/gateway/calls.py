@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 
-from relax_rt.roles.data.media.pictures import IMAGES, is_picture
-from relax_rt.roles.data.media.pictures import MAX_BYTES as MAX_MEDIA_BYTES
+from relax_rt.roles.data.media.images import IMAGES, is_image
+from relax_rt.roles.data.media.images import MAX_BYTES as MAX_MEDIA_BYTES
 
 Family = Literal["openai", "anthropic"]
 
@@ -457,12 +457,12 @@ def parse_user_content(given: Any, at: str) -> str | list[Message] | None:
     Raises:
         CallError: it is none of these, or too large.
     """
-    if not isinstance(given, list) or not any(map(is_picture, given)):
+    if not isinstance(given, list) or not any(map(is_image, given)):
         return parse_content(given, at)
     found: list[Message] = []
     for i, part in enumerate(given):
         here = f"{at}[{i}]"
-        if is_picture(part):
+        if is_image(part):
             _check_bytes(part, here)
             found.append({**part, PLACE: here})
         else:

@@ -16,9 +16,9 @@ from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import MIB, RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.process.limits import raise_open_files
-from relax_rt.roles.agentic.tokens.chat_format import ChatFormat, load_chat_template
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger
-from relax_rt.roles.agentic.tokens.template import ChatTemplate
+from relax_rt.roles.agentic.tokens.parsers import ChatFormat
+from relax_rt.roles.agentic.tokens.template import ChatTemplate, load_chat_template
 from relax_rt.roles.gateway.access import FILE, Keys, run_token
 from relax_rt.roles.gateway.api import Access, ClosedSession, GatewayApi, Name, Nonce, SessionLimits
 from relax_rt.roles.gateway.service import AnswerPolicy, Service

@@ -12,8 +12,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from relax_rt.roles.agentic.tokens.images import new_images, process_images, replace_images
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger, budget_exhausted
-from relax_rt.roles.agentic.tokens.pictures import new_pictures, process_pictures, with_digests
 from relax_rt.roles.agentic.tokens.types import PromptPlan, Reply, Sampled
 from relax_rt.roles.data.media.image_processor import ImageProcessor, ProcessedImage
 from relax_rt.roles.gateway.calls import (
@@ -266,7 +266,7 @@ class Service:
             known = ", ".join(repr(name) for name in policy.models)
             message = f"there is no model {call.model!r} here, only {known}"
             raise CallError(404, message, param="model", code="model_not_found")
-        if self._image_processor is None and (parts := new_pictures(call.messages)):
+        if self._image_processor is None and (parts := new_images(call.messages)):
             raise image_refused(parts[0])
         ignored = [one.name for one in call.unsupported]
         if ignored and policy.unsupported == "refuse":
@@ -297,16 +297,16 @@ class Service:
         if call.prompts:
             return await self._prepare_prompts(call, session, number), messages
         images: list[ProcessedImage] = []
-        if self._image_processor is not None and (parts := new_pictures(call.messages)):
+        if self._image_processor is not None and (parts := new_images(call.messages)):
             try:
-                images = await process_pictures(parts, self._image_processor)
+                images = await process_images(parts, self._image_processor)
             except Refused as error:
                 raise bad_request(str(error), "messages", "picture_refused") from error
         async with session.ledger() as ledger:
             session.check_open()
             if images:
                 try:
-                    shown = with_digests(call.messages, images, ledger.show)
+                    shown = replace_images(call.messages, images, ledger.add_image)
                 except Refused as error:
                     raise bad_request(str(error), "messages", "picture_refused") from error
                 call = msgspec.structs.replace(call, messages=tuple(shown))

@@ -11,7 +11,7 @@ from relax_rt.hosting.gang import Gang
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import model_folder
 from relax_rt.roles.models.device import open_device
-from relax_rt.roles.models.opening import refused_for_good
+from relax_rt.roles.models.resolve import refused_for_good
 from relax_rt.roles.rollout.engines.settings import EngineSettings, SamplingTable
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable

@@ -29,7 +29,7 @@ from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.broker import Broker
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc import rpc
-from relax_rt.transport.rpc.address import AddressError, parse_address
+from relax_rt.transport.rpc.channel import AddressError, parse_address
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused, RelaxError, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.interface import methods_of

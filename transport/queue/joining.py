@@ -21,7 +21,7 @@ from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.hosting import read_keys
 from relax_rt.transport.queue.ledger.messages import Membership
 from relax_rt.transport.rpc import rpc
-from relax_rt.transport.rpc.address import parse_address
+from relax_rt.transport.rpc.channel import parse_address
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 

@@ -54,7 +54,7 @@ from relax_rt.supervision.placement import Node
 from relax_rt.supervision.plan import RolePlan
 from relax_rt.supervision.protocol import DrainRequested, NodeJoined, NodeLost, SlotExited, SlotSpawned
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, read_run
-from relax_rt.transport.rpc.address import AddressError, parse_address
+from relax_rt.transport.rpc.channel import AddressError, parse_address
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import CurveKeys, Server, make_hello

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from relax_rt.roles.data.media.pictures import ImageSpan, identity
+from relax_rt.roles.data.media.images import ImageSpan, identity
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from relax_rt.roles.data.media.image_processor import has_vision
-from relax_rt.roles.data.media.pictures import BatchImage
+from relax_rt.roles.data.media.images import BatchImage
 from relax_rt.roles.data.media.vision_tower import VisionTower, load_vision_model
 from relax_rt.roles.models.forward import cache_keyword, check_plain
 from relax_rt.roles.rollout.engines import attention

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from relax_rt.roles.models.numerics import denormals_flushed
+from relax_rt.roles.models.device import denormals_flushed
 from relax_rt.roles.rollout.engines.base import (
     Chunk,
     EngineEnded,

@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from relax_rt.roles.data.media.pictures import ImageSpan
+from relax_rt.roles.data.media.images import ImageSpan
 from relax_rt.roles.rollout.engines.base import extend_spans, invalid_sampling
 from relax_rt.roles.rollout.router.fleet import EngineEntry, Fleet, HealthLimits
 from relax_rt.roles.rollout.router.interface import EngineReport, SequenceRequest, SequenceUpdate

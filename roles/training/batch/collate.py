@@ -16,10 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from relax_rt.roles.base.sample import Sample
-from relax_rt.roles.data.media.pictures import BatchImage
+from relax_rt.roles.data.media.images import BatchImage
 from relax_rt.roles.data.media.vision_tower import VisionTower
-from relax_rt.roles.models.device import CPU, autocasting
-from relax_rt.roles.models.numerics import denormals_flushed
+from relax_rt.roles.models.device import CPU, autocasting, denormals_flushed
 from relax_rt.roles.training.batch.attention import AttentionSegment, suffix_mask
 from relax_rt.roles.training.batch.budget import TokenBudget
 from relax_rt.roles.training.batch.rows import Costs, EpisodeBranch, SampleRow, plan_micro_batches, shared_rows
@@ -34,7 +33,7 @@ class MicroBatch:
     say so, which have all tokens of the one row. predict_row, predict_at: int64 [m], the position whose hidden state
     predicts each trained token. targets: int64 [m]. behaviour, advantages: float32 [m]. sample: int64 [m], index of the
     sample that each token belongs to; token: int64 [m], its place in the sample; group: int64 [m], numbers of the
-    groups from 0. proximal, reference: float32 [m], if every sample has them. glances: the pictures in the rows.
+    groups from 0. proximal, reference: float32 [m], if every sample has them. images: in the rows.
     """
 
     ids: torch.Tensor
@@ -77,16 +76,14 @@ def collate(rows: Sequence[SampleRow], device: torch.device = CPU, costs: Costs 
         first = row.members[0][1]
         ids[r, start:at], numbers[r, start:at] = first.tokens[: row.prefix], 0
         positions[r, start:at] = np.arange(row.prefix)
-        images += [
-            BatchImage(r, shown, 0, row.prefix, start) for shown in first.media or () if shown.start < row.prefix
-        ]
+        images += [BatchImage(r, span, 0, row.prefix, start) for span in first.media or () if span.start < row.prefix]
         for k, (index, sample) in enumerate(row.members, start=1):
             end = at + len(sample.tokens) - row.prefix
             ids[r, at:end] = sample.tokens[row.prefix :]
             positions[r, at:end] = np.arange(row.prefix, len(sample.tokens))
             numbers[r, at:end] = k
-            behind = [shown for shown in sample.media or () if shown.end > row.prefix]
-            images += [BatchImage(r, shown, row.prefix, len(sample.tokens), at - row.prefix) for shown in behind]
+            behind = [span for span in sample.media or () if span.end > row.prefix]
+            images += [BatchImage(r, span, row.prefix, len(sample.tokens), at - row.prefix) for span in behind]
             picks.append(_predictions((r, start, at), row.prefix, index, groups[sample.meta.group], sample))
             at = end
     samples = [sample for _, sample in members]

@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from relax_rt.roles.base.sample import Sample
-from relax_rt.roles.models.device import CPU, autocasting, on_host
+from relax_rt.roles.models.device import CPU, autocasting, denormals_flushed, on_host
 from relax_rt.roles.models.forward import check_plain
-from relax_rt.roles.models.numerics import denormals_flushed
 from relax_rt.roles.training.algorithms.advantages import value_loss
 from relax_rt.roles.training.algorithms.inputs import Metrics, merge
 from relax_rt.roles.training.backend.settings import CriticSettings

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from relax_rt.roles.base.sample import Sample, bare_meta
+from relax_rt.roles.models.device import denormals_flushed
 from relax_rt.roles.models.heap import trim_heap
-from relax_rt.roles.models.numerics import denormals_flushed
 from relax_rt.roles.models.settings import TrainedSettings
 from relax_rt.roles.training.algorithms.inputs import Metrics, TokenTensors, merge
 from relax_rt.roles.training.algorithms.objective import Objective

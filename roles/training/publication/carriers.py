@@ -21,9 +21,9 @@ from relax_rt.roles.training.publication.settings import Communicator, Publicati
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError
 from relax_rt.transport.weights import device
-from relax_rt.transport.weights.broadcast.communicator import BroadcastFailed
-from relax_rt.transport.weights.broadcast.machine import Limits
-from relax_rt.transport.weights.broadcast.receivers import Receivers, Reserved
+from relax_rt.transport.weights.broadcast.machine import BroadcastLimits
+from relax_rt.transport.weights.broadcast.protocol import BroadcastFailed
+from relax_rt.transport.weights.broadcast.receivers import BroadcastReceivers, ReservedReceivers
 from relax_rt.transport.weights.cuda_ipc import CudaStage
 from relax_rt.transport.weights.device import DeviceView
 from relax_rt.transport.weights.directory import WeightDirectory
@@ -40,10 +40,10 @@ START_S = 120.0
 """For a rank's process, which imports the library, on a machine that is busy; no broadcast waits for it."""
 
 
-def limits_of(timeout_s: float) -> Limits:
+def limits_of(timeout_s: float) -> BroadcastLimits:
     """Deadlines of a broadcast's steps, so that within its time the others can go on without one that is lost."""
     step = timeout_s / 4
-    return Limits(hello_s=2 * step, start_s=START_S, join_s=step, stall_s=step, abort_s=min(5.0, step / 2))
+    return BroadcastLimits(hello_s=2 * step, start_s=START_S, join_s=step, stall_s=step, abort_s=min(5.0, step / 2))
 
 
 class WeightBroadcaster:
@@ -57,8 +57,8 @@ class WeightBroadcaster:
     def __init__(self, ctx: RoleContext, stage: Path, timeout_s: float, communicator: Communicator) -> None:
         self._ctx, self._stage, self._timeout_s = ctx, stage, timeout_s
         self._kind = communicator
-        self._receivers = Receivers(offers_folder(ctx))
-        self._reserved: Reserved | None = None
+        self._receivers = BroadcastReceivers(offers_folder(ctx))
+        self._reserved: ReservedReceivers | None = None
         self._manifest: Manifest | None = None
         self._group: BroadcastGroup | None = None
         self._given_up: set[str] = set()
@@ -155,7 +155,7 @@ class WeightBroadcaster:
             return
         self._group = group
 
-    async def _send(self, manifest: Manifest, reserved: Reserved) -> None:
+    async def _send(self, manifest: Manifest, reserved: ReservedReceivers) -> None:
         from relax_rt.transport.weights.broadcast.source import broadcast_version
 
         assert self._group is not None

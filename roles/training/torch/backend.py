@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM
 from relax_rt.roles.base.sample import Sample, bare_meta
 from relax_rt.roles.data.media.image_processor import has_vision
 from relax_rt.roles.data.media.vision_tower import VisionTower, load_vision_model
-from relax_rt.roles.models.device import CPU
+from relax_rt.roles.models.device import CPU, denormals_flushed
 from relax_rt.roles.models.forward import check_plain
 from relax_rt.roles.models.heap import HeapTrimmer
-from relax_rt.roles.models.numerics import denormals_flushed
 from relax_rt.roles.training.algorithms.inputs import Metrics, TokenTensors, merge
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable, learning_rate

@@ -13,11 +13,11 @@ import msgspec
 
 from relax_rt.transport.compat.store import sampling
 from relax_rt.transport.compat.store.api import (
+    BlockRows,
     FetchedRows,
     FoundRows,
     RowCount,
     RowNames,
-    RowRun,
     RowStatus,
     StoreConfig,
     StoredRows,
@@ -477,12 +477,12 @@ class RowTable:
             pin if extents else 0,
         )
 
-    def _segments(self, named: list[Named], fields: frozenset[str]) -> tuple[list[int], list[RowRun]]:
+    def _segments(self, named: list[Named], fields: frozenset[str]) -> tuple[list[int], list[BlockRows]]:
         """The blocks to read, each once, and runs of rows that are consecutive in the same blocks."""
         blocks = self._blocks.blocks
         ids: dict[int, int] = {}
         wanted: dict[int, bool] = {}
-        segments: list[RowRun] = []
+        segments: list[BlockRows] = []
         expected: list[tuple[int, int]] | None = None
         first: list[tuple[int, int]] = []
         count = 0
@@ -491,7 +491,7 @@ class RowTable:
                 count += 1
             else:
                 if count:
-                    segments.append(RowRun(count, first))
+                    segments.append(BlockRows(count, first))
                 count, first = 1, []
                 for block, number in row.parts:
                     if block not in wanted:
@@ -499,7 +499,7 @@ class RowTable:
                     if wanted[block]:
                         first.append((ids.setdefault(block, len(ids)), number))
             expected = [(block, number + 1) for block, number in row.parts]
-        segments.append(RowRun(count, first))
+        segments.append(BlockRows(count, first))
         return list(ids), segments
 
     def unpin(self, who: Incarnation, pins: Iterable[int]) -> None:

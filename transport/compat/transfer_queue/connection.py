@@ -44,7 +44,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-class Config(dict[str, Any]):
+class AttributeDict(dict[str, Any]):
     """A dict whose keys are attributes too, for where OmegaConf is not installed."""
 
     def __getattr__(self, name: str) -> Any:
@@ -98,7 +98,7 @@ def user_config(full: dict[str, Any]) -> Any:
 
 
 def _attributes(value: Any) -> Any:
-    return Config({key: _attributes(item) for key, item in value.items()}) if isinstance(value, dict) else value
+    return AttributeDict({key: _attributes(item) for key, item in value.items()}) if isinstance(value, dict) else value
 
 
 def store_config(full: dict[str, Any]) -> StoreConfig:

@@ -1,4 +1,4 @@
-"""A small model that sees: random weights, a processor of its own, pictures for it. Made without any download."""
+"""A small model that sees: random weights, a processor of its own, images for it. Made without any download."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TEMPLATE = (
 )
 SIDE, PATCH = 32, 8
 PLACES = (SIDE // PATCH) ** 2
-"""Tokens of a picture."""
+"""Tokens of an image."""
 CONTEXT = 1024
 
 
 def tokenizer() -> Any:
-    """That of the tiny model, with a token for pictures."""
+    """That of the tiny model, with a token for images."""
     from relax_rt.roles.models.tiny import character_tokenizer
 
     raw = character_tokenizer()
@@ -93,8 +93,8 @@ def build_seeing_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def picture(number: int, size: tuple[int, int] = (24, 20), form: str = "PNG") -> bytes:
-    """One of many pictures, encoded."""
+def encoded_image(number: int, size: tuple[int, int] = (24, 20), form: str = "PNG") -> bytes:
+    """One of many images, encoded."""
     from PIL import Image
 
     width, height = size

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-import structlog
 from structlog.testing import capture_logs
+from weight_context import Context
 from weight_versions import LAYOUT, fill, version_of
 
 from relax_rt.cluster.nodes.links import Links
@@ -34,37 +34,12 @@ from relax_rt.transport.base.process_stat import start_time
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone, OutOfSpace, Refused, RelaxError, Unreachable
 from relax_rt.transport.rpc.identity import CurveKeys, Incarnation
-from relax_rt.transport.weights.broadcast.receivers import Receivers
+from relax_rt.transport.weights.broadcast.receivers import BroadcastReceivers
 from relax_rt.transport.weights.cuda_ipc import Export
 from relax_rt.transport.weights.directory import DirectorySource, WeightDirectory
 from relax_rt.transport.weights.memory import DeviceMemory, HostMemory
 from relax_rt.transport.weights.source import StageSource, WeightSource
 from relax_rt.transport.weights.stage import WeightStage
-
-
-class Progress:
-    def __init__(self) -> None:
-        self.waits: list[str] = []
-
-    def waiting(self, reason: str) -> None:
-        self.waits.append(reason)
-
-
-class Context:
-    """What carriers need of a role's context."""
-
-    def __init__(self, folder: Path, **table: Any) -> None:
-        self.config = cast(Any, RLConfig).model_construct(
-            publication=PublicationTable(**table), config_dir=str(folder), model=None, roles={}
-        )
-        self.who, self.run_id, self.shm_dir = Incarnation("trainer/0", 1), "run-1", folder / "shm"
-        self.shm_dir.mkdir()
-        self.log = structlog.get_logger()
-        self.events: list[tuple[str, dict[str, Any]]] = []
-        self.progress, self.stopping = Progress(), asyncio.Event()
-
-    def event(self, kind: str, /, **fields: Any) -> None:
-        self.events.append((kind, fields))
 
 
 @pytest.fixture(autouse=True)
@@ -400,7 +375,9 @@ class Engine(Context):
 
 def broadcast(ctx: Engine, record: VersionRecord, data: bytes | bytearray) -> list[str]:
     """As the trainer does, with nothing between; whom it served."""
-    taken = Receivers(offers_folder(cast(RoleContext, ctx))).reserve(record.version, record.digest, LAYOUT.nbytes, 5.0)
+    taken = BroadcastReceivers(offers_folder(cast(RoleContext, ctx))).reserve(
+        record.version, record.digest, LAYOUT.nbytes, 5.0
+    )
     if taken is None:
         return []
     for offer in taken.receivers.values():

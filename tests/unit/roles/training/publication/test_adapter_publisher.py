@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from adapted import LAYOUT, fill_base, lora, made, publish  # noqa: E402
+from adapter_versions import LAYOUT, fill_base, lora, made, publish  # noqa: E402
 from test_publisher import SOON_S, Backend, world_of  # noqa: E402
 
 from relax_rt.roles.training.backend.interface import TrainerBackend  # noqa: E402

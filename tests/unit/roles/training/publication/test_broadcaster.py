@@ -24,9 +24,9 @@ from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.weights.broadcast import group as groups
-from relax_rt.transport.weights.broadcast.communicator import BroadcastFailed
-from relax_rt.transport.weights.broadcast.machine import Limits, Lost, Outcome
-from relax_rt.transport.weights.broadcast.receivers import Receiver
+from relax_rt.transport.weights.broadcast.machine import BroadcastLimits
+from relax_rt.transport.weights.broadcast.protocol import BroadcastFailed, BroadcastOutcome, LostRank
+from relax_rt.transport.weights.broadcast.receivers import BroadcastReceiver
 from relax_rt.transport.weights.broadcast.source import BroadcastSource, HostReceiveBuffer
 from relax_rt.transport.weights.manifest import Manifest
 from relax_rt.transport.weights.memory import Memory
@@ -55,7 +55,7 @@ class World:
         self.ctx = Context(folder)
         ctx = cast(RoleContext, self.ctx)
         self.stage = WeightStage(stage_folder(ctx), 1)
-        self.engines = {slot: Receiver(offers_folder(ctx), slot, 1, HostReceiveBuffer) for slot in BOTH}
+        self.engines = {slot: BroadcastReceiver(offers_folder(ctx), slot, 1, HostReceiveBuffer) for slot in BOTH}
         broadcaster = WeightBroadcaster.of(ctx, self.ctx.config.publication, communicator_of(self.ctx.config))
         assert broadcaster is not None
         self.broadcaster = broadcaster
@@ -132,7 +132,7 @@ async def test_versions_reach_both_engines_over_gloo_and_a_rank_that_dies_costs_
         assert (told["engines"], told["lost"], told["communicator"]) == (BOTH, {}, "gloo")
         assert world.broadcaster._group is not None
         os.kill(world.broadcaster._group.ranks.pids["rollout/1"], signal.SIGSTOP)
-        world.broadcaster._group.machine.limits = Limits(hello_s=120.0, join_s=60.0, stall_s=3.0, abort_s=5.0)
+        world.broadcaster._group.machine.limits = BroadcastLimits(hello_s=120.0, join_s=60.0, stall_s=3.0, abort_s=5.0)
         assert await world.who_has(*await world.commit()) == ["rollout/0"]
         told = await world.told()
         assert (told["engines"], list(told["lost"])) == (["rollout/0"], ["rollout/1"])
@@ -171,26 +171,26 @@ class Played:
     def admit(self, rank: object) -> None:
         pass
 
-    async def broadcast(self, memories: Mapping[str, Memory], digest: str, timeout_s: float) -> Outcome:
+    async def broadcast(self, memories: Mapping[str, Memory], digest: str, timeout_s: float) -> BroadcastOutcome:
         assert list(memories) == ["trainer", *self.among]
         await self.gate.wait()
         outcome = self._end()
         if isinstance(outcome, BaseException):
             raise outcome
-        return cast(Outcome, outcome)
+        return cast(BroadcastOutcome, outcome)
 
 
-def unfinished(outcome: Outcome | None) -> BroadcastFailed:
+def unfinished(outcome: BroadcastOutcome | None) -> BroadcastFailed:
     error = BroadcastFailed("broadcast", why="its root is lost")
     error.outcome = outcome
     return error
 
 
 async def test_how_a_broadcast_ends_is_known_to_each_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = (Lost("rollout/1", "died", "struck"),)
+    lost = (LostRank("rollout/1", "died", "struck"),)
     ends: list[Any] = [
-        Outcome(1, ("rollout/0",), lost),
-        unfinished(Outcome(2, ("rollout/0",), lost, "late")),
+        BroadcastOutcome(1, ("rollout/0",), lost),
+        unfinished(BroadcastOutcome(2, ("rollout/0",), lost, "late")),
         Refused("a broadcast", why="struck"),
         unfinished(None),
     ]
@@ -211,7 +211,7 @@ async def test_how_a_broadcast_ends_is_known_to_each_engine(tmp_path: Path, monk
 
 
 async def test_a_broadcast_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    played = Played(lambda: Outcome(1, tuple(BOTH), ()))
+    played = Played(lambda: BroadcastOutcome(1, tuple(BOTH), ()))
     monkeypatch.setattr(groups, "BroadcastGroup", played)
     async with world_of(tmp_path) as world:
         world.register()
@@ -248,7 +248,7 @@ async def test_a_version_that_is_not_committed_is_waited_for_by_nobody(
 async def test_an_engine_whose_rank_is_not_there_waits_for_no_broadcast(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    played = Played(lambda: Outcome(1, ("rollout/0",), ()))
+    played = Played(lambda: BroadcastOutcome(1, ("rollout/0",), ()))
     played.gate.set()
     monkeypatch.setattr(groups, "BroadcastGroup", played)
     async with world_of(tmp_path) as world:
@@ -282,7 +282,7 @@ async def test_a_communicator_that_does_not_load_ends_the_broadcasts_and_says_wh
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The processes of the ranks live long enough to say so, each time one is started ahead of a version."""
-    monkeypatch.setattr(groups, "GLOO", "relax_rt.transport.weights.broadcast.gloo:NotThere")
+    monkeypatch.setattr(groups, "GLOO", "relax_rt.transport.weights.broadcast.backends:NotThere")
     async with world_of(tmp_path) as world:
         world.register()
         async with asyncio.timeout(TIMEOUT_S):
@@ -296,7 +296,7 @@ async def test_a_communicator_that_does_not_load_ends_the_broadcasts_and_says_wh
 async def test_an_engine_whose_rank_never_comes_up_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    played = Played(lambda: Outcome(1, ("rollout/0",), ()))
+    played = Played(lambda: BroadcastOutcome(1, ("rollout/0",), ()))
     played.gate.set()
     played.present, played.among = frozenset({"trainer", "rollout/0"}), ["rollout/0"]
     played.given_up = {"rollout/1": "its library is another"}

@@ -1,4 +1,4 @@
-"""An engine and a trainer of a model that sees: both compute with the pictures, and agree."""
+"""An engine and a trainer of a model that sees: both compute with the images, and agree."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from harness import Driver, Traits, model_of, torch
-from tiny_sight import PLACES, picture
+from tiny_vision import PLACES, encoded_image
 from trainer_conformance import APART, TEMPERATURE, by_trainer, publish, sample_of, worst
 
 from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.data.media.image_processor import ImageProcessor, load_image_processor
-from relax_rt.roles.data.media.pictures import ImageSpan
+from relax_rt.roles.data.media.images import ImageSpan
 from relax_rt.roles.rollout.engines.base import Completion, GroupRequest, Partial
 from relax_rt.roles.rollout.engines.decoder import Decoder
 from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
@@ -52,7 +52,7 @@ async def driver(seeing: Path) -> AsyncIterator[Driver]:
 
 
 def prompt_of(image_processor: ImageProcessor, *parts: int | bytes) -> tuple[list[int], tuple[ImageSpan, ...]]:
-    """Tokens and pictures, as they are given."""
+    """Tokens and images, as they are given."""
     tokens: list[int] = []
     media: list[ImageSpan] = []
     for one in parts:
@@ -78,13 +78,13 @@ def by_transformers(
     image_processor: ImageProcessor,
     request: GroupRequest,
     tokens: Sequence[int],
-    pictures: Sequence[bytes],
+    images: Sequence[bytes],
 ) -> np.ndarray:
-    """Log-probabilities of a completion by a plain forward pass of the model with these pictures."""
+    """Log-probabilities of a completion by a plain forward pass of the model with these images."""
     ids = torch.tensor([[*request.prompt, *tokens]])
     seen = (
-        {"pixel_values": torch.cat([image_processor.process(one).inputs["pixel_values"] for one in pictures])}
-        if pictures
+        {"pixel_values": torch.cat([image_processor.process(one).inputs["pixel_values"] for one in images])}
+        if images
         else {}
     )
     with torch.no_grad():
@@ -94,21 +94,21 @@ def by_transformers(
 
 
 def plain(image_processor: ImageProcessor, done: Sequence[Completion]) -> list[Completion]:
-    """Those in which no placeholder was sampled, which transformers takes for a picture."""
+    """Those in which no placeholder was sampled, which transformers takes for an image."""
     found = [one for one in done if image_processor.placeholder not in one.tokens]
     assert len(found) >= len(done) / 2
     return found
 
 
-async def test_tokens_are_sampled_from_what_the_model_makes_of_the_pictures(
+async def test_tokens_are_sampled_from_what_the_model_makes_of_the_images(
     driver: Driver, image_processor: ImageProcessor
 ) -> None:
     await publish(driver)
-    pictures = [picture(n) for n in range(4)]
+    images = [encoded_image(n) for n in range(4)]
     requests = [
-        asked(driver, image_processor, 7, pictures[0], 8, 9),
-        asked(driver, image_processor, pictures[1], 20, 21, pictures[2]),
-        asked(driver, image_processor, 7, pictures[3], 8, 9),
+        asked(driver, image_processor, 7, images[0], 8, 9),
+        asked(driver, image_processor, images[1], 20, 21, images[2]),
+        asked(driver, image_processor, 7, images[3], 8, 9),
         asked(driver, image_processor, 7, 8, 9),
     ]
     await driver.complete(*requests)
@@ -120,12 +120,12 @@ async def test_tokens_are_sampled_from_what_the_model_makes_of_the_pictures(
             )
             if seen:
                 others = by_transformers(
-                    driver, image_processor, request, one.tokens, [picture(50), picture(51)][: len(seen)]
+                    driver, image_processor, request, one.tokens, [encoded_image(50), encoded_image(51)][: len(seen)]
                 )
-                assert np.abs(others - one.logprobs).max() > APART, "the pictures make no difference"
+                assert np.abs(others - one.logprobs).max() > APART, "the images make no difference"
 
 
-async def test_prompts_are_shared_as_far_as_tokens_and_pictures_are_alike(
+async def test_prompts_are_shared_as_far_as_tokens_and_images_are_alike(
     driver: Driver, image_processor: ImageProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled: list[int] = []
@@ -149,19 +149,19 @@ async def test_prompts_are_shared_as_far_as_tokens_and_pictures_are_alike(
             )
         return sum(filled)
 
-    one, other = picture(1), picture(2)
+    one, other = encoded_image(1), encoded_image(2)
     assert await computed(5, 6, one, 7) == 3 + PLACES
-    assert await computed(5, 6, other, 7) == 1 + PLACES, "the tokens are alike, the pictures are not"
+    assert await computed(5, 6, other, 7) == 1 + PLACES, "the tokens are alike, the images are not"
     assert await computed(5, 6, one, 7, 8) == 1
     assert await computed(5, 6, one, 9, other, 7) == 2 + PLACES
-    # A prompt that ends with a picture: a part of it is computed again, to sample from.
+    # A prompt that ends with an image: a part of it is computed again, to sample from.
     assert await computed(5, 6, one) == 1
 
 
 async def test_engine_and_trainer_agree_at_each_version_of_a_sequence(
     driver: Driver, image_processor: ImageProcessor, tmp_path: Path
 ) -> None:
-    one, other = picture(1), picture(2)
+    one, other = encoded_image(1), encoded_image(2)
     requests = [
         asked(driver, image_processor, 7, one, 8, n=3, new=120),
         asked(driver, image_processor, 7, other, 8, n=2, new=100),
@@ -186,11 +186,11 @@ async def test_engine_and_trainer_agree_at_each_version_of_a_sequence(
         trainers[version] = by_trainer(driver.folder, version, samples, into)
         wrong[version] = by_trainer(driver.folder, version, blind, into)
     assert worst(samples, trainers) <= driver.traits.tolerance
-    assert worst(samples, wrong) > APART, "with other pictures it would show"
+    assert worst(samples, wrong) > APART, "with other images it would show"
 
 
 def samples_of(driver: Driver, requests: Sequence[GroupRequest]) -> list[Sample]:
-    """Completions as a rollout would hand them to the trainer, pictures and all."""
+    """Completions as a rollout would hand them to the trainer, images and all."""
     return [
         msgspec.structs.replace(sample_of(request, member, driver.done[request.id, member]), media=list(request.media))
         for request in requests
@@ -199,7 +199,7 @@ def samples_of(driver: Driver, requests: Sequence[GroupRequest]) -> list[Sample]
 
 
 def changed(media: Sequence[ImageSpan]) -> list[ImageSpan]:
-    return [ImageSpan(one.start, one.end, picture(90 + number)) for number, one in enumerate(media)]
+    return [ImageSpan(one.start, one.end, encoded_image(90 + number)) for number, one in enumerate(media)]
 
 
 def copy_processor(folder: Path, into: Path) -> None:
@@ -214,7 +214,7 @@ async def test_a_placeholder_that_was_sampled_is_a_token_like_others(
 ) -> None:
     tokens = (9, image_processor.placeholder, 10, image_processor.placeholder)
     had = Partial(tokens, (-1.0,) * len(tokens), (VersionSpan(0, len(tokens), 0, 0),))
-    request = asked(driver, image_processor, 7, picture(1), 8, n=1, new=16, partials=(had,))
+    request = asked(driver, image_processor, 7, encoded_image(1), 8, n=1, new=16, partials=(had,))
     (done,) = await driver.complete(request)
     (sample,) = samples_of(driver, [request])
     found = trainer(driver.folder).log_probabilities([sample])[0][len(request.prompt) :]
@@ -235,10 +235,10 @@ def trainer(folder: Path, **settings: Any) -> TorchBackend:
     )
 
 
-async def test_members_of_a_group_share_a_row_only_with_the_same_pictures(
+async def test_members_of_a_group_share_a_row_only_with_the_same_images(
     driver: Driver, image_processor: ImageProcessor
 ) -> None:
-    requests = [asked(driver, image_processor, 7, picture(n), 8) for n in (1, 2)]
+    requests = [asked(driver, image_processor, 7, encoded_image(n), 8) for n in (1, 2)]
     await driver.complete(*requests)
     first, second, third, fourth = samples_of(driver, requests)
     group = [
@@ -248,7 +248,10 @@ async def test_members_of_a_group_share_a_row_only_with_the_same_pictures(
     assert (group[0].tokens[:18] == group[2].tokens[:18]).all()
     rows = shared_rows(group, 1 << 20)
     assert [[index for index, _ in row.members] for row in rows] == [[0, 1], [2, 3]]
-    assert [(image.row, image.shown.data) for image in collate(rows).images] == [(0, picture(1)), (1, picture(2))]
+    assert [(image.row, image.span.data) for image in collate(rows).images] == [
+        (0, encoded_image(1)),
+        (1, encoded_image(2)),
+    ]
     made = trainer(driver.folder)
     assert made.costs is not None
     for costs in (None, Costs(pair=1e6, call=0.0)):  # beside each other, padded; one behind the other
@@ -261,7 +264,7 @@ async def test_members_of_a_group_share_a_row_only_with_the_same_pictures(
 async def test_a_step_trains_the_text_and_a_checkpoint_sees(
     driver: Driver, image_processor: ImageProcessor, tmp_path: Path
 ) -> None:
-    request = asked(driver, image_processor, 7, picture(1), 8, 9, picture(2), n=4)
+    request = asked(driver, image_processor, 7, encoded_image(1), 8, 9, encoded_image(2), n=4)
     await driver.complete(request)
     samples = samples_of(driver, [request])
     for number, sample in enumerate(samples):
@@ -287,23 +290,23 @@ async def test_a_step_trains_the_text_and_a_checkpoint_sees(
 
 
 async def test_what_an_engine_cannot_compute_it_refuses(driver: Driver, image_processor: ImageProcessor) -> None:
-    request = asked(driver, image_processor, 7, picture(1), 8)
-    askew = msgspec.structs.replace(request, media=(ImageSpan(0, PLACES, picture(1)),))
-    torn = msgspec.structs.replace(request, media=(ImageSpan(1, 1 + PLACES, b"no picture"),))
+    request = asked(driver, image_processor, 7, encoded_image(1), 8)
+    askew = msgspec.structs.replace(request, media=(ImageSpan(0, PLACES, encoded_image(1)),))
+    torn = msgspec.structs.replace(request, media=(ImageSpan(1, 1 + PLACES, b"no image"),))
     for wrong in (askew, torn):
-        with pytest.raises(Refused, match="picture"):
+        with pytest.raises(Refused, match="image"):
             driver.engine.submit([wrong])
     await driver.complete(request)
 
 
-async def test_an_engine_of_a_text_refuses_pictures_by_name(tmp_path: Path, image_processor: ImageProcessor) -> None:
+async def test_an_engine_of_a_text_refuses_images_by_name(tmp_path: Path, image_processor: ImageProcessor) -> None:
     from harness import build_model
 
     engine = EmbeddedEngine(build_model(tmp_path), dtype="float32", max_sequences=2, threads=1)
     driver = await Driver(engine, tmp_path, Traits()).start()
     try:
         with pytest.raises(Refused, match="1 images: this engine takes tokens only"):
-            driver.engine.submit([asked(driver, image_processor, 7, picture(1), 8)])
+            driver.engine.submit([asked(driver, image_processor, 7, encoded_image(1), 8)])
     finally:
         await engine.close(10.0)
 

@@ -1,10 +1,10 @@
-"""A run of a model that sees: episodes of pictures, through engine, queue and trainer."""
+"""A run of a model that sees: episodes of images, through engine, queue and trainer."""
 
 from __future__ import annotations
 
 import pytest
 from tiny_run import Make, steps_that_count
-from tiny_sight import build_seeing_model
+from tiny_vision import build_seeing_model
 
 pytest.importorskip("torch")
 pytest.importorskip("PIL")
@@ -58,7 +58,7 @@ import random
 import numpy as np
 
 from relax_rt.roles.agentic import Observation, Reply, Step, Task
-from relax_rt.roles.agentic.adapters.gymnasium import picture
+from relax_rt.roles.agentic.adapters.gymnasium import image_url
 
 
 class Lights:
@@ -67,7 +67,7 @@ class Lights:
     def shown(self):
         self.light = self.draw.random() < 0.5
         pixels = np.full((20, 24, 3), 255 * self.light, np.uint8)
-        return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": picture(pixels)}}]}]
+        return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": image_url(pixels)}}]}]
 
     def reset(self, task: Task) -> Observation:
         self.draw, self.turn = random.Random(task.seed), 0
@@ -80,7 +80,7 @@ class Lights:
 '''
 
 
-def test_a_model_that_sees_is_trained_on_episodes_of_pictures(make: Make) -> None:
+def test_a_model_that_sees_is_trained_on_episodes_of_images(make: Make) -> None:
     run = make({"roles.toml": CONFIG, "lights.py": GAME})
     model = run.config.parent / "model"
     model.mkdir()

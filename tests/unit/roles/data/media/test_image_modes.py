@@ -1,4 +1,4 @@
-"""What pictures of all modes look like once decoded: as on a white page, in eight bits and sRGB."""
+"""What images of all modes look like once decoded: as on a white page, in eight bits and sRGB."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_rt.roles.data.media.pictures import opened
+from relax_rt.roles.data.media.images import decode_image
 from relax_rt.transport.rpc.errors import Refused
 
 image = pytest.importorskip("PIL.Image")
@@ -42,7 +42,7 @@ def key(*values: int) -> bytes:
 
 def pixels(data: bytes) -> list[tuple[int, ...]]:
     """The first row."""
-    found = opened(data)
+    found = decode_image(data)
     assert found.mode == "RGB"
     return [tuple(pixel) for pixel in np.asarray(found)[0].tolist()]
 
@@ -58,7 +58,7 @@ def saved(found: Any, form: str = "PNG", **options: Any) -> bytes:
 
 
 def drawn(mode: str, *colours: Any) -> Any:
-    """A picture of one row."""
+    """An image of one row."""
     found = image.new(mode, (len(colours), 1))
     for x, colour in enumerate(colours):
         found.putpixel((x, 0), colour)
@@ -204,5 +204,5 @@ def test_a_profile_that_cannot_be_used_is_left_out(profile: bytes) -> None:
 )
 def test_formats_that_are_not_decoded_are_refused_by_name(data: bytes, name: str) -> None:
     with pytest.raises(Refused, match=name) as caught:
-        opened(data)
+        decode_image(data)
     assert "send PNG, JPEG, WEBP, GIF, BMP" in str(caught.value)

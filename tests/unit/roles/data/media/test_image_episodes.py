@@ -1,4 +1,4 @@
-"""Episodes of an environment that shows pictures: from what it shows to what the trainer recomputes."""
+"""Episodes of an environment that shows images: from what it shows to what the trainer recomputes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from harness import Driver, Traits
-from tiny_sight import CONTEXT, part, picture
+from tiny_vision import CONTEXT, encoded_image, part
 
 from relax_rt.roles.agentic import Observation, Reply, Step, Task
-from relax_rt.roles.agentic.adapters.gymnasium import picture as drawn
+from relax_rt.roles.agentic.adapters.gymnasium import image_url
 from relax_rt.roles.agentic.episode import EpisodeChat, EpisodeLimits, ReplySampling, play
-from relax_rt.roles.agentic.errors import EnvironmentFailed
+from relax_rt.roles.agentic.interface import EnvironmentFailed
 from relax_rt.roles.agentic.loading import Factory
 from relax_rt.roles.agentic.replay_cache import ReplayCache
 from relax_rt.roles.agentic.samples import make_sample
@@ -26,7 +26,7 @@ from relax_rt.roles.agentic.tokens.ledger import TokenLedger
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.base.sample import Sample, generated_columns, read_sample
 from relax_rt.roles.data.media.image_processor import load_image_processor
-from relax_rt.roles.data.media.pictures import ImageSpan, digest_of
+from relax_rt.roles.data.media.images import ImageSpan, image_digest
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 from relax_rt.roles.rollout.generation import GenerationService
@@ -93,7 +93,7 @@ async def world(seeing: Path) -> AsyncIterator[World]:
 
 
 class Gallery:
-    """Shows a picture each turn, as gymnasium's adapter does, now and then the same once more."""
+    """Shows an image each turn, as gymnasium's adapter does, now and then the same once more."""
 
     def __init__(self, last: int = 4, seed: int = 1) -> None:
         self.draw, self.first, self.last, self.turn = random.Random(seed), 10 * seed, last, 0
@@ -102,7 +102,7 @@ class Gallery:
         pixels = np.random.default_rng(self.first + self.draw.randrange(3)).integers(
             0, 256, (20, 24, 3), dtype=np.uint8
         )
-        return {"type": "image_url", "image_url": {"url": drawn(pixels)}}
+        return {"type": "image_url", "image_url": {"url": image_url(pixels)}}
 
     async def reset(self, task: Task) -> Observation:
         content = [{"type": "text", "text": "what is it?"}, self.shown()]
@@ -135,7 +135,7 @@ class Leased(dict[str, Any]):
 
 
 def agrees(world: World, sample: Sample) -> None:
-    """What the queue gives the trainer is computed with the pictures, to the log-probabilities that were sampled."""
+    """What the queue gives the trainer is computed with the images, to the log-probabilities that were sampled."""
     columns = generated_columns(sample)
     assert sample.media and set(columns["media"].values()) == {one.data for one in sample.media}
     taken = read_sample(Leased(columns))  # type: ignore[arg-type]
@@ -151,26 +151,26 @@ def agrees(world: World, sample: Sample) -> None:
     )
     (found,) = trainer.log_probabilities([taken])
     assert np.abs(found - sample.behaviour_logprobs).max() < 2e-4
-    blind = [ImageSpan(one.start, one.end, picture(99)) for one in taken.media]
+    blind = [ImageSpan(one.start, one.end, encoded_image(99)) for one in taken.media]
     (found,) = trainer.log_probabilities([msgspec.structs.replace(taken, media=blind)])
-    assert np.abs(found - sample.behaviour_logprobs).max() > 0.1, "the pictures make no difference"
+    assert np.abs(found - sample.behaviour_logprobs).max() > 0.1, "the images make no difference"
 
 
-async def test_an_episode_of_pictures_is_trained_on_what_was_seen(world: World) -> None:
+async def test_an_episode_of_images_is_trained_on_what_was_seen(world: World) -> None:
     played = await play(factory(Gallery), Gallery(), TASK, world.talk(), LIMITS)
     assert played.turns == 4 and played.reward == 1.0
     (branch,) = played.episode.branches
     assert [len(wanted.media) for wanted in world.asked] == [1, 2, 3, 4]
     assert branch.tokens[: len(world.asked[-1].prompt)] == world.asked[-1].prompt
-    assert [one.digest for one in branch.media] == [digest_of(one.data) for one in world.asked[-1].media]
-    assert len(played.episode.pictures) < 4, "none was shown twice"
+    assert [one.digest for one in branch.media] == [image_digest(one.data) for one in world.asked[-1].media]
+    assert len(played.episode.images) < 4, "none was shown twice"
     agrees(world, sample_of(world, played))
 
 
-async def test_branches_have_the_pictures_of_their_own(world: World) -> None:
+async def test_branches_have_the_images_of_their_own(world: World) -> None:
     async def both(task: Task, chat: Any) -> float:
         def asked(number: int) -> Any:
-            return {"role": "user", "content": [part(picture(number)), {"type": "text", "text": "and this?"}]}
+            return {"role": "user", "content": [part(encoded_image(number)), {"type": "text", "text": "and this?"}]}
 
         first = await chat.say([asked(1)])
         for number in (2, 3):
@@ -179,13 +179,15 @@ async def test_branches_have_the_pictures_of_their_own(world: World) -> None:
         return 1.0
 
     played = await play(factory(both, plays=True), both, TASK, world.talk(), LIMITS)
-    pictures = played.episode.pictures
-    seen = [[pictures[one.digest] for one in branch.media] for branch in played.episode.branches]
-    assert sorted(seen) == sorted([[picture(1), picture(2)], [picture(1), picture(3)], [picture(4)]])
+    images = played.episode.images
+    seen = [[images[one.digest] for one in branch.media] for branch in played.episode.branches]
+    assert sorted(seen) == sorted(
+        [[encoded_image(1), encoded_image(2)], [encoded_image(1), encoded_image(3)], [encoded_image(4)]]
+    )
     agrees(world, sample_of(world, played))
 
 
-async def test_a_reply_is_given_again_only_behind_the_same_pictures(world: World, tmp_path: Path) -> None:
+async def test_a_reply_is_given_again_only_behind_the_same_images(world: World, tmp_path: Path) -> None:
     await play(factory(Gallery), Gallery(), TASK, world.talk(ReplayCache(tmp_path / "kept")), LIMITS)
     made = len(world.asked)
     again = ReplayCache(tmp_path / "kept")
@@ -199,9 +201,9 @@ async def test_a_reply_is_given_again_only_behind_the_same_pictures(world: World
 @pytest.mark.parametrize(
     ("shown", "why"),
     [
-        (part(b"no picture"), "cannot be read"),
+        (part(b"no image"), "cannot be read"),
         ({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}, "nothing is fetched"),
-        ({"type": "input_audio", "input_audio": {}}, "'input_audio', and the model takes texts and pictures"),
+        ({"type": "input_audio", "input_audio": {}}, "'input_audio', and the model takes texts and images"),
     ],
 )
 async def test_an_environment_that_shows_what_cannot_be_seen_is_told(world: World, shown: Any, why: str) -> None:

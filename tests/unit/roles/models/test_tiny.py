@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from relax_rt.roles.models.muon import MOMENTUM, Muon, orthogonal  # noqa: E402
+from relax_rt.roles.models.tiny import MOMENTUM, Muon, orthogonal  # noqa: E402
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (24, 8), (8, 24), (1, 5)])

@@ -1,8 +1,7 @@
-"""Pictures on their way: as parts of messages, as encoded bytes, among tokens. Nothing here knows a model.
+"""Images as message parts, as encoded bytes and as spans of tokens, independent of the model.
 
-Whoever sends one is not trusted. Its bytes are counted before they are decoded, and it is looked at within bounds of
-pixels and of form: a picture of one line may be small, and would be blown up beyond all bounds where a processor brings
-its shorter side to a size.
+Senders are not trusted: bytes are counted before they are decoded, and pixels and aspect ratio are limited. A line of
+few pixels would be scaled up without bound by a processor that brings the shorter side to a fixed size.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_BYTES = 8 << 20
-"""Of an encoded picture."""
+"""Limit on an encoded image."""
 MAX_PIXELS = 1 << 24
 MAX_ASPECT = 32
 """Longer side over shorter."""
-MAX_PICTURES = 64
-"""Of one conversation."""
+MAX_IMAGES = 64
+"""Limit on one conversation."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 OTHER_FORMATS = {
     b"II*\0": "TIFF",
@@ -42,33 +41,33 @@ OTHER_FORMATS = {
     b"\xff\x0a": "JPEG XL",
     b"\0\0\0\x0cjP  ": "JPEG 2000",
 }
-"""Formats that users send and that are refused by name: how their files begin."""
+"""First bytes of formats that are refused by name."""
 PNG_DEPTH_AT = 24
 """Where a PNG's header has its bits per channel."""
 DIGEST_BYTES = 16
 IMAGES = frozenset({"image_url", "input_image", "image"})
-"""Types of parts that are pictures, in the APIs that we speak."""
+"""Types of message parts that are images, in OpenAI's and Anthropic's APIs."""
 IMAGE = "image"
-"""Type of a part once its picture was looked at; its `digest` names it."""
+"""Type of a message part whose image was processed; its `digest` names it."""
 
 
 class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
-    """A picture among tokens: those at [start, end) stand for it, as the model's processor gave them.
+    """An image among tokens: [start, end) are its tokens, as the model's processor gave them.
 
-    data: the encoded picture.
+    data: the encoded image.
     """
 
     start: Annotated[int, msgspec.Meta(ge=0)]
     end: Annotated[int, msgspec.Meta(ge=0)]
     data: Annotated[bytes, msgspec.Meta(max_length=MAX_BYTES)]
 
-    def moved(self, by: int) -> ImageSpan:
-        """The same in a sequence that has so many tokens more before it."""
+    def shifted(self, by: int) -> ImageSpan:
+        """Return the span in a sequence that has `by` more tokens before it."""
         return ImageSpan(self.start + by, self.end + by, self.data)
 
 
 class ImageRef(msgspec.Struct, frozen=True, array_like=True):
-    """The same where the picture's bytes are elsewhere, by its digest."""
+    """An ImageSpan whose bytes are stored elsewhere, by digest."""
 
     start: int
     end: int
@@ -76,45 +75,44 @@ class ImageRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchImage(NamedTuple):
-    """Where tokens of a picture lie in a batch: token t of its sequence, first <= t < last, in column t + offset of a
-    row."""
+    """The part of an image in a batch: token t of its sequence, first <= t < last, in column t + offset of a row."""
 
     row: int
-    shown: ImageSpan
+    span: ImageSpan
     first: int
     last: int
     offset: int
 
 
-def digest_of(data: bytes) -> str:
-    """Names an encoded picture: 32 hex digits."""
+def image_digest(data: bytes) -> str:
+    """Return the digest that names an encoded image: 32 hex digits."""
     return blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
 
 
 def identity(tokens: tuple[int, ...], media: Sequence[ImageSpan]) -> tuple[int, ...]:
-    """Tokens to be compared: alike only where pictures are, too. A picture's are a number of its own, below 0."""
+    """Return tokens for comparison: those of an image become a negative number of its own."""
     if not media:
         return tokens
     found = list(tokens)
     for one in media:
-        number = -1 - int(digest_of(one.data)[:15], 16)
+        number = -1 - int(image_digest(one.data)[:15], 16)
         found[one.start : one.end] = [number] * (one.end - one.start)
     return tuple(found)
 
 
-def is_picture(part: Any) -> bool:
-    """Whether a part of a message is a picture, looked at or not."""
+def is_image(part: Any) -> bool:
+    """Return whether a part of a message is an image, processed or not."""
     return isinstance(part, Mapping) and part.get("type") in IMAGES
 
 
-def digest_in(part: Mapping[str, Any]) -> str:
-    """Return the digest in a part whose picture was processed; empty for other parts."""
+def part_digest(part: Mapping[str, Any]) -> str:
+    """Return the digest in a part whose image was processed; empty for other parts."""
     found = part.get("digest")
     return found if part.get("type") == IMAGE and isinstance(found, str) else ""
 
 
-def data_of(part: Mapping[str, Any]) -> bytes:
-    """The encoded picture in a part of a message, as OpenAI's APIs and Anthropic's have it.
+def part_bytes(part: Mapping[str, Any]) -> bytes:
+    """Return the encoded image in a message part of OpenAI's or Anthropic's APIs.
 
     Raises:
         Refused: it has none, too large a one, or names one that would have to be fetched.
@@ -129,49 +127,56 @@ def data_of(part: Mapping[str, Any]) -> bytes:
         given = given.get("url") if isinstance(given, Mapping) else given
     if not isinstance(given, str):
         why = f"it has no data; it has {', '.join(sorted(map(str, part)))[:80]}"
-        raise Refused("a picture", why=why, hint="send it as data:image/png;base64,…")
+        raise Refused("an image", why=why, hint="send it as data:image/png;base64,…")
     head, comma, data = given[:64].partition(",")
     if not head.startswith("data:"):
         scheme = head.partition(":")[0][:16]
         why = f"it is at a URL ({scheme}:), and nothing is fetched for a caller"
-        raise Refused("a picture", why=why, hint="send it as data:image/png;base64,…")
+        raise Refused("an image", why=why, hint="send it as data:image/png;base64,…")
     if not comma or not head.endswith(";base64"):
-        raise Refused("a picture in a data: URL", why="it is not in base64", hint="send data:image/png;base64,…")
+        raise Refused("an image in a data: URL", why="it is not in base64", hint="send data:image/png;base64,…")
     return _decoded(given[len(given[:64]) - len(data) :])
 
 
 def _decoded(text: str) -> bytes:
     if (nbytes := len(text) * 3 // 4) > MAX_BYTES:
         why = f"it has {nbytes} bytes, at most {MAX_BYTES} are taken"
-        raise Refused("a picture", why=why, hint="scale it down: the model sees it small anyway")
+        raise Refused("an image", why=why, hint="scale it down: the model sees it small anyway")
     try:
         found = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise Refused("a picture", why=f"its base64 cannot be read: {error}") from error
+        raise Refused("an image", why=f"its base64 cannot be read: {error}") from error
     if not found:
-        raise Refused("a picture", why="it is empty")
+        raise Refused("an image", why="it is empty")
     return found
 
 
-def opened(data: bytes) -> Image:
-    """Decode a picture to 8-bit RGB, as a viewer on a white page would show it. Blocks.
+def decode_image(data: bytes) -> Image:
+    """Decode an image to 8-bit RGB, as a viewer on a white page would show it. Blocks.
 
     The camera's orientation is applied, transparent parts show white, 16-bit values are scaled to 8 bits, and colours
     with an ICC profile are converted to sRGB. Of an animation, the first frame is taken.
 
     Raises:
-        Refused: the bytes are no picture of FORMATS, or beyond a bound.
+        Refused: the bytes are no image of FORMATS, or it exceeds a limit.
     """
     from PIL import Image as pillow
     from PIL import ImageOps
 
     hint = f"send {', '.join(FORMATS)}"
     if name := _other_format(data):
-        raise Refused("a picture", why=f"it is {name}, which is not decoded", hint=hint)
+        raise Refused("an image", why=f"it is {name}, which is not decoded", hint=hint)
     try:
         with pillow.open(io.BytesIO(data), formats=FORMATS) as found:
-            # The head alone was read: nothing is decoded yet.
-            _check_size(*found.size)
+            # Only the header was read: nothing is decoded yet.
+            width, height = found.size
+            what = f"an image of {width} x {height}"
+            if width * height > MAX_PIXELS:
+                why = f"it has {width * height} pixels, at most {MAX_PIXELS} are decoded"
+                raise Refused(what, why=why, hint="scale it down: the model sees it small anyway")
+            if max(width, height) > MAX_ASPECT * min(width, height):
+                why = f"its longer side is more than {MAX_ASPECT} times the shorter"
+                raise Refused(what, why=why, hint="cut it: brought to the model's size it would not fit into memory")
             found.seek(0)
             if found.format == "PNG":
                 _scale_colour_key(found, depth=data[PNG_DEPTH_AT])
@@ -180,13 +185,13 @@ def opened(data: bytes) -> Image:
         raise
     except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
         why = f"it has far too many pixels, at most {MAX_PIXELS} are decoded"
-        raise Refused("a picture", why=why, hint="scale it down") from error
+        raise Refused("an image", why=why, hint="scale it down") from error
     except MemoryError:
         raise
     except Exception as error:
-        # Decoders raise what they like on bytes that are no picture.
+        # Decoders raise what they like on bytes that are no image.
         why = f"it cannot be read: {type(error).__name__}: {error}"[:200]
-        raise Refused("a picture", why=why, hint=hint) from error
+        raise Refused("an image", why=why, hint=hint) from error
 
 
 def _other_format(data: bytes) -> str:
@@ -208,7 +213,7 @@ def _scale_colour_key(found: Image, *, depth: int) -> None:
 
 
 def _to_srgb(found: Image) -> Image:
-    """Return a decoded picture as sRGB on white."""
+    """Return a decoded image as sRGB on white."""
     from PIL import Image as pillow
 
     profile, size = found.info.get("icc_profile"), found.size
@@ -238,7 +243,7 @@ def _eight_bits(found: Image) -> Image:
 
 
 def _colour_managed(found: Image, profile: bytes) -> Image | None:
-    """Convert colours from the picture's ICC profile to sRGB; None where the profile is sRGB or cannot be used."""
+    """Convert colours from the image's ICC profile to sRGB; None where the profile is sRGB or cannot be used."""
     from PIL import ImageCms
 
     try:
@@ -247,16 +252,5 @@ def _colour_managed(found: Image, profile: bytes) -> Image | None:
             return None
         return ImageCms.profileToProfile(found, source, ImageCms.createProfile("sRGB"), outputMode="RGB")
     except (ImageCms.PyCMSError, OSError, ValueError, TypeError, ImportError):
-        # Damaged, for other channels than the picture's, or Pillow was built without littlecms: viewers ignore it, too.
+        # Damaged, for other channels than the image's, or Pillow was built without littlecms: viewers ignore it, too.
         return None
-
-
-def _check_size(width: int, height: int) -> None:
-    """Raises: Refused: too many pixels, or too long for its width."""
-    what = f"a picture of {width} x {height}"
-    if width * height > MAX_PIXELS:
-        why = f"it has {width * height} pixels, at most {MAX_PIXELS} are decoded"
-        raise Refused(what, why=why, hint="scale it down: the model sees it small anyway")
-    if max(width, height) > MAX_ASPECT * min(width, height):
-        why = f"its longer side is more than {MAX_ASPECT} times the shorter"
-        raise Refused(what, why=why, hint="cut it: brought to the model's size it would not fit into memory")

@@ -12,8 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from adapted import LAYOUT, fill_base, lora, made, publish, whole  # noqa: E402
-from test_follower import Context  # noqa: E402
+from adapter_versions import LAYOUT, fill_base, lora, made, publish, whole  # noqa: E402
+from test_weight_follower import Context  # noqa: E402
 
 from relax_rt.interfaces.role import RoleContext  # noqa: E402
 from relax_rt.roles.base.locations import stage_folder  # noqa: E402

@@ -1,4 +1,4 @@
-"""Pictures in messages: what is taken, and what is turned away before it costs anything."""
+"""Images in messages: what is taken, and what is turned away before it costs anything."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_sight import part, picture
+from tiny_vision import encoded_image, part
 
-from relax_rt.roles.data.media.pictures import (
+from relax_rt.roles.data.media.images import (
     MAX_ASPECT,
     MAX_BYTES,
     MAX_PIXELS,
     ImageSpan,
-    data_of,
-    digest_of,
+    decode_image,
     identity,
-    opened,
+    image_digest,
+    part_bytes,
 )
 from relax_rt.transport.rpc.errors import Refused
 
-image = pytest.importorskip("PIL.Image")
-DATA = picture(1)
+pillow = pytest.importorskip("PIL.Image")
+DATA = encoded_image(1)
 TEXT = base64.b64encode(DATA).decode()
 
 
@@ -41,7 +41,7 @@ TEXT = base64.b64encode(DATA).decode()
     ],
 )
 def test_the_forms_of_all_apis_are_read(given_: dict[str, Any]) -> None:
-    assert data_of(given_) == DATA
+    assert part_bytes(given_) == DATA
 
 
 @pytest.mark.parametrize(
@@ -61,14 +61,14 @@ def test_the_forms_of_all_apis_are_read(given_: dict[str, Any]) -> None:
 )
 def test_what_has_no_data_is_refused_and_nothing_is_fetched(given_: dict[str, Any], why: str) -> None:
     with pytest.raises(Refused) as caught:
-        data_of(given_)
+        part_bytes(given_)
     assert why in str(caught.value) and len(str(caught.value)) < 300
 
 
 def test_too_many_bytes_are_refused_before_they_are_decoded() -> None:
     url = "data:image/png;base64," + "!" * (MAX_BYTES * 4 // 3 + 8)
     with pytest.raises(Refused, match=f"at most {MAX_BYTES} are taken"):
-        data_of({"type": "image_url", "image_url": {"url": url}})
+        part_bytes({"type": "image_url", "image_url": {"url": url}})
 
 
 def png(width: int, height: int, rows: bytes = b"") -> bytes:
@@ -86,49 +86,49 @@ def test_an_image_bomb_is_not_decoded(size: tuple[int, int], monkeypatch: pytest
     def never(*_: object) -> None:
         raise AssertionError("it was decoded")
 
-    monkeypatch.setattr(image.Image, "convert", never)
+    monkeypatch.setattr(pillow.Image, "convert", never)
     with pytest.raises(Refused, match=f"{MAX_PIXELS}"):
-        opened(png(*size))
+        decode_image(png(*size))
 
 
 def test_a_line_is_refused_that_would_be_blown_up() -> None:
     """Brought to a shorter side of 336, as CLIP's processors do, this one would have 84 million pixels."""
     with pytest.raises(Refused, match=f"more than {MAX_ASPECT} times"):
-        opened(png(1 << 18, 1))
-    assert opened(picture(2, (MAX_ASPECT, 1))).size == (MAX_ASPECT, 1)
+        decode_image(png(1 << 18, 1))
+    assert decode_image(encoded_image(2, (MAX_ASPECT, 1))).size == (MAX_ASPECT, 1)
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
-def test_pictures_of_all_forms_are_opened_as_rgb(form: str) -> None:
-    found = opened(picture(3, (24, 20), form))
+def test_images_of_all_forms_are_opened_as_rgb(form: str) -> None:
+    found = decode_image(encoded_image(3, (24, 20), form))
     assert (found.mode, found.size) == ("RGB", (24, 20))
 
 
 def test_a_camera_that_was_held_upright_is_believed() -> None:
-    held, exif = io.BytesIO(), image.Exif()
+    held, exif = io.BytesIO(), pillow.Exif()
     exif[0x0112] = 6  # to be turned by a quarter
-    image.new("RGB", (24, 20)).save(held, "JPEG", exif=exif)
-    assert opened(held.getvalue()).size == (20, 24)
+    pillow.new("RGB", (24, 20)).save(held, "JPEG", exif=exif)
+    assert decode_image(held.getvalue()).size == (20, 24)
 
 
 @given(st.binary(max_size=300) | st.integers(0, len(DATA) // 2).map(lambda end: DATA[:end]))
-def test_what_is_no_picture_is_refused(data: bytes) -> None:
+def test_what_is_no_image_is_refused(data: bytes) -> None:
     with pytest.raises(Refused):
-        opened(data)
+        decode_image(data)
 
 
 def test_other_forms_are_not_tried() -> None:
     held = io.BytesIO()
-    image.new("RGB", (8, 8)).save(held, "TIFF")
+    pillow.new("RGB", (8, 8)).save(held, "TIFF")
     with pytest.raises(Refused, match="PNG, JPEG"):
-        opened(held.getvalue())
+        decode_image(held.getvalue())
 
 
 spans = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.sampled_from([b"a", b"b", b"c"])), max_size=5)
 
 
 def laid_out(found: list[tuple[int, int, bytes]]) -> list[ImageSpan]:
-    """Pictures with gaps between them."""
+    """Images with gaps between them."""
     media, at = [], 0
     for gap, length, data in found:
         media.append(ImageSpan(at + gap, at + gap + length, data))
@@ -137,15 +137,15 @@ def laid_out(found: list[tuple[int, int, bytes]]) -> list[ImageSpan]:
 
 
 @given(spans, spans)
-def test_prompts_are_told_apart_by_their_pictures(one: list[Any], other: list[Any]) -> None:
-    """Of two prompts of nothing but one token, beginnings are alike exactly as far as tokens and pictures are."""
+def test_prompts_are_told_apart_by_their_images(one: list[Any], other: list[Any]) -> None:
+    """Of two prompts of nothing but one token, beginnings are alike exactly as far as tokens and images are."""
     both = [laid_out(one), laid_out(other)]
     tokens = (7,) * 40
     named = [identity(tokens, media) for media in both]
-    pictures = [
+    images = [
         [next((m.data for m in media if m.start <= at < m.end), b"") for at in range(len(tokens))] for media in both
     ]
-    assert [a == b for a, b in zip(*named, strict=True)] == [a == b for a, b in zip(*pictures, strict=True)]
-    assert all((number == 7) == (data == b"") for number, data in zip(named[0], pictures[0], strict=True))
+    assert [a == b for a, b in zip(*named, strict=True)] == [a == b for a, b in zip(*images, strict=True)]
+    assert all((number == 7) == (data == b"") for number, data in zip(named[0], images[0], strict=True))
     assert all(-(1 << 63) <= number < 1 << 63 for number in named[0])
-    assert identity(tokens, ()) is tokens and digest_of(b"a") != digest_of(b"b")
+    assert identity(tokens, ()) is tokens and image_digest(b"a") != image_digest(b"b")
