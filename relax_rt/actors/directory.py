@@ -63,7 +63,7 @@ class Directory:
     """Makes references, and keeps the connections and members that they share.
 
     Args:
-        client: the connection to a slot; asked once for each, and closed by whoever made it.
+        client: the connection to a slot; made once for each, and closed by its maker.
         registry: None in a run without one; then only single slots can be referred to.
     """
 
@@ -128,9 +128,9 @@ class Directory:
             return died
         end = await self.end_of(_incarnation(died.who), _report_wait_s(left_s))
         known = f"{died.who} ended: {end}" if end else f"how {died.who} ended is not known yet"
-        told = ActorDied(died.what, why=f"{known}; {died.why}", hint=died.hint)
-        told.who, told.diagnosis = died.who, end
-        return told
+        explained = ActorDied(died.what, why=f"{known}; {died.why}", hint=died.hint)
+        explained.who, explained.diagnosis = died.who, end
+        return explained
 
     async def end_of(self, who: Incarnation, wait_s: float) -> str:
         """How an incarnation ended; empty if that is not known in time."""
@@ -142,7 +142,7 @@ class Directory:
         return members.end_of(who) or ""
 
     async def alive(self, names: Collection[str], left_s: float) -> list[str]:
-        """Which of these incarnations live, as the registry says after a wait for reports of their ends."""
+        """Which of these incarnations live, according to the registry, after a wait for reports of their ends."""
         if self._registry is None:
             return []
         whos = [_incarnation(name) for name in names]

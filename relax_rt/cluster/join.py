@@ -44,7 +44,7 @@ RETRY = BackoffPolicy(base_s=0.5, cap_s=10.0)
 
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """How a node wants to join.
+    """A request to join a run.
 
     Attributes:
         head: address of the head's listener.
@@ -262,7 +262,7 @@ class Joiner:
             code = self._keeper.wait()
             for pid in procfs.children(os.getpid()):
                 if pid not in others and _is_agent(pid):
-                    # Only the keeper was killed: the agent has started another one and goes on.
+                    # Only the keeper was killed: the agent has started another one and continues.
                     code = self._wait_for_agent(pid)
         finally:
             self._keeper = None
@@ -283,12 +283,12 @@ class Joiner:
         return code if code >= 0 else 128 - code
 
     async def _leave(self, membership: NodeMembership, reason: str) -> None:
-        """Tell the head that nothing is left of this membership, if it answers."""
+        """Report to the head that nothing is left of this membership, if it answers."""
         try:
             async with self._head(membership.epoch, LEAVE_TIMEOUT_S) as head_api:
                 await head_api.leave(membership, reason)
         except RelaxError as error:
-            self._say(f"the head could not be told: {error}")
+            self._say(f"the head was not notified: {error}")
 
 
 def _is_agent(pid: int) -> bool:

@@ -97,7 +97,7 @@ class Members:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: holds(self))
         except TimeoutError as error:
-            known = ", ".join(f"{m.who} {m.state}" for m in self.by_slot.values()) or "nobody"
+            known = ", ".join(f"{m.who} {m.state}" for m in self.by_slot.values()) or "none"
             why = f"{known} after {timeout_s:g} s" + (f"; the registry is away: {self.away}" if self.away else "")
             raise DeadlineExceeded(f"waiting for {what}", why=why) from error
 

@@ -140,7 +140,7 @@ def _below(root: int, children_of: Mapping[int, list[int]]) -> set[int]:
 def in_exec(pid: int) -> bool:
     """Return whether the process is inside execve and /proc does not show its environment yet.
 
-    Its parent may already be told that it runs: descriptors with close-on-exec are closed before that point.
+    Its parent may already believe that it runs: descriptors with close-on-exec are closed before that point.
     """
     fields = stat_fields(pid)
     if fields is None or fields[0] in "ZX" or int(fields[48]) != 0:

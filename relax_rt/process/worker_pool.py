@@ -3,7 +3,7 @@
 Reward functions (roles/rewards/workers.py) and environments (roles/agentic/workers.py) run in such workers:
 
 - A worker is `python -m MODULE FD` under a guard of its own (sandbox_guard.py). The guard limits processes and memory
-  of the worker with everything it starts, limits what they print, and kills all of them at the end, whoever died first.
+  of the worker with everything it starts, limits what they print, and kills all of them at the end.
 - Each message on its socket is a length and a msgpack body. The first one, the setup, has it load the user's code; its
   first reply says whether that worked.
 - `Worker.request` carries out one request at a time, each with its own deadline, and passes replies on in the order in
@@ -181,7 +181,7 @@ class Worker:
         """Send a request and pass its replies to `take`, in order of completion, until it returns True.
 
         Requests are carried out one after the other; the deadline starts when it is this one's turn. A cancelled
-        request kills the worker: its replies could not be told from those of the next one.
+        request kills the worker: its replies could be taken for those of the next one.
 
         Args:
             where: names the request in errors.
@@ -308,7 +308,7 @@ class WorkerPool(Generic[W]):
 
     @contextlib.asynccontextmanager
     async def lease(self) -> AsyncIterator[W]:
-        """Wait for a worker that nobody else has; one is started if none is idle.
+        """Wait for an exclusive worker; one is started if none is idle.
 
         Raises:
             RelaxError: it cannot be started.

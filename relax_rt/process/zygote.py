@@ -3,7 +3,7 @@
 The owner (see zygote_pool.py) starts one for each interpreter and environment, tells it over a socket what to import,
 and then asks for forks; the log and the control socket of the new process come along as descriptors (SCM_RIGHTS). The
 process is forked twice: the helper in between dies at once, so that the owner, a subreaper, becomes the parent of the
-new process and can wait for it. A zygote can also fork another zygote, which goes on importing while the first stays
+new process and can wait for it. A zygote can also fork another zygote, which continues to import while the first stays
 free.
 
 A fork is safe only in a process with one thread, without a ZeroMQ context, a running event loop or a CUDA context.

@@ -227,7 +227,7 @@ class KernelLog:
             self._killed[int(found[1])] = record.partition(";")[2].splitlines()[0]
 
     def _new_records(self) -> Iterator[str]:
-        # The ring holds a bounded number of records; a lapped reader gets EPIPE and goes on.
+        # The ring holds a bounded number of records; a lapped reader gets EPIPE and continues.
         for _ in range(100_000 if self._fd >= 0 else 0):
             try:
                 yield os.read(self._fd, 8192).decode("utf-8", "replace")

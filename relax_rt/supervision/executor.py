@@ -108,7 +108,7 @@ class PendingStart:
 class PendingStarts:
     """Starts that were decided and that no executor knows of yet: the newest attempt of each slot. Pure.
 
-    Between the decision and the order lies a wait (for epochs, for a gang's socket) in which the slot may be asked to
+    Between the decision and the order the agent waits (for epochs, for a gang's socket), and the slot may be asked to
     stop, its node may be lost, and the next start of the same slot may be decided. The result of an attempt concerns a
     slot only while it is the slot's newest one.
     """

@@ -38,7 +38,7 @@ def node_problems(config: RunConfig, tables: Mapping[str, RoleSettings]) -> Iter
     listen = config.supervision.nodes.listen
     if listen and config.queue.durability == "disk" and "queue" in tables:
         message = (
-            'queue.durability = "disk" with supervision.nodes.listen: payloads of other nodes lie in their memory, and '
+            'queue.durability = "disk" with supervision.nodes.listen: payloads of other nodes are in their memory, and '
             "would not outlive them"
         )
         yield Problem(("queue", "durability"), message, "leave one of the two out")

@@ -1,7 +1,7 @@
-"""The CURVE key of a run over several nodes: its holder may join and call every role; nobody else gets an answer.
+"""The CURVE key of a run over several nodes: its holder may join and call every role; others get no answer.
 
 All processes of the run share one key pair. Its text is the secret half, 64 hexadecimal digits, from which the public
-half follows. It lies in the run directory (mode 0600), outlives a restart of the head, and is never sent.
+half follows. It is stored in the run directory (mode 0600), outlives a restart of the head, and is never sent.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ class NodeTable:
         self.addresses_version += 1
 
     def request_leave(self, membership: NodeMembership, reason: str) -> bool:
-        """A node wants to leave; it stays responsible for what runs on it. False when that was known already."""
+        """Record that a node asks to leave; its slots run on until they are stopped. False when it has asked before."""
         node = self._present(membership)
         if node.state == "leaving":
             return False
@@ -201,7 +201,7 @@ class NodeTable:
         return True
 
     def is_leaving(self, membership: NodeMembership) -> bool:
-        """Whether a node wants to leave and has not left yet."""
+        """Whether a node has asked to leave and has not left yet."""
         node = self._nodes.get(membership.node)
         return node is not None and node.membership == membership and node.state == "leaving"
 

@@ -15,7 +15,7 @@ import pytest
 from relax_rt.config.problems import BadInput
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.hosting.context import HostContext, HostEnvironment, ProgressReporter, derive_seed
-from relax_rt.hosting.host import LiveProbeFailed, live, probe
+from relax_rt.hosting.host import LiveProbeFailed, probe, run_role
 from relax_rt.interfaces.registry import Changes, Member, RegistryApi, Renewed
 from relax_rt.interfaces.role import Role
 from relax_rt.observe.events import read_events
@@ -195,7 +195,7 @@ async def test_others_hear_how_a_role_ended(
     monkeypatch.setattr(Engine, "end", end)
     finished: list[str] = []
     with pytest.raises(type(end)) if end is not None else nullcontext():
-        await live(Engine, place.context(), lambda: finished.append("so it says"))
+        await run_role(Engine, place.context(), lambda: finished.append("so it says"))
     assert place.registry.left == [told]
     assert bool(finished) == (end is None)
 
@@ -404,7 +404,7 @@ class HalfSetUp(Role):
 
 async def test_a_teardown_that_fails_too_does_not_hide_why_the_role_ended(place: Place) -> None:
     with pytest.raises(ValueError, match="no such layer") as caught:
-        await live(HalfSetUp, place.context(), lambda: None)
+        await run_role(HalfSetUp, place.context(), lambda: None)
     assert caught.value.__notes__ == [
         "its teardown failed as well: AttributeError: 'HalfSetUp' object has no attribute 'engine'"
     ]
