@@ -102,11 +102,8 @@ class Directory:
         return found
 
     def members(self, what: str) -> Members:
-        """All members, watched from now on in the background.
-
-        Raises:
-            Refused: there is no registry; `what` needs one.
-        """
+        """All members, watched from now on in the background. Raises Refused: there is no registry; `what` needs
+        one."""
         if self._registry is None:
             raise Refused(what, why="the run has no registry", hint="name one slot, as reward/0")
         if self._members is None:
@@ -256,11 +253,7 @@ class RoleRoute:
         return RemoteStream(method, opener, budget_s, known.explained, DeathLimit(DEATHS, known.alive))
 
     async def all(self, timeout_s: float) -> list[SlotRoute]:
-        """A route to each ready member.
-
-        Raises:
-            Unreachable: there was none in time.
-        """
+        """A route to each ready member. Raises Unreachable: there was none in time."""
         what = f"the members of {self.name}"
         deadline = asyncio.get_running_loop().time() + timeout_s
         members = self._directory.members(what)
@@ -269,11 +262,8 @@ class RoleRoute:
         return [SlotRoute(self._directory, member.who.slot) for member in ready]
 
     async def _pick(self, what: str, deadline: float) -> tuple[Target, int]:
-        """Choose the target to call, connect it and count the call; returns it with its epoch.
-
-        Raises:
-            Unreachable: no member is ready and can be reached, in time.
-        """
+        """Choose the target to call, connect it and count the call; returns it with its epoch. Raises Unreachable: no
+        member is ready and can be reached, in time."""
         loop = asyncio.get_running_loop()
         members = self._directory.members(what)
         while True:
@@ -312,11 +302,7 @@ class RoleRoute:
         return best
 
     async def _await_change(self, members: Members, what: str, deadline: float, at_most_s: float) -> None:
-        """Wait for news of the members.
-
-        Raises:
-            Unreachable: the deadline has come.
-        """
+        """Wait for news of the members. Raises Unreachable: the deadline has come."""
         left_s = deadline - asyncio.get_running_loop().time()
         if left_s <= 0:
             known = [m for m in members.by_slot.values() if m.who.role == self.name]

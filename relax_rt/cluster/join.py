@@ -144,11 +144,8 @@ class Joiner:
             self._keeper.send_signal(number)
 
     async def _join(self) -> JoinRecord | None:
-        """Join, trying again until wait_s is over; None after Ctrl-C.
-
-        Raises:
-            RelaxError: the head refuses this node, or was not reached.
-        """
+        """Join, trying again until wait_s is over; None after Ctrl-C. Raises RelaxError: the head refuses this node, or
+        was not reached."""
         deadline = time.monotonic() + self._request.wait_s
         token, backoff = secrets.token_hex(8), Backoff(RETRY, random.Random())
         self._say(f"joining {self._request.head} as {self._request.name}")
@@ -306,11 +303,7 @@ def default_name() -> str:
 
 
 def node_facts(request: JoinRequest) -> NodeFacts:
-    """Describe this machine to the head.
-
-    Raises:
-        Unreachable: there is no way to the head's network.
-    """
+    """Describe this machine to the head. Raises Unreachable: there is no way to the head's network."""
     return NodeFacts(
         name=request.name,
         host=request.host or address_towards(request.head),
@@ -325,11 +318,7 @@ def node_facts(request: JoinRequest) -> NodeFacts:
 
 
 def address_towards(head: str) -> str:
-    """The address of this machine that packets to the head come from.
-
-    Raises:
-        Unreachable: there is no way there.
-    """
+    """The address of this machine that packets to the head come from. Raises Unreachable: there is no way there."""
     target = parse_address(head)
     try:
         family, _, _, _, place = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_DGRAM)[0]

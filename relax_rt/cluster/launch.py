@@ -156,11 +156,7 @@ def check_start(config: RunConfig) -> None:
 
 
 def prepare(config: RunConfig, config_path: Path, overrides: Sequence[str], system: Sequence[str]) -> PreparedRun:
-    """Check everything and make the run's directories.
-
-    Raises:
-        RelaxError: the run must not start.
-    """
+    """Check everything and make the run's directories. Raises RelaxError: the run must not start."""
     check_nodes(config, plan_roles(config, system))
     run_dir = Path(config.run.dir)
     lock_fd = lock_run_dir(run_dir)
@@ -291,11 +287,7 @@ def _as_text(value: Any) -> str:
 
 
 def check_shared_memory(config: RunConfig) -> None:
-    """Refuse a run that does not fit into /dev/shm.
-
-    Raises:
-        RelaxError: which setting asks for too much.
-    """
+    """Refuse a run that does not fit into /dev/shm. Raises RelaxError: which setting asks for too much."""
     job_bytes = load_job(config.run.job).shm_bytes(config)
     need = config.queue.capacity_mib * MIB + job_bytes
     free = shutil.disk_usage(SHM_ROOT).free

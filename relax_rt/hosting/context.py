@@ -336,11 +336,7 @@ class RegistryLease:
         self.committed = 0
 
     async def keep(self) -> NoReturn:
-        """Announce the role, then renew its lease for ever.
-
-        Raises:
-            StaleEpoch: the slot has a newer incarnation.
-        """
+        """Announce the role, then renew its lease for ever. Raises StaleEpoch: the slot has a newer incarnation."""
         while True:
             self._wake.clear()
             renewed = await self._renew()

@@ -304,11 +304,7 @@ class LiveProbeFailed(RelaxError):
 
 
 async def probe(role: Role, every_s: float) -> NoReturn:
-    """Call the role's `live` every every_s seconds.
-
-    Raises:
-        LiveProbeFailed: it raised, or took longer than every_s.
-    """
+    """Call the role's `live` every every_s seconds. Raises LiveProbeFailed: it raised, or took longer than every_s."""
     while True:
         await asyncio.sleep(every_s)
         try:
@@ -343,11 +339,8 @@ async def _run_until(work: Coroutine[Any, Any, None], *others: asyncio.Task[Any]
 
 
 async def _run_within(what: str, work: Coroutine[Any, Any, None], limit_s: float) -> None:
-    """Await the work for at most limit_s; then cancel it, and abandon it if it does not end.
-
-    Raises:
-        TimeoutError: it did not finish in time.
-    """
+    """Await the work for at most limit_s; then cancel it, and abandon it if it does not end. Raises TimeoutError: it
+    did not finish in time."""
     task = asyncio.create_task(work)
     await asyncio.wait([task], timeout=limit_s)
     if not task.done():
@@ -361,10 +354,7 @@ async def _run_within(what: str, work: Coroutine[Any, Any, None], limit_s: float
 
 def _check_not_cancelled(task: asyncio.Task[None]) -> None:
     """Turn a cancellation from inside the work into an error: CancelledError is no Exception and would go unreported.
-
-    Raises:
-        RelaxError: the work was cancelled, and not by us.
-    """
+    Raises RelaxError: the work was cancelled, and not by us."""
     if task.cancelled():
         name = getattr(task.get_coro(), "__qualname__", "the role's work")
         raise RelaxError(f"{name} was cancelled from inside: it awaited a task that was cancelled, and let that pass")

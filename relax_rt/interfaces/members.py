@@ -88,11 +88,7 @@ class Members:
             yield members
 
     async def until(self, holds: Callable[[Members], bool], what: str, *, timeout_s: float) -> None:
-        """Wait until something holds of the members.
-
-        Raises:
-            DeadlineExceeded: it did not, in time.
-        """
+        """Wait until something holds of the members. Raises DeadlineExceeded: it did not, in time."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: holds(self))

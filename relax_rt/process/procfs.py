@@ -23,11 +23,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def prctl(option: int, value: int) -> None:
-    """Call prctl(2).
-
-    Raises:
-        OSError: the kernel refused.
-    """
+    """Call prctl(2). Raises OSError: the kernel refused."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")

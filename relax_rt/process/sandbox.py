@@ -287,11 +287,7 @@ _modes: dict[tuple[str, ...], SandboxMode] = {}
 
 
 async def cached_mode(command: Sequence[str] = ()) -> SandboxMode:
-    """Return what `probe` finds for a command, cached for this process.
-
-    Raises:
-        SandboxFailed: see `probe`.
-    """
+    """Return what `probe` finds for a command, cached for this process. Raises SandboxFailed: see `probe`."""
     key = tuple(command)
     if key not in _modes:
         _modes[key] = await probe(command)
@@ -299,11 +295,8 @@ async def cached_mode(command: Sequence[str] = ()) -> SandboxMode:
 
 
 async def require_level(least: Level, command: Sequence[str] = ()) -> SandboxMode:
-    """Return the isolation of a command on this machine if it is at least `least`.
-
-    Raises:
-        SandboxFailed: it is weaker, or the command cannot be run at all.
-    """
+    """Return the isolation of a command on this machine if it is at least `least`. Raises SandboxFailed: it is weaker,
+    or the command cannot be run at all."""
     mode = await cached_mode(command)
     if least == "namespaces" and mode.level != least:
         raise SandboxFailed('a program in a sandbox of level "namespaces"', why=str(mode), hint=advice())
@@ -371,11 +364,8 @@ SYSTEM_PYTHONS = (Path("/usr/bin/python3"), Path("/usr/local/bin/python3"))
 
 
 async def try_mode(mode: SandboxMode, command: Sequence[str]) -> None:
-    """Try a mode: run a command on an empty program, Python on one that prints a word.
-
-    Raises:
-        SandboxFailed: it did not start, or Python did not print the word.
-    """
+    """Try a mode: run a command on an empty program, Python on one that prints a word. Raises SandboxFailed: it did not
+    start, or Python did not print the word."""
     argv = list(command) or [sys.executable, "-I", "-S"]
     python = Path(argv[0]).name.startswith("python")
     ran = await Sandbox(SandboxLimits(wall_s=PROBE_S), mode).run(

@@ -101,11 +101,8 @@ class Worker:
         self._writer: asyncio.StreamWriter | None = None
 
     async def start(self) -> bytes:
-        """Start the process, send it the setup and return its first reply. It is killed if anything fails.
-
-        Raises:
-            WorkerNotStarted: the guard could not start it. WorkerDied: it died, or did not load in time.
-        """
+        """Start the process, send it the setup and return its first reply. It is killed if anything fails. Raises
+        WorkerNotStarted: the guard could not start it. WorkerDied: it died, or did not load in time."""
         name = self.spec.name
         try:
             ours, theirs = socket.socketpair()
@@ -145,11 +142,7 @@ class Worker:
             self._writer.write(frame)
 
     async def send(self, frame: bytes) -> None:
-        """Send a frame.
-
-        Raises:
-            WorkerDied: the process ended.
-        """
+        """Send a frame. Raises WorkerDied: the process ended."""
         assert self._writer is not None
         try:
             self._writer.write(frame)
@@ -158,11 +151,8 @@ class Worker:
             raise await self._died() from None
 
     async def receive(self) -> bytes:
-        """Return the body of the next message.
-
-        Raises:
-            WorkerDied: the process ended, or announced a message that is too large.
-        """
+        """Return the body of the next message. Raises WorkerDied: the process ended, or announced a message that is too
+        large."""
         try:
             (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
             if size > self.spec.max_reply_bytes:
@@ -270,11 +260,8 @@ class WorkerPool(Generic[W]):
         return [worker for worker in self.workers if not worker.ended]
 
     async def fill(self, count: int | None = None) -> None:
-        """Replace dead workers, so that `count` (by default `size`) are alive.
-
-        Raises:
-            RelaxError: one cannot be started.
-        """
+        """Replace dead workers, so that `count` (by default `size`) are alive. Raises RelaxError: one cannot be
+        started."""
         async with self._filling:
             self._forget_dead()
             missing = (self._size if count is None else count) - len(self.workers)
@@ -297,22 +284,15 @@ class WorkerPool(Generic[W]):
         return worker
 
     async def least_loaded(self) -> W:
-        """Return the worker with the smallest load, after replacing dead ones.
-
-        Raises:
-            RelaxError: one cannot be started.
-        """
+        """Return the worker with the smallest load, after replacing dead ones. Raises RelaxError: one cannot be
+        started."""
         if len(self.alive) < self._size:
             await self.fill()
         return min(self.workers, key=lambda worker: worker.load)
 
     @contextlib.asynccontextmanager
     async def lease(self) -> AsyncIterator[W]:
-        """Wait for an exclusive worker; one is started if none is idle.
-
-        Raises:
-            RelaxError: it cannot be started.
-        """
+        """Wait for an exclusive worker; one is started if none is idle. Raises RelaxError: it cannot be started."""
         async with self._places:
             while self._idle and self._idle[-1].ended:
                 self._idle.pop()

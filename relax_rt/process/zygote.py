@@ -186,11 +186,7 @@ class Zygote:
         self._control = control
 
     def serve(self) -> NoReturn:
-        """Carry out requests until the owner is gone.
-
-        Raises:
-            ForkedChild: in each process that was forked.
-        """
+        """Carry out requests until the owner is gone. Raises ForkedChild: in each process that was forked."""
         while True:
             self._step()
 
@@ -249,11 +245,8 @@ class Zygote:
             os._exit(EXIT_ORPHANED)
 
     def _fork(self, order: ForkMsg, fds: list[int]) -> None:
-        """Have a helper fork the process; by the helper's death the process becomes the owner's child.
-
-        Raises:
-            ForkedChild: in the new process.
-        """
+        """Have a helper fork the process; by the helper's death the process becomes the owner's child. Raises
+        ForkedChild: in the new process."""
         reason = fork_hazard()
         if len(fds) != 2 + len(order.descriptors):
             reason = reason or f"{len(fds)} descriptors came along, not {2 + len(order.descriptors)}"

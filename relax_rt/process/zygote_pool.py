@@ -121,11 +121,7 @@ class ZygoteProcess:
         self._send(encode(order), [])
 
     async def fork(self, order: ForkMsg, fds: Sequence[int]) -> int:
-        """Have a process forked; return its pid.
-
-        Raises:
-            ForkFailed: the zygote refused, died or did not answer.
-        """
+        """Have a process forked; return its pid. Raises ForkFailed: the zygote refused, died or did not answer."""
         self._last_number += 1
         number = self._last_number
         reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -311,11 +307,8 @@ class ZygotePair:
             self.heavy.absent = "nothing to preload"
 
     async def choose(self, target: str, needs: Sequence[str]) -> ZygoteProcess:
-        """Return the zygote that has most of what a process needs, waiting for it as long as that pays.
-
-        Raises:
-            ForkFailed: there is none.
-        """
+        """Return the zygote that has most of what a process needs, waiting for it as long as that pays. Raises
+        ForkFailed: there is none."""
         changed, light, heavy = self._pool.changed, self.light, self.heavy
 
         def fit() -> ZygoteProcess | None:

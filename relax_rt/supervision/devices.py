@@ -82,11 +82,8 @@ def parse_apps(text: str) -> list[DeviceProcess]:
 
 
 async def ask_nvidia_smi(device: str) -> list[DeviceProcess]:
-    """Ask nvidia-smi which processes use a device.
-
-    Raises:
-        DeviceQueryFailed: it is not there, fails or takes too long.
-    """
+    """Ask nvidia-smi which processes use a device. Raises DeviceQueryFailed: it is not there, fails or takes too
+    long."""
     program = shutil.which("nvidia-smi")
     if program is None:
         raise DeviceQueryFailed("nvidia-smi is not installed")
@@ -139,10 +136,7 @@ class DeviceGate:
 
     async def free(self, slot: str, numbers: Sequence[int]) -> None:
         """Return once dead processes hold no memory of the devices; at once for devices that the run has not used.
-
-        Raises:
-            DeviceBusy: they still do when the time is over.
-        """
+        Raises DeviceBusy: they still do when the time is over."""
         names = device_names(numbers, self._visible)
         again = [name for name in names if name in self._used]
         self._used.update(names)

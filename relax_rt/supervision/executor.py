@@ -168,18 +168,12 @@ class Executor(Protocol):
     """Its name; empty is the head's own node in a run of one node."""
 
     def carry_out(self, order: SlotOrder) -> None:
-        """Carry out an order.
-
-        Raises:
-            Refused: a fault cannot be injected: there is no such fault, or the slot has no process.
-        """
+        """Carry out an order. Raises Refused: a fault cannot be injected: there is no such fault, or the slot has no
+        process."""
 
     async def rendezvous(self, slot: str, generation: int) -> GangRendezvous:
-        """Bind the socket that the gang's next rank 0 serves on; the next start of `slot` passes it on.
-
-        Raises:
-            OSError: no port can be bound.
-        """
+        """Bind the socket that the gang's next rank 0 serves on; the next start of `slot` passes it on. Raises OSError:
+        no port can be bound."""
 
     async def close(self) -> object:
         """End whatever still runs on the node."""

@@ -125,11 +125,7 @@ class Placer:
         return [room.node for room in self._rooms.values()]
 
     def add(self, node: Node) -> None:
-        """Add a node, with everything free.
-
-        Raises:
-            Refused: one of this name is there.
-        """
+        """Add a node, with everything free. Raises Refused: one of this name is there."""
         if node.name in self._rooms:
             raise Refused(f"node {node.name!r}", why="there is one of this name")
         self._rooms[node.name] = _NodeState(node)
@@ -180,11 +176,7 @@ class Placer:
             room.free[device] += taken.parts
 
     def place(self, need: SlotSpec) -> Placement | NoRoom:
-        """Place one slot.
-
-        Raises:
-            Refused: it has one.
-        """
+        """Place one slot. Raises Refused: it has one."""
         self._fresh(need)
         pin = self._pin(need)
         rooms = [room for room in self._open(pin) if room.devices(need.gpus)]
@@ -206,11 +198,8 @@ class Placer:
         return self._take(need, room, room.devices(need.gpus)[0])
 
     def place_gang(self, needs: Sequence[SlotSpec]) -> list[Placement] | NoRoom:
-        """Place all ranks of a gang, in their order, or none.
-
-        Raises:
-            Refused: one of them has a place, or the ranks ask for different things.
-        """
+        """Place all ranks of a gang, in their order, or none. Raises Refused: one of them has a place, or the ranks ask
+        for different things."""
         if not needs:
             return []
         first = needs[0]

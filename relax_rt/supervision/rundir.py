@@ -68,11 +68,8 @@ class RunPaths(NamedTuple):
         return self.socket_dir / AGENT_SOCKET
 
     def make_private(self) -> None:
-        """Make the socket and shared memory directories, private to this user, and record their owner.
-
-        Raises:
-            OSError: they cannot be made, or exist.
-        """
+        """Make the socket and shared memory directories, private to this user, and record their owner. Raises OSError:
+        they cannot be made, or exist."""
         for directory in (self.socket_dir, self.shm_dir):
             directory.mkdir(mode=0o700)
         self.own(os.getpid())

@@ -104,11 +104,7 @@ class RoleSpawner:
     async def spawn(
         self, launch: Launch, on_message: Callable[[FromRole], None], on_exit: Callable[[Diagnosis], None]
     ) -> RoleProcess:
-        """Start a role's process and watch it.
-
-        Raises:
-            OSError: the interpreter or the log file cannot be opened.
-        """
+        """Start a role's process and watch it. Raises OSError: the interpreter or the log file cannot be opened."""
         self._starting += 1
         try:
             started = await self._assign_spare(launch) or await self._start_process(launch)

@@ -18,11 +18,7 @@ from relax_rt.transport.rpc.errors import RelaxError
 
 
 def check_nodes(config: RunConfig, plans: Sequence[RolePlan]) -> None:
-    """Refuse what can never be placed.
-
-    Raises:
-        RelaxError: which setting asks for it.
-    """
+    """Refuse what can never be placed. Raises RelaxError: which setting asks for it."""
     if listen := config.supervision.nodes.listen:
         check_listen(listen)
     for problem in node_problems(config, {plan.kind: plan.settings for plan in plans}):

@@ -399,11 +399,7 @@ class NodeListener:
         self.address = ""
 
     async def open(self, listen: str) -> str:
-        """Listen at an address; returns it with its real port.
-
-        Raises:
-            AddressError: nothing can listen there.
-        """
+        """Listen at an address; returns it with its real port. Raises AddressError: nothing can listen there."""
         self.address = await self._server.listen(listen)
         self._ticking = asyncio.create_task(self._tick())
         return self.address

@@ -21,11 +21,8 @@ ENVIRONMENT = "RELAX_JOIN_KEY"
 
 
 def make_key(folder: Path) -> Path:
-    """The key's file in this folder, made if it is not there.
-
-    Raises:
-        Refused: it is there, and others than its owner can read or write it.
-    """
+    """The key's file in this folder, made if it is not there. Raises Refused: it is there, and others than its owner
+    can read or write it."""
     path = folder / FILE
     if not path.exists():
         write_key(path, zmq.utils.z85.decode(CurveKeys.make().secret).hex())
@@ -51,11 +48,8 @@ def write_key(path: Path, text: str) -> None:
 
 
 def read_key(path: Path) -> str:
-    """A key's text.
-
-    Raises:
-        Refused: there is no such file, it holds no key, or others than its owner can read or write it.
-    """
+    """A key's text. Raises Refused: there is no such file, it holds no key, or others than its owner can read or write
+    it."""
     try:
         text = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -67,11 +61,7 @@ def read_key(path: Path) -> str:
 
 
 def curve_keys(text: str, where: str = "the key") -> CurveKeys:
-    """A key in the form of the message layer.
-
-    Raises:
-        Refused: the text is no key.
-    """
+    """A key in the form of the message layer. Raises Refused: the text is no key."""
     try:
         secret = zmq.utils.z85.encode(bytes.fromhex(text.strip()))
         if len(secret) != 40:

@@ -90,11 +90,7 @@ class AddressResolver:
         self._agent = self._client.bind(WhereApi, timeout_s=RESOLVE_TIMEOUT_S)
 
     async def resolve(self, slot: str) -> str:
-        """The slot's address for this process.
-
-        Raises:
-            Unreachable: it is nowhere at the moment.
-        """
+        """The slot's address for this process. Raises Unreachable: it is nowhere at the moment."""
         address = await self._agent.where(slot)
         if not address:
             raise Unreachable(slot, why="it does not run on any node at the moment", hint="`relax-rt ps` shows why")
