@@ -22,11 +22,11 @@ from relax_rt.cli.runs import find_run_dir
 from relax_rt.cli.time_left import Estimate, estimate_of
 from relax_rt.cli.why import Account, explain
 from relax_rt.config.problems import BadInput
+from relax_rt.interfaces.agent import RunStatus
 from relax_rt.observe.events import CURRENT, read_events, segments
 from relax_rt.observe.metrics import METRICS, read_metrics
 from relax_rt.observe.trace import Trace
 from relax_rt.supervision import control
-from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.rundir import read_run
 from relax_rt.transport.rpc.errors import RelaxError
 

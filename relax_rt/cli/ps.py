@@ -34,11 +34,11 @@ from relax_rt.cli.runs import find_run_dir, resolved_config
 from relax_rt.cli.time_left import Estimate, estimate_of, read_ends
 from relax_rt.config.job import load_job
 from relax_rt.config.schema import Chosen
+from relax_rt.interfaces.agent import RunStatus, SlotStatus
 from relax_rt.interfaces.registry import Changes, RegistryApi
 from relax_rt.observe.metrics import METRICS, Tail
 from relax_rt.observe.text import NOTHING, clip, count, duration, pending_on, waits
 from relax_rt.supervision import control
-from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.rundir import read_run
 from relax_rt.transport.base.versions import VersionRecord, VersionTree
 from relax_rt.transport.queue.ledger.messages import ProgressReport

@@ -34,12 +34,12 @@ from relax_rt.config.job import load_job
 from relax_rt.config.loader import load_config, preflight_config
 from relax_rt.config.problems import BadInput
 from relax_rt.config.schema import MIB, RunConfig
+from relax_rt.interfaces.agent import RunStatus, SlotStatus
 from relax_rt.observe.events import CURRENT
 from relax_rt.observe.metrics import Tail
 from relax_rt.observe.notes import StartTimes
 from relax_rt.observe.text import clip, duration, waits
 from relax_rt.supervision import control
-from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.rundir import SHM_ROOT, read_run
 from relax_rt.transport.rpc.errors import RelaxError
 

@@ -28,12 +28,12 @@ from relax_rt.cli.headline import SPARK, Headline, Value
 from relax_rt.cli.runs import resolved_config
 from relax_rt.config.job import Column, Pacing, load_job, pacing_of
 from relax_rt.config.schema import RunConfig
+from relax_rt.interfaces.agent import RunStatus, SlotStatus
 from relax_rt.observe.events import CURRENT
 from relax_rt.observe.metrics import METRICS, Tail
 from relax_rt.observe.notes import EventNotes, Note, StartTimes
 from relax_rt.observe.text import NOTHING, clip, count, duration, pending_on, sparkline, waits
 from relax_rt.supervision import control
-from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.transport.rpc.errors import RelaxError
 
 POLL_S = 0.25

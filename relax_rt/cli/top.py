@@ -19,9 +19,9 @@ from relax_rt.cli.app import OK, Json, Run
 from relax_rt.cli.display import STATE_STYLE, console_for_output, print_table, show_json
 from relax_rt.cli.runs import find_run_dir
 from relax_rt.config.problems import BadInput
+from relax_rt.interfaces.agent import RunStatus
 from relax_rt.observe.text import NOTHING, byte_size, clip, count, duration, number, pending_on, waits
 from relax_rt.supervision import control
-from relax_rt.supervision.api import RunStatus
 
 MAX_CHILDREN = 256
 MAX_SAMPLES_ONCE = 10

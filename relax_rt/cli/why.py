@@ -27,13 +27,12 @@ from relax_rt.cli.losses import print_losses
 from relax_rt.cli.ps import describe_empty_steps
 from relax_rt.cli.runs import split_run
 from relax_rt.config.problems import BadInput, did_you_mean
+from relax_rt.interfaces.agent import Diagnosis, RunStatus
 from relax_rt.observe.events import read_events
 from relax_rt.observe.losses import Losses, ReportedLoss
 from relax_rt.observe.notes import MAX_SLOTS, EventNotes, Note
 from relax_rt.observe.text import NOTHING, clip, duration, pending_on
 from relax_rt.supervision import control
-from relax_rt.supervision.api import RunStatus
-from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.transport.queue.ledger.messages import Retired, describe_loss
 
 MAX_NOTES = 40

@@ -27,10 +27,10 @@ from relax_rt.interfaces.members import Members, watch_members
 from relax_rt.interfaces.registry import REGISTRY_SLOT, Member, RegistryApi
 from relax_rt.supervision.control import NoRun, find_run
 from relax_rt.supervision.rundir import RunPaths, slot_file
+from relax_rt.transport.rpc.client import DEFAULT_WINDOW
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Client, CurveKeys, make_hello
-from relax_rt.transport.rpc.streams import DEFAULT_WINDOW
 
 T = TypeVar("T")
 

@@ -18,10 +18,10 @@ from relax_rt.cluster.nodes.fleet import Fleet
 from relax_rt.config.job import load_job
 from relax_rt.config.loader import read_resolved
 from relax_rt.config.schema import RunConfig
+from relax_rt.interfaces.agent import RunStatus
 from relax_rt.observe.logs import open_log, setup_logging
 from relax_rt.observe.text import clip
 from relax_rt.supervision.agent import run_agent
-from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.plan import plan_roles
 from relax_rt.supervision.protocol import RunDone
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, write_json

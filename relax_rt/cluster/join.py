@@ -19,24 +19,26 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
+import psutil  # type: ignore[import-untyped]
 
 from relax_rt.cluster.launch import lock_run_dir
 from relax_rt.cluster.nodes.api import HELLO_NAME, HeadApi, NameTaken, NodeFacts, NodeMembership
 from relax_rt.cluster.nodes.join_key import ENVIRONMENT, FILE, curve_keys, read_key, write_key
-from relax_rt.cluster.nodes.machine import count_gpus, physical_mib
 from relax_rt.cluster.nodes.membership import JoinRecord, MembershipEnd, node_paths, read_end, write_record
 from relax_rt.config.checks import check_listen
 from relax_rt.config.version import VERSION
 from relax_rt.process import procfs
+from relax_rt.supervision.devices import count_gpus
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, clean_stale_runs, members_of_run, update_run
-from relax_rt.transport.rpc.address import parse_address
 from relax_rt.transport.rpc.backoff import Backoff, BackoffPolicy
+from relax_rt.transport.rpc.channel import parse_address
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Client, make_hello
 
 JOIN_TIMEOUT_S = 5.0
 LEAVE_TIMEOUT_S = 1.0
+MIB = 1 << 20
 RETRY = BackoffPolicy(base_s=0.5, cap_s=10.0)
 
 
@@ -316,7 +318,7 @@ def node_facts(request: JoinRequest) -> NodeFacts:
         host=request.host or address_towards(request.head),
         machine=socket.gethostname(),
         cores=len(os.sched_getaffinity(0)),
-        memory_mib=physical_mib(),
+        memory_mib=psutil.virtual_memory().total // MIB,
         gpus=count_gpus(),
         python=sys.version.split()[0],
         version=VERSION,

@@ -14,7 +14,7 @@ from relax_rt.transport.queue.broker import Broker
 from relax_rt.transport.queue.ledger.failures import REPORT_EVERY_S
 from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.weights.manifest import STAGE_DIR, StageApi
-from relax_rt.transport.weights.stage_server import stage_server
+from relax_rt.transport.weights.stream import stage_server
 
 METRICS_EVERY_S = 2.0
 REPORTED = ("by_state", "outstanding", "bound", "payload_bytes", "refused_stale")

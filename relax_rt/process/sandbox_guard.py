@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from relax_rt.process import procfs, sandbox_layout, sandbox_setup, syscalls
+from relax_rt.process import procfs, sandbox_layout, sandbox_setup
 
 CONTROL, REPORT = 0, 1
 TICK_S = 0.05
@@ -103,7 +103,7 @@ def _namespaces(order: dict[str, Any]) -> int:
 
 def _init_process(order: dict[str, Any], life: int) -> int:
     try:
-        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+        procfs.prctl(procfs.PR_SET_PDEATHSIG, signal.SIGKILL)
         if order["kind"] == "code":
             sandbox_setup.own_root(sandbox_layout.ExposedPaths(*order["shown"]), order["limits"]["disk_mib"])
             if os.geteuid() != 0:
@@ -112,7 +112,7 @@ def _init_process(order: dict[str, Any], life: int) -> int:
         else:
             sandbox_setup.mount_own_proc()
             folder = order["folder"]
-        syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
+        procfs.prctl(sandbox_setup.PR_SET_DUMPABLE, 0)
         return Watch(order, folder, _all_but_us, _kill_all_but_us, alone=True, ends=(CONTROL, life)).run()
     except OSError as error:
         _report({"refused": str(error)})
@@ -120,12 +120,12 @@ def _init_process(order: dict[str, Any], life: int) -> int:
 
 
 def _in_bubblewrap(order: dict[str, Any]) -> int:
-    """Run as pid 1 of the namespaces that bubblewrap created (see bubblewrap.argv)."""
+    """Run as pid 1 of the namespaces that bubblewrap created (see sandbox.bubblewrap_argv)."""
     if os.getpid() != 1:
         raise OSError("bubblewrap gave the guard no process namespace")
     if os.geteuid() == 0:
         sandbox_setup.mount_proc()
-    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
+    procfs.prctl(sandbox_setup.PR_SET_DUMPABLE, 0)
     return Watch(order, sandbox_layout.HOME, _all_but_us, _kill_all_but_us, alone=True, ends=(CONTROL,)).run()
 
 

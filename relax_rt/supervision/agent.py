@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,10 +19,9 @@ import uvloop
 
 from relax_rt.config.job import absent_kinds, finished, stall_after_s
 from relax_rt.config.schema import RunConfig
+from relax_rt.interfaces.agent import AgentApi, Diagnosis, Kind, NodeStatus, RunStatus, SlotStatus, WhereApi
 from relax_rt.observe.events import EventLog
 from relax_rt.process import procfs
-from relax_rt.supervision.api import AgentApi, NodeStatus, RunStatus, SlotStatus, WhereApi
-from relax_rt.supervision.diagnosis import Diagnosis, Kind
 from relax_rt.supervision.executor import (
     Executor,
     GangOrder,
@@ -33,7 +31,7 @@ from relax_rt.supervision.executor import (
     StartOrder,
     gang_orders,
 )
-from relax_rt.supervision.local import KeeperWatch, LocalExecutor, unspawned
+from relax_rt.supervision.local import LocalExecutor, failure_of, unspawned
 from relax_rt.supervision.placement import Placer
 from relax_rt.supervision.plan import RolePlan, check_count
 from relax_rt.supervision.protocol import (
@@ -66,7 +64,6 @@ from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Server, make_hello
 
 TICK_S = 0.1
-HOUSEKEEPING_S = 1.0
 STATE_EVERY_S = 0.25
 MIB = 1 << 20
 
@@ -134,7 +131,6 @@ class Agent:
             stall_after_s(config),
             finished(config),
         )
-        self._keeper = KeeperWatch(paths, self._local, self._events.emit)
         self._keeper_pid = keeper_pid
         self._starts = PendingStarts()
         self._preparing: dict[PendingStart, asyncio.Task[list[tuple[Executor, StartOrder]]]] = {}
@@ -160,7 +156,7 @@ class Agent:
         self._install_signals(loop)
         self._local.prepare()
         if self._keeper_pid:
-            self._keeper.watch(self._keeper_pid)
+            self._local.watch_keeper(self._keeper_pid)
         server = Server(make_hello(self.paths.run_id, Incarnation(AGENT_SLOT, 0)))
         server.offer(AgentApi, self)
         server.offer(WhereApi, self)
@@ -177,7 +173,7 @@ class Agent:
         )
         background = [
             asyncio.create_task(self._tick(), name="the clock"),
-            asyncio.create_task(self._housekeeping(), name="housekeeping"),
+            asyncio.create_task(self._local.keep_house(self._events), name="housekeeping"),
             asyncio.create_task(self._show(), name="the screen"),
         ]
         for task in background:
@@ -478,15 +474,6 @@ class Agent:
             except TimeoutError:
                 self.post(Tick())
 
-    async def _housekeeping(self) -> None:
-        while True:
-            await asyncio.sleep(HOUSEKEEPING_S)
-            await self._local.housekeep()
-            try:
-                await asyncio.to_thread(self._events.rotate)
-            except OSError as error:
-                self._log.error("the event log cannot be rotated", error=str(error))
-
     async def _show(self) -> None:
         while self._on_state is not None:
             self._notify_observer(self._run_status())
@@ -502,13 +489,8 @@ class Agent:
             self._on_state = None
 
     def _background_ended(self, task: asyncio.Task[None]) -> None:
-        """End the run: without its clock or its housekeeping an agent would only seem to watch over its roles."""
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        fault = f"{task.get_name()} has failed: {type(error).__name__}: {error}"
-        self._log.error("supervisor fault", error=fault, exc_info=error)
-        self._events.emit("supervisor_fault", error=fault, trace="".join(traceback.format_exception(error)))
-        self.post(KillRequested(f"fault of the supervisor: {fault}"))
+        if fault := failure_of(task, self._events):
+            self.post(KillRequested(f"fault of the supervisor: {fault}"))
 
     async def _close(self, server: Server, done: RunDone) -> None:
         status = self._end_asked or ("finished" if done.exit_code == 0 else "failed")
@@ -516,7 +498,6 @@ class Agent:
             status = "failed"
         await self._system.close()
         await server.close()
-        self._keeper.close()
         await self._fleet.close(done.exit_code, done.reason)
         await self._local.close()
         self.paths.remove_private()

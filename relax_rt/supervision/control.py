@@ -16,7 +16,7 @@ import msgspec
 
 from relax_rt.config.problems import BadInput
 from relax_rt.config.version import RUN_FORMAT, VERSION
-from relax_rt.supervision.api import AgentApi, NodeStatus, RunStatus
+from relax_rt.interfaces.agent import AgentApi, NodeStatus, RunStatus
 from relax_rt.supervision.rundir import RUNNING, RunPaths, owner_lives, read_run
 from relax_rt.transport.rpc.errors import RelaxError, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation

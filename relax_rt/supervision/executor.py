@@ -1,6 +1,6 @@
 """Interfaces between the supervisor's decisions and processes: orders, executors (one a node), pending starts, nodes.
 
-local.py implements Executor for this node, cluster/nodes/remote.py for others, cluster/nodes/fleet.py Nodes.
+local.py implements Executor for this node, cluster/nodes/fleet.py implements it for others, and Nodes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-from relax_rt.supervision.api import NodeStatus
-from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.interfaces.agent import Diagnosis, NodeStatus
 from relax_rt.supervision.placement import Node
 from relax_rt.supervision.plan import RolePlan
 from relax_rt.supervision.protocol import Event, StartGang

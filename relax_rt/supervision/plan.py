@@ -16,7 +16,7 @@ from relax_rt.config.loader import SYSTEM_ROLES, role_settings
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import MIB, RoleSettings, RunConfig, SupervisionTable
 from relax_rt.config.validation import validate
-from relax_rt.interfaces.loading import load_role, role_target
+from relax_rt.interfaces.role import load_role, role_target
 from relax_rt.supervision.rundir import SHM_ROOT
 from relax_rt.supervision.tree import RestartClass, RoleSpec, SlotSpec, Strategy
 from relax_rt.transport.rpc.errors import Refused, RelaxError

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.supervision.placement import Node
 
 

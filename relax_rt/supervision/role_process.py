@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.process import procfs
 from relax_rt.process.child import Child, PacketReader, read_tail
 from relax_rt.process.limits import ProcessLimits
@@ -33,7 +34,6 @@ from relax_rt.supervision.channel import (
     send_now,
 )
 from relax_rt.supervision.diagnosis import (
-    Diagnosis,
     ExitFacts,
     FailureReport,
     KernelLog,

@@ -20,11 +20,12 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 import structlog
 
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.process import child, limits
 from relax_rt.process.child import Child, Notifier, PacketReader, packet_pair
 from relax_rt.process.zygote_pool import EmitEvent, ForkFailed, ForkRequest, ZygotePool
 from relax_rt.supervision.channel import MAX_PACKET_BYTES, AssignMsg, FromRole, PreparedMsg, decode_from_role, encode
-from relax_rt.supervision.diagnosis import Diagnosis, KernelLog
+from relax_rt.supervision.diagnosis import KernelLog
 from relax_rt.supervision.role_process import (
     HOST_ENTRY,
     HOST_MODULE,

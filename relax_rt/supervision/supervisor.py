@@ -15,8 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from relax_rt.supervision.api import SlotStatus
-from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.interfaces.agent import Diagnosis, SlotStatus
 from relax_rt.supervision.placement import Node, NoRoom, Placement, Placer
 from relax_rt.supervision.protocol import (
     Action,

@@ -12,8 +12,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from relax_rt.supervision.api import SlotStatus
-from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.interfaces.agent import Diagnosis, SlotStatus
 
 RestartClass = Literal["permanent", "transient", "temporary"]
 Strategy = Literal["one_for_one", "one_for_all", "rest_for_one"]

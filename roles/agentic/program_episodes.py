@@ -16,14 +16,15 @@ from relax_rt.cluster.nodes.links import Links
 from relax_rt.config.loader import role_settings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.agentic.episode import EpisodeLimits, PlayedEpisode
-from relax_rt.roles.agentic.errors import (
+from relax_rt.roles.agentic.interface import (
     EnvironmentFailed,
     EnvironmentStuck,
     EpisodeLost,
     GenerationFailed,
     LimitExceeded,
+    Task,
+    checked,
 )
-from relax_rt.roles.agentic.interface import Task, checked
 from relax_rt.roles.agentic.program import Program, ProgramResult, exceeded_limit, parse_result
 from relax_rt.roles.agentic.program_host import ProgramExit, ProgramHost, ProgramNotStarted
 from relax_rt.roles.agentic.settings import EnvSettings

@@ -142,7 +142,7 @@ def _marks(body: bytes) -> int:
 
 
 def characters(call: Call) -> int:
-    """Count the characters to render for a call; tools have a bound of their own, and pictures are no text."""
+    """Count the characters to render for a call; tools have a bound of their own, and images are no text."""
     prompts = sum(len(prompt) for prompt in call.prompts if isinstance(prompt, str))
     return len(call.instructions) + prompts + sum(len(text) for one in call.messages for text in _texts(one))
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.roles.data.media.pictures import IMAGES, is_picture
-from relax_rt.roles.data.media.pictures import MAX_BYTES as MAX_MEDIA_BYTES
+from relax_rt.roles.data.media.images import IMAGES, is_image
+from relax_rt.roles.data.media.images import MAX_BYTES as MAX_MEDIA_BYTES
 from relax_rt.roles.gateway.calls import MAX_CHOICES, MAX_TOOL_BYTES, MAX_TOOLS, CallError, Message, Unsupported, bad
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -88,18 +88,18 @@ def content(given: Any, at: str) -> str | None:
 
 
 def user_content(given: Any, at: str) -> str | list[Message] | None:
-    """What the user says: as `content`, or with pictures a list of parts. A picture stays as it came, and is told where
+    """What the user says: as `content`, or with images a list of parts. An image stays as it came, and is told where
     it was (`at`); nothing of it is decoded.
 
     Raises:
         CallError: it is none of these, or too large.
     """
-    if not isinstance(given, list) or not any(map(is_picture, given)):
+    if not isinstance(given, list) or not any(map(is_image, given)):
         return content(given, at)
     found: list[Message] = []
     for i, part in enumerate(given):
         here = f"{at}[{i}]"
-        if is_picture(part):
+        if is_image(part):
             _check_bytes(part, here)
             found.append({**part, PLACE: here})
         else:
@@ -113,13 +113,13 @@ def _part(part: Any, at: str) -> str:
         return _text(part, "refusal" if kind == "refusal" else "text", at)
     if kind in MEDIA:
         _check_bytes(part, at)
-        read = "texts are, and by models that see pictures in what the user says"
+        read = "texts are, and by models that see images in what the user says"
         raise bad(f"{at} is of type {MEDIA[kind]}, which is not read there: {read}", at, "unsupported_media")
     raise bad(f"{at} is a part of type {kind!r}; text is what can be read", at)
 
 
 def image_refused(part: Mapping[str, Any]) -> CallError:
-    """Why a picture is not taken where the model does not see. Nothing of it is decoded or fetched."""
+    """Why an image is not taken where the model does not see. Nothing of it is decoded or fetched."""
     at = str(part[PLACE])
     return bad(f"{at} is of type image, and the model that is trained here reads text alone", at, "unsupported_media")
 

@@ -16,10 +16,9 @@ from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import MIB, RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.process.limits import raise_open_files
-from relax_rt.roles.agentic.tokens.chat_format import ChatFormat, load_chat_template
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger
-from relax_rt.roles.agentic.tokens.template import ChatTemplate
-from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.agentic.tokens.parsers import ChatFormat
+from relax_rt.roles.agentic.tokens.template import ChatTemplate, load_chat_template
 from relax_rt.roles.gateway.access import FILE, Keys, run_token
 from relax_rt.roles.gateway.api import Access, Closed, GatewayApi, Name, Nonce, SessionLimits
 from relax_rt.roles.gateway.service import AnswerPolicy, Service
@@ -27,8 +26,8 @@ from relax_rt.roles.gateway.sessions import Sessions
 from relax_rt.roles.gateway.settings import LOOPBACK, NODE_ADDRESS, GatewaySettings
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.roles.rollout.engines.settings import RolloutSettings, SamplingTable
-from relax_rt.roles.rollout.router.admission import AdmissionLimits
-from relax_rt.roles.rollout.router.router import AdmissionQueue, Router
+from relax_rt.roles.rollout.router.admission import AdmissionLimits, AdmissionQueue
+from relax_rt.roles.rollout.router.role import RouterRole
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
@@ -41,7 +40,7 @@ OTHER_FILES = 256
 """Open files of a process besides its callers' connections."""
 
 
-class GatewayRole(RLRole[GatewaySettings]):
+class GatewayRole(RouterRole[GatewaySettings]):
     """Serves HTTP, and `GatewayApi` to roles of the run. Sessions live in this process and go with it: whoever plays
     the episode hears of it and has it played again."""
 
@@ -157,8 +156,9 @@ class GatewayRole(RLRole[GatewaySettings]):
         from relax_rt.roles.gateway.server import make_server
 
         table = self.settings
-        async with Router(self.ctx) as router, self._admission(router) as admission:
-            self._serve_calls(router, admission)
+        await self.open_router()
+        async with self._admission() as admission:
+            self._serve_calls(admission)
             bounds = HttpLimits(
                 body_bytes=table.body_mib * MIB,
                 held_bytes=table.held_mib * MIB,
@@ -193,14 +193,14 @@ class GatewayRole(RLRole[GatewaySettings]):
 
     # --- inside
 
-    def _admission(self, router: Router) -> AdmissionQueue:
+    def _admission(self) -> AdmissionQueue:
         table = self.settings
         limits = AdmissionLimits(
             first=min(16, table.at_work), most=table.at_work, waiting=table.waiting, wait_s=table.wait_s
         )
-        return AdmissionQueue(limits, router.load)
+        return AdmissionQueue(limits, self.router.load)
 
-    def _serve_calls(self, router: Router, admission: AdmissionQueue) -> None:
+    def _serve_calls(self, admission: AdmissionQueue) -> None:
         table, sampling = self.settings, self.table(SamplingTable)
         lag = min(1, int(min(self.table(AlgorithmTable).max_staleness, 1))) if table.lag is None else table.lag
         terms = AnswerPolicy(
@@ -215,11 +215,11 @@ class GatewayRole(RLRole[GatewaySettings]):
             seed=self.config.run.seed,
         )
         self.service = Service(
-            router,
+            self.router,
             self.tokenizer,
             admission,
             terms,
-            behind=lambda v: router.core.fleet.lag(v),
+            behind=self.router.core.fleet.lag,
             image_processor=self.template.image_processor,
         )
 

@@ -12,8 +12,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from relax_rt.roles.agentic.tokens.images import new_images, process_images, replace_images
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger, budget_exhausted
-from relax_rt.roles.agentic.tokens.pictures import new_pictures, process_pictures, with_digests
 from relax_rt.roles.agentic.tokens.types import PromptPlan, Reply, Sampled
 from relax_rt.roles.data.media.image_processor import ImageProcessor, ProcessedImage
 from relax_rt.roles.gateway.calls import Answer, AnswerSink, Call, CallError, Choice, Head, Message, bad
@@ -22,8 +22,9 @@ from relax_rt.roles.gateway.request_body import CHARACTERS_A_TOKEN, LONG_BYTES, 
 from relax_rt.roles.gateway.request_parts import image_refused
 from relax_rt.roles.gateway.sessions import Session, StreamedAnswer, adopt_partial_answer
 from relax_rt.roles.rollout.engines.routing import PART_TOKENS
+from relax_rt.roles.rollout.router.admission import AdmissionQueue, AdmissionRejected
 from relax_rt.roles.rollout.router.core import Deliver, GenerationRequest, Outcome
-from relax_rt.roles.rollout.router.router import AdmissionQueue, AdmissionRejected, NotGenerated
+from relax_rt.roles.rollout.router.router import NotGenerated
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
@@ -113,7 +114,7 @@ class Service:
         tokens: makes them. tokenizer: the model's. admission: has calls wait for their turn.
         now: seconds since 1970.
         behind: publications from a version to the newest.
-        sight: looks at pictures, if the model sees.
+        image_processor: of a model that takes images.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Service:
         """The temperature that a call is sampled with, and what of it is left out.
 
         Raises:
-            CallError: unknown model, a picture for one that does not see, or something else that is refused here.
+            CallError: unknown model, an image for one that does not see, or something else that is refused here.
         """
         terms = self.terms
         if "*" not in terms.models and call.model not in terms.models:
@@ -142,7 +143,7 @@ class Service:
             raise CallError(
                 404, f"there is no model {call.model!r} here, only {known}", param="model", code="model_not_found"
             )
-        if self._image_processor is None and (parts := new_pictures(call.messages)):
+        if self._image_processor is None and (parts := new_images(call.messages)):
             raise image_refused(parts[0])
         ignored = [one.name for one in call.unsupported]
         if ignored and terms.unsupported == "refuse":
@@ -269,10 +270,10 @@ class Service:
         messages: list[Message] = []
         limit = min(call.max_tokens or self.terms.new_tokens, session.limits.new_tokens or self.terms.new_tokens)
         if not call.prompts:
-            looked = await self._look(call)
+            processed = await self._process_images(call)
             async with session.ledger() as ledger:
                 session.check_open()
-                call = _by_digest(call, looked, ledger)
+                call = _by_digest(call, processed, ledger)
                 plan = await _rendered(call, lambda: self._plan(call, session, ledger, limit, messages), plans)
             self._check_room(plan.tokens, session)
             return [
@@ -291,12 +292,12 @@ class Service:
                 found.append(_Sequence(index=k, prompt=ids, plan=None, seed=seed, echo=echo))
         return found, messages
 
-    async def _look(self, call: Call) -> list[ProcessedImage]:
-        """The pictures of a call. Raises: CallError, if one cannot be taken."""
-        if self._image_processor is None or not (parts := new_pictures(call.messages)):
+    async def _process_images(self, call: Call) -> list[ProcessedImage]:
+        """The images of a call. Raises: CallError, if one cannot be taken."""
+        if self._image_processor is None or not (parts := new_images(call.messages)):
             return []
         try:
-            return await process_pictures(parts, self._image_processor)
+            return await process_images(parts, self._image_processor)
         except Refused as error:
             raise bad(str(error), "messages", "picture_refused") from error
 
@@ -538,12 +539,12 @@ def _chunk_tokens(*, pieces: bool, routing: bool) -> int:
     return CHUNK_TOKENS if pieces else LARGE_CHUNK_TOKENS
 
 
-def _by_digest(call: Call, looked: Sequence[ProcessedImage], ledger: TokenLedger) -> Call:
-    """A call whose pictures the ledger was shown. Raises: CallError, if it takes no more."""
-    if not looked:
+def _by_digest(call: Call, processed: Sequence[ProcessedImage], ledger: TokenLedger) -> Call:
+    """Return a call whose images were added to the ledger. Raises: CallError, if it takes no more."""
+    if not processed:
         return call
     try:
-        return msgspec.structs.replace(call, messages=tuple(with_digests(call.messages, looked, ledger.show)))
+        return msgspec.structs.replace(call, messages=tuple(replace_images(call.messages, processed, ledger.add_image)))
     except Refused as error:
         raise bad(str(error), "messages", "picture_refused") from error
 

@@ -31,7 +31,7 @@ from relax_rt.cluster.nodes.api import (
 from relax_rt.cluster.nodes.fleet import RemoteExecutor
 from relax_rt.cluster.nodes.session import HeadSession
 from relax_rt.cluster.nodes.table import TICK_S, Departure, NodeTable
-from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.supervision.executor import GangRendezvous, PendingStart, PendingStarts, StartOrder, gang_orders
 from relax_rt.supervision.placement import Node, Placer
 from relax_rt.supervision.protocol import (

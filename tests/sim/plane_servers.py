@@ -13,7 +13,7 @@ from sim_kernel import Steps
 
 from relax_rt.cluster.registry.core import TICK_S, Counters, Dropped, Entry, Issued, RegistryCore, Stored
 from relax_rt.interfaces.registry import Changes
-from relax_rt.transport.base.pauses import PauseDetector
+from relax_rt.transport.base.liveness import PauseDetector
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits

@@ -26,7 +26,6 @@ from relax_rt.chaos.timeline import Ettr, Recovery, ettr, find_recoveries
 from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.observe.events import read_events
 from relax_rt.observe.metrics import read_metrics
-from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, read_json, slot_file
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.ledger.messages import QueueStats

@@ -11,7 +11,6 @@ import functools
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -51,11 +50,11 @@ from relax_rt.cluster.nodes.membership import (
 from relax_rt.cluster.nodes.session import HeadSession
 from relax_rt.config.loader import read_resolved
 from relax_rt.config.schema import RunConfig
+from relax_rt.interfaces.agent import WhereApi
 from relax_rt.observe.events import EventFollower, EventLog
 from relax_rt.observe.logs import open_log, setup_logging
 from relax_rt.process import procfs
-from relax_rt.supervision.api import WhereApi
-from relax_rt.supervision.local import KeeperWatch, LocalExecutor
+from relax_rt.supervision.local import LocalExecutor, failure_of
 from relax_rt.supervision.plan import RolePlan, plan_roles
 from relax_rt.supervision.protocol import Event, SlotExited, SlotSpawned
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, owner_of, slot_file, update_run
@@ -75,7 +74,6 @@ RETRY_S = 0.1
 GATHER_S = 0.01
 FOLLOW_S = 0.5
 LEASE_CHECK_S = 0.1
-HOUSEKEEPING_S = 1.0
 MIB = 1 << 20
 
 
@@ -118,7 +116,6 @@ class NodeAgent:
             host=record.host,
             environment=role_environment(paths, run_id=membership.run_id, node=membership.node, host=record.host),
         )
-        self._keeper = KeeperWatch(paths, self._local, self._events.emit)
         self._keeper_pid = keeper_pid
         self._client = Client(
             record.head, make_hello(HELLO_NAME, Incarnation(f"{membership.node}/0", membership.epoch)), curve=keys
@@ -142,7 +139,7 @@ class NodeAgent:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._interrupted, signal.Signals(number).name)
         if self._keeper_pid:
-            self._keeper.watch(self._keeper_pid)
+            self._local.watch_keeper(self._keeper_pid)
         server = Server(make_hello(self.membership.run_id, Incarnation(AGENT_SLOT, 0)))
         server.offer(WhereApi, self)
         await server.listen(f"unix://{self.paths.agent_socket}")
@@ -159,7 +156,7 @@ class NodeAgent:
             "carrying out orders": self._follow_orders(),
             "reporting": self._report(),
             "watching the lease": self._watch_lease(),
-            "housekeeping": self._housekeep(),
+            "housekeeping": self._local.keep_house(self._events),
             "following events": self._follow_events(follower),
         }
         tasks = [loop.create_task(one, name=name) for name, one in work.items()]
@@ -175,13 +172,8 @@ class NodeAgent:
         return end
 
     def _work_ended(self, task: asyncio.Task[None]) -> None:
-        """End the membership when one of the tasks fails: without it the node would only appear to work."""
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        fault = f"{task.get_name()} has failed: {type(error).__name__}: {error}"
-        self._log.error("node agent fault", error=fault, exc_info=error)
-        self._events.emit("supervisor_fault", error=fault, trace="".join(traceback.format_exception(error)))
-        self._finish(over=True, exit_code=EXIT_FAULT, reason=f"fault of the node's agent: {fault}")
+        if fault := failure_of(task, self._events):
+            self._finish(over=True, exit_code=EXIT_FAULT, reason=f"fault of the node's agent: {fault}")
 
     async def where(self, slot: str) -> str:
         if self._local.has(slot):
@@ -308,15 +300,6 @@ class NodeAgent:
         )
         self._finish(over=False, exit_code=EXIT_HEAD_LOST, reason=reason)
 
-    async def _housekeep(self) -> None:
-        while True:
-            await asyncio.sleep(HOUSEKEEPING_S)
-            await self._local.housekeep()
-            try:
-                await asyncio.to_thread(self._events.rotate)
-            except OSError as error:
-                self._log.error("the event log cannot be rotated", error=str(error))
-
     async def _follow_events(self, follower: EventFollower) -> None:
         while True:
             await asyncio.sleep(FOLLOW_S)
@@ -328,7 +311,6 @@ class NodeAgent:
             self._to_report.set()
 
     async def _close(self, server: Server, follower: EventFollower, end: MembershipEnd) -> None:
-        self._keeper.close()
         left = await self._local.close()
         await server.close()
         self._events.emit("node_ended", node=self.membership.node, node_epoch=self.membership.epoch, reason=end.reason)

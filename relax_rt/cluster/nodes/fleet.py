@@ -1,55 +1,66 @@
-"""The nodes of a run at the head: those that joined, what they report, and the listener that they call."""
+"""The nodes of a run at the head: those that joined, what they report, their executors, and the listener."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
+import psutil  # type: ignore[import-untyped]
 import structlog
 
 from relax_rt.cluster.nodes.api import (
     HEAD,
     HELLO_NAME,
     AgentStarted,
+    BindRendezvous,
+    DumpSlot,
     EndNode,
     EventLine,
     HeadApi,
+    InjectSlot,
     Item,
     JoinReply,
+    KillSlot,
     LeaveRequested,
     NodeFacts,
     NodeMembership,
+    Order,
     Orders,
     RendezvousBound,
     ReportedEvent,
     SlotAddress,
+    SlotEvent,
+    StartSlot,
+    StopSlot,
     decode_event,
 )
 from relax_rt.cluster.nodes.checks import pinned_plans
 from relax_rt.cluster.nodes.links import role_environment
-from relax_rt.cluster.nodes.machine import count_gpus, physical_mib
 from relax_rt.cluster.nodes.membership import read_keys
-from relax_rt.cluster.nodes.remote import RemoteExecutor
 from relax_rt.cluster.nodes.table import STOP_S, TICK_S, Departure, NodeTable
 from relax_rt.config.checks import check_listen
 from relax_rt.config.loader import SYSTEM_ROLES
 from relax_rt.config.schema import RunConfig
+from relax_rt.interfaces.agent import NodeStatus
 from relax_rt.observe.events import CURRENT, Appender
-from relax_rt.supervision.api import NodeStatus
-from relax_rt.supervision.executor import EmitEvent, Executor, HeadAgent
+from relax_rt.supervision.devices import count_gpus
+from relax_rt.supervision.executor import EmitEvent, Executor, GangRendezvous, HeadAgent, StartOrder
 from relax_rt.supervision.placement import Node
 from relax_rt.supervision.plan import RolePlan
-from relax_rt.supervision.protocol import DrainRequested, NodeJoined, NodeLost
+from relax_rt.supervision.protocol import DrainRequested, NodeJoined, NodeLost, SlotExited, SlotSpawned
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, read_run
-from relax_rt.transport.rpc.address import AddressError, parse_address
+from relax_rt.transport.rpc.channel import AddressError, parse_address
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import CurveKeys, Server, make_hello
 
+MIB = 1 << 20
+BIND_TIMEOUT_S = 10.0
 MAX_WAIT_S = 30.0
 LEAVE_TIMEOUT_S = 5.0
 """How long the end of a run waits for its nodes to say that nothing is left there."""
@@ -67,7 +78,7 @@ class Fleet:
         self._config, self._paths, table = config, paths, config.supervision.nodes
         self.table = NodeTable(paths.run_id, table.lease_s, time.monotonic()) if table.listen else None
         cores = len(os.sched_getaffinity(0))
-        self.here = Node(HEAD if self.table else "", cores, count_gpus(), physical_mib())
+        self.here = Node(HEAD if self.table else "", cores, count_gpus(), psutil.virtual_memory().total // MIB)
         self.host, self.environment = "127.0.0.1", dict[str, str]()
         if self.table:
             self.host = parse_address(check_listen(table.listen)).host
@@ -257,6 +268,98 @@ class Fleet:
             )
             for view in self.table.view()
         ]
+
+
+class RemoteExecutor:
+    """Executor of a node that joined. Orders go into the head's node table, from which the node fetches them.
+
+    Args:
+        table: of the head.
+        membership: the node.
+        wake: answers the node's waiting call for orders.
+        on_event: gets the events of the node's slots.
+    """
+
+    def __init__(
+        self,
+        table: NodeTable,
+        membership: NodeMembership,
+        wake: Callable[[], None],
+        on_event: Callable[[SlotEvent], None],
+    ) -> None:
+        self.node = membership.node
+        self.membership = membership
+        self._table, self._wake, self._on_event = table, wake, on_event
+        self.run_dir = ""
+        """Where the node keeps its logs."""
+        self.agent_pid = 0
+        self.open: dict[str, int] = {}
+        """Epoch of each slot that was ordered to start there and has not exited."""
+        self._binding: dict[tuple[str, int], asyncio.Future[GangRendezvous]] = {}
+
+    def start(self, order: StartOrder) -> None:
+        self.open[order.slot] = order.epoch
+        self._order(StartSlot(order))
+
+    def stop(self, slot: str) -> None:
+        self._order(StopSlot(slot))
+
+    def kill(self, slot: str, kind: Literal["killed", "hang"], reason: str) -> None:
+        self._order(KillSlot(slot, kind, reason))
+
+    def dump_stacks(self, slot: str) -> None:
+        self._order(DumpSlot(slot))
+
+    def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
+        if slot not in self.open:
+            raise Refused(f"cannot inject {fault} into {slot}", why=f"it has no process on node {self.node}")
+        self._order(InjectSlot(slot, fault, seconds, amount))
+
+    async def rendezvous(self, slot: str, generation: int) -> GangRendezvous:
+        bound: asyncio.Future[GangRendezvous] = asyncio.get_running_loop().create_future()
+        self._binding[slot, generation] = bound
+        try:
+            if not self._order(BindRendezvous(slot, generation)):
+                raise OSError(f"node {self.node} is gone")
+            async with asyncio.timeout(BIND_TIMEOUT_S):
+                return await bound
+        except TimeoutError:
+            raise OSError(f"node {self.node} bound no port in {BIND_TIMEOUT_S:g} s") from None
+        finally:
+            self._binding.pop((slot, generation), None)
+
+    async def close(self) -> None:
+        """Do nothing: the fleet ends all nodes together."""
+
+    def _order(self, order: Order) -> bool:
+        given = self._table.order(self.node, order)
+        self._wake()
+        return given
+
+    def bound(self, answer: RendezvousBound) -> None:
+        """The node's answer to BindRendezvous."""
+        waiting = self._binding.get((answer.slot, answer.generation))
+        if waiting is None or waiting.done():
+            return
+        if answer.host:
+            waiting.set_result(GangRendezvous(answer.host, answer.port))
+        else:
+            waiting.set_exception(OSError(f"node {self.node}: {answer.error}"))
+
+    def apply_event(self, event: SlotEvent) -> None:
+        """Pass on an event of a slot started here; events of other incarnations are ignored."""
+        epoch = self.open.get(event.slot)
+        if epoch is None or (isinstance(event, SlotSpawned) and event.epoch != epoch):
+            return
+        if isinstance(event, SlotExited):
+            del self.open[event.slot]
+        self._on_event(event)
+
+    def lost(self, reason: str) -> None:
+        """The node is gone: fail whatever waits for its answers."""
+        for waiting in self._binding.values():
+            if not waiting.done():
+                waiting.set_exception(OSError(f"node {self.node} is gone: {reason}"))
 
 
 class NodeListener:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from relax_rt.interfaces.registry import Changes, Ended, Member, Renewed
-from relax_rt.transport.base.pauses import PauseDetector
+from relax_rt.transport.base.liveness import PauseDetector
 from relax_rt.transport.base.versions import ROOT, VersionRecord, VersionTree
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation

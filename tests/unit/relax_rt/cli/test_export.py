@@ -23,9 +23,7 @@ from relax_rt.cli.top import _table as table_of
 from relax_rt.cli.why import explain
 from relax_rt.config.version import RUN_FORMAT
 from relax_rt.observe.events import read_events
-from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.control import NoRun
-from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.rundir import write_json
 from relax_rt.transport.rpc.errors import RelaxError
 

@@ -11,7 +11,6 @@ from relax_rt.cli import run as run_commands
 from relax_rt.cli.run import WaitingReasons, ending_slots, wait_until_ended
 from relax_rt.cli.time_left import Estimate
 from relax_rt.supervision import control
-from relax_rt.supervision.api import RunStatus, SlotStatus
 
 
 def status(waiting: str, state: str = "pending") -> RunStatus:

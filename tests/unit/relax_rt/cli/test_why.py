@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from relax_rt.cli.why import MAX_NOTES, MAX_SHOWN, explain, show_why
-from relax_rt.supervision.api import RunStatus, SlotStatus
-from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.interfaces.agent import Diagnosis, RunStatus, SlotStatus
 
 
 def event(t: float, kind: str, slot: str = "", **fields: Any) -> dict[str, Any]:

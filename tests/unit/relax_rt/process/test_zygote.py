@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent / "zygote_toys"))
 
 from zygote_world import KEY, RUN_ID, TOYS, WAIT_S, World
 
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.process import procfs, zygote
 from relax_rt.process.zygote import FromZygote
 from relax_rt.process.zygote_pool import ForkFailed, ForkRequest, ZygoteKey, ZygoteProcess
-from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.role_process import Launch, kill_orphans
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from relax_rt.supervision.api import SlotStatus
-from relax_rt.supervision.diagnosis import Diagnosis, Kind
+from relax_rt.interfaces.agent import Diagnosis, Kind, SlotStatus
 from relax_rt.supervision.placement import Placer
 from relax_rt.supervision.protocol import (
     Action,

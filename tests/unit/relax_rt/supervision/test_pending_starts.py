@@ -10,8 +10,8 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.supervision.agent import Agent
-from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.executor import (
     GangOrder,
     GangRendezvous,

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from relax_rt.config.schema import RunConfig
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.process import procfs
 from relax_rt.process.limits import ProcessLimits
 from relax_rt.process.zygote_pool import ZygoteKey
 from relax_rt.supervision.channel import PreparedMsg, encode
-from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.local import LocalExecutor
 from relax_rt.supervision.role_process import Launch, RoleProcess, StartedProcess
 from relax_rt.supervision.rundir import RunPaths

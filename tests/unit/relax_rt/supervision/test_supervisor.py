@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from supervisor_bench import Bench, spec
 
-from relax_rt.supervision.diagnosis import Kind
+from relax_rt.interfaces.agent import Kind
 from relax_rt.supervision.protocol import (
     DumpStacks,
     Emit,

@@ -16,7 +16,7 @@ import pytest
 
 from relax_rt.roles.agentic import Task
 from relax_rt.roles.agentic.episode import EpisodeLimits, PlayedEpisode
-from relax_rt.roles.agentic.errors import EnvironmentFailed, EnvironmentStuck, EpisodeLost, GenerationFailed
+from relax_rt.roles.agentic.interface import EnvironmentFailed, EnvironmentStuck, EpisodeLost, GenerationFailed
 from relax_rt.roles.agentic.loading import load_factory
 from relax_rt.roles.agentic.program import Program, load_program, parse_result
 from relax_rt.roles.agentic.program_episodes import ProgramPlayer

@@ -18,7 +18,7 @@ from test_program import TASK, Lender, lives, programs_of, said, until
 
 from relax_rt.roles.agentic import program_episodes, program_host
 from relax_rt.roles.agentic.episode import EpisodeLimits, PlayedEpisode
-from relax_rt.roles.agentic.errors import EpisodeLost, LimitExceeded
+from relax_rt.roles.agentic.interface import EpisodeLost, LimitExceeded
 from relax_rt.roles.agentic.program import Program, ProgramLimits, exceeded_limit, load_program
 from relax_rt.roles.agentic.program_episodes import GatewayUnreachable, ProgramPlayer, gateway_url, program_environment
 from relax_rt.roles.agentic.program_host import (

@@ -11,7 +11,7 @@ from gateway_world import Running, running, tokenizer
 
 from relax_rt.roles.agentic import Task
 from relax_rt.roles.agentic.episode import EpisodeLimits, PlayedEpisode
-from relax_rt.roles.agentic.errors import EpisodeLost
+from relax_rt.roles.agentic.interface import EpisodeLost
 from relax_rt.roles.agentic.program import load_program
 from relax_rt.roles.agentic.program_episodes import ProgramPlayer
 from relax_rt.roles.agentic.program_host import ProgramHost

@@ -20,7 +20,7 @@ from relax_rt.cluster.nodes.api import (
 )
 from relax_rt.cluster.nodes.session import HeadSession
 from relax_rt.cluster.nodes.table import AGENT_START_S, PAUSE_S, STOP_S, TICK_S, NodeTable, patience_s
-from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.supervision.protocol import SlotExited, SlotProgress, SlotReady, SlotSpawned
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 

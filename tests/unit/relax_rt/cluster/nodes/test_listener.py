@@ -29,7 +29,7 @@ from relax_rt.cluster.nodes.api import (
 from relax_rt.cluster.nodes.fleet import Fleet, NodeListener
 from relax_rt.cluster.nodes.join_key import FILE, curve_keys, make_key, read_key
 from relax_rt.config.schema import NodesTable, RunConfig, SupervisionTable
-from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.supervision.executor import GangRendezvous, StartOrder
 from relax_rt.supervision.placement import Node
 from relax_rt.supervision.protocol import DrainRequested, Event, NodeJoined, NodeLost, SlotExited, SlotSpawned

@@ -22,7 +22,7 @@ from relax_rt.cluster.registry.core import (
     Stored,
 )
 from relax_rt.interfaces.registry import Changes, Member
-from relax_rt.transport.base.pauses import PAUSE_S
+from relax_rt.transport.base.liveness import PAUSE_S
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
