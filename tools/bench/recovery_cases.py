@@ -23,6 +23,7 @@ from toy_run import ToyRun
 from relax_rt.chaos.faults import FAULTS, ScheduledFault, by_steps, parse_roles
 from relax_rt.chaos.injector import Injector, run_schedule
 from relax_rt.chaos.timeline import Ettr, Recovery, ettr, find_recoveries
+from relax_rt.interfaces.agent import RunStatus
 from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.observe.events import read_events
 from relax_rt.observe.metrics import read_metrics

@@ -22,6 +22,7 @@ from relax_rt.cli.top import ProcessUsage, ProgressRates, UsageSample, rows, sho
 from relax_rt.cli.top import _table as table_of
 from relax_rt.cli.why import explain
 from relax_rt.config.version import RUN_FORMAT
+from relax_rt.interfaces.agent import Diagnosis, RunStatus, SlotStatus
 from relax_rt.observe.events import read_events
 from relax_rt.supervision.control import NoRun
 from relax_rt.supervision.rundir import write_json

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from relax_rt.cli.ps import SlotFigures, compute_figures, newest_records, slot_figures
+from relax_rt.interfaces.agent import RunStatus, SlotStatus
 from relax_rt.interfaces.registry import Changes, Member
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.identity import Incarnation

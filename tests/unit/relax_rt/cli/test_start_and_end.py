@@ -10,6 +10,7 @@ import pytest
 from relax_rt.cli import run as run_commands
 from relax_rt.cli.run import WaitingReasons, ending_slots, wait_until_ended
 from relax_rt.cli.time_left import Estimate
+from relax_rt.interfaces.agent import RunStatus, SlotStatus
 from relax_rt.supervision import control
 
 
