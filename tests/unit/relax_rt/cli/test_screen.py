@@ -15,6 +15,7 @@ from rich.console import Console
 
 from relax_rt.cli.headline import Column
 from relax_rt.cli.screen import DRAIN_HEARTBEAT_S, HEARTBEAT_S, Screen, render
+from relax_rt.interfaces.agent import Diagnosis, RunStatus, SlotStatus
 
 HEADLINE = [
     Column("step", "reward_mean", "reward", ".3f", spark=True),
