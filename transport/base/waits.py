@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 
 import msgspec
 
@@ -37,7 +36,7 @@ class WaitingCalls:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._events: dict[str, asyncio.Event] = {}
+        self._waiters: dict[str, dict[int, asyncio.Future[None]]] = {}
         self._waiting: dict[int, WaitingCall] = {}
         self._over: dict[str, WaitCount] = {}
         self._token = 0
@@ -57,10 +56,17 @@ class WaitingCalls:
             return
         one = self._waiting[token]
         one.reason = reason
-        event = self._events.setdefault(one.topic, asyncio.Event())
-        with suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await event.wait()
+        # No asyncio.timeout: brokers come here without a task of their own (see rpc.interface.eager).
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        waiters = self._waiters.setdefault(one.topic, {})
+        waiters[token] = waiter
+        timer = loop.call_later(limit_s, _wake, waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            waiters.pop(token, None)
 
     def leave(self, token: int) -> None:
         """The call was answered or cancelled."""
@@ -73,13 +79,12 @@ class WaitingCalls:
     def touch(self, topics: Iterable[str]) -> None:
         """Wake the calls that wait on these topics."""
         for topic in topics:
-            event = self._events.pop(topic, None)
-            if event is not None:
-                event.set()
+            for waiter in self._waiters.pop(topic, {}).values():
+                _wake(waiter)
 
     def touch_all(self) -> None:
         """Wake all calls."""
-        self.touch(list(self._events))
+        self.touch(list(self._waiters))
 
     def __len__(self) -> int:
         return sum(bool(one.reason) for one in self._waiting.values())
@@ -100,3 +105,8 @@ class WaitingCalls:
     def over(self) -> dict[str, dict[str, float]]:
         """By topic: how many waits have ended, and their seconds together."""
         return {topic: {"waits": count.n, "total_s": count.total_s} for topic, count in sorted(self._over.items())}
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
