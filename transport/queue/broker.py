@@ -199,6 +199,9 @@ class Broker(JournaledBroker[Ledger]):
         if not self._node:
             self._apply(ev.JoinQueue(node, payloads, issued=True), self._identify())
 
+    async def payload_servers(self, owners: list[str]) -> dict[str, str]:
+        return self._ledger.state.callers.remote(self._identify(), owners)
+
     def _notice_end_of(self, process: ClientProcess) -> None:
         """Watch a process that joined for its end. Under a supervisor, which reports ends, silence is none."""
         if process.node == self._node:
