@@ -84,23 +84,17 @@ def session_of(pid: int) -> int:
 
 def children(root: int) -> list[int]:
     """Return the living direct children."""
-    listed = _listed_children(root)
+    try:
+        # As the kernel lists them for each thread.
+        lists = [(thread / "children").read_text() for thread in Path(f"/proc/{root}/task").iterdir()]
+        candidates = [int(pid) for text in lists for pid in text.split()]
+    except OSError:
+        candidates = pids()  # this kernel has no such list, or the process has ended
     found = []
-    for pid in pids() if listed is None else listed:
+    for pid in candidates:
         fields = stat_fields(pid)
         if fields is not None and fields[0] not in "ZX" and int(fields[1]) == root:
             found.append(pid)
-    return found
-
-
-def _listed_children(root: int) -> list[int] | None:
-    """Return children as the kernel lists them for each thread; None where the kernel has no such list."""
-    found = []
-    try:
-        for thread in Path(f"/proc/{root}/task").iterdir():
-            found += [int(pid) for pid in (thread / "children").read_text().split()]
-    except OSError:
-        return None
     return found
 
 

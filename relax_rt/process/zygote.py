@@ -147,22 +147,14 @@ def fork_hazard() -> str:
     zmq = sys.modules.get("zmq")
     if zmq is not None and getattr(getattr(zmq, "Context", None), "_instance", None) is not None:
         return "a ZeroMQ context exists"
-    return _cuda_in_use()
-
-
-def _cuda_in_use() -> str:
-    torch = sys.modules.get("torch")
-    cuda = getattr(torch, "cuda", None)
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is not None and cuda.is_initialized():
         return "torch has initialised CUDA"
-    # The driver keeps its devices open, whoever called it.
+    # The driver keeps its devices open, whichever library called it.
     for fd in Path("/proc/self/fd").iterdir():
-        try:
-            target = str(fd.readlink())
-        except OSError:
-            continue
-        if target.startswith("/dev/nvidia"):
-            return f"the CUDA driver is in use ({target} is open)"
+        with suppress(OSError):
+            if (target := str(fd.readlink())).startswith("/dev/nvidia"):
+                return f"the CUDA driver is in use ({target} is open)"
     return ""
 
 

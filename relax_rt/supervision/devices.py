@@ -24,6 +24,7 @@ FREE_TIMEOUT_S = 30.0
 NVIDIA_SMI_TIMEOUT_S = 10.0
 ASK_EVERY_S = 0.1
 INITIAL_PID_NAMESPACE = "pid:[4026531836]"
+"""Here our pids are those of the host, which the driver reports."""
 
 
 class DeviceBusy(RelaxError):
@@ -104,11 +105,6 @@ def _run(command: list[str]) -> list[DeviceProcess]:
     return parse_apps(done.stdout)
 
 
-def in_initial_pid_namespace() -> bool:
-    """Return whether our pids are those of the host, which the driver reports."""
-    return procfs.pid_namespace() == INITIAL_PID_NAMESPACE
-
-
 class DeviceGate:
     """Delays the start of a process until dead processes hold no memory of its devices.
 
@@ -127,7 +123,7 @@ class DeviceGate:
         visible: str | None = None,
         lives: Callable[[int], object] = procfs.start_time,
         free_timeout_s: float = FREE_TIMEOUT_S,
-        knows_pids: Callable[[], bool] = in_initial_pid_namespace,
+        knows_pids: Callable[[], bool] = lambda: procfs.pid_namespace() == INITIAL_PID_NAMESPACE,
     ) -> None:
         self._emit, self._ask, self._visible, self._lives = emit, ask, visible, lives
         self._free_timeout_s, self._knows_pids = free_timeout_s, knows_pids
