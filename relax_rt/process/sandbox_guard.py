@@ -232,6 +232,7 @@ class Watch:
             if status is None and not reason:
                 late = wall_s is not None and time.monotonic() - began > wall_s
                 reason = "time" if late else self._over()
+        # Kill before the rest of the output is read: a process that is left could hold the pipes open for ever.
         self.kill()
         for fd in list(self.names):
             while self._drain(fd):

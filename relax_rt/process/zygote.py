@@ -246,6 +246,8 @@ class Zygote:
             self._send(RefusedMsg(order.number, reason))
             return
         _flush()
+        # The helper dies at once, and the kernel gives its child to the nearest subreaper above, the owner: only a
+        # parent learns the exit status. The pid comes through a pipe, because the zygote sees only the helper's.
         pid_reader, pid_writer = os.pipe()
         try:
             helper = os.fork()

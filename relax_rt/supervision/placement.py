@@ -272,7 +272,8 @@ def _pack(
     for room_for in (soft, held, hard):
         if sum(room_for.values()) < ranks:
             continue
-        # Stable: among equals the earlier node. The greedy choice of the largest is the fewest nodes.
+        # All ranks are alike, so that filling the largest nodes first needs the fewest nodes. Stable: among equals the
+        # earlier node.
         order = sorted(rooms, key=lambda room: -room_for[room.node.name])
         taken: dict[str, int] = {}
         left = ranks

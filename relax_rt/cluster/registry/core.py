@@ -176,6 +176,8 @@ class RegistryCore:
         member = self.member(who.slot)
         if member is None or who.epoch > member.who.epoch:
             return
+        # The agent may report an exit after the slot got its next epoch: then it is the end of the one before, which
+        # callers of that incarnation still wait to know.
         if member.who == who:
             self._end(who, reason)
         elif member.before is None or member.before.epoch < who.epoch:

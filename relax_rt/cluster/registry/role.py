@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NoReturn
 
 from relax_rt.cluster.registry.core import TICK_S, RegistryCore
 from relax_rt.cluster.registry.store import Store
-from relax_rt.interfaces.registry import Changes, Member, RegistryApi, Renewed
+from relax_rt.interfaces.registry import Changes, RegistryApi, Renewed
 from relax_rt.interfaces.role import Role
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.identity import Incarnation
@@ -179,11 +179,6 @@ class RegistryService:
         records = self.core.versions()
         await self._store.durable()
         return records
-
-    def members(self) -> list[Member]:
-        """All members."""
-        found = self.core.changes(0)
-        return found.members if found else []
 
     async def _commit(self) -> None:
         """Make the state machine's writes durable, then wake the watchers."""

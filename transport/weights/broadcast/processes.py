@@ -26,6 +26,7 @@ from relax_rt.transport.weights.broadcast.protocol import (
     encode,
 )
 
+# Not on the kit of relax_rt.process: transport stands below the runtime and imports nothing of it.
 PACKETS_A_TURN = 64
 EXIT_TIMEOUT_S = 5.0
 LAUNCHER_ENDED = "the launcher of the ranks has ended"
