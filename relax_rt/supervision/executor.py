@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from relax_rt.interfaces.agent import Diagnosis
-from relax_rt.supervision.protocol import DumpStacks, Event, Kill, NodeMessage, StartGang, Stop
+from relax_rt.supervision.protocol import DumpStacks, Kill, NodeMessage, SlotEvent, StartGang, Stop
 
 
 class GangOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,11 +179,8 @@ class Executor(Protocol):
         """End whatever still runs on the node."""
 
 
-OnEvent = Callable[[Event], None]
+OnEvent = Callable[[SlotEvent], None]
 """Takes an executor's events."""
 
 OnAddress = Callable[[str, str, str], None]
 """Takes (slot, address, remote) of a role that serves, remote for other nodes; empty addresses when it is gone."""
-
-EmitEvent = Callable[..., None]
-"""Appends to the run's event log: emit(kind, **fields)."""

@@ -25,7 +25,7 @@ from relax_rt.observe.events import EventLog
 from relax_rt.process import procfs
 from relax_rt.process.child import rotate_log, watch_exit
 from relax_rt.process.limits import ProcessLimits
-from relax_rt.process.zygote_pool import ZygoteKey
+from relax_rt.process.zygote_pool import EmitEvent, ZygoteKey
 from relax_rt.supervision.channel import (
     AddressMsg,
     FaultKind,
@@ -37,7 +37,6 @@ from relax_rt.supervision.channel import (
 )
 from relax_rt.supervision.devices import DeviceGate, device_environment
 from relax_rt.supervision.executor import (
-    EmitEvent,
     GangOrder,
     GangRendezvous,
     InjectFault,

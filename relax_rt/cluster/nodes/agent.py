@@ -51,7 +51,7 @@ from relax_rt.process import procfs
 from relax_rt.supervision.executor import InjectFault
 from relax_rt.supervision.local import LocalExecutor, failure_of
 from relax_rt.supervision.plan import RolePlan, plan_roles
-from relax_rt.supervision.protocol import Event, Kill, SlotEvent, SlotExited, SlotSpawned
+from relax_rt.supervision.protocol import Kill, SlotEvent, SlotExited, SlotSpawned
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, owner_of, slot_file, update_run
 from relax_rt.supervision.system_roles import AGENT_SLOT
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
@@ -195,8 +195,7 @@ class NodeAgent:
         else:
             self._finish(over=True, exit_code=130, reason=f"{name} again")
 
-    def _on_event(self, event: Event) -> None:
-        assert isinstance(event, SlotEvent)
+    def _on_event(self, event: SlotEvent) -> None:
         if isinstance(event, SlotSpawned):
             self._living.add(event.slot)
         elif isinstance(event, SlotExited):

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -40,9 +41,9 @@ from relax_rt.config.loader import SYSTEM_ROLES
 from relax_rt.config.schema import RunConfig
 from relax_rt.interfaces.agent import NodeStatus
 from relax_rt.observe.events import CURRENT, Appender
+from relax_rt.process.zygote_pool import EmitEvent
 from relax_rt.supervision.devices import count_gpus
 from relax_rt.supervision.executor import (
-    EmitEvent,
     Executor,
     GangRendezvous,
     InjectFault,
@@ -90,7 +91,7 @@ class NodeEvents(Protocol):
 
 
 class NodeFleet:
-    """The nodes of a run: the head's own, and those that joined.
+    """The nodes of a run: the head's own, and those that joined, whose calls it answers (HeadApi).
 
     Args:
         config: of the run; without [supervision.nodes] listen no other node can join.
@@ -99,11 +100,12 @@ class NodeFleet:
 
     def __init__(self, config: RunConfig, paths: RunPaths) -> None:
         self._config, self._paths, table = config, paths, config.supervision.nodes
-        self.table = NodeTable(paths.run_id, table.lease_s, time.monotonic()) if table.listen else None
+        self.table = NodeTable(paths.run_id, table.lease_s, time.monotonic())
+        self._several = bool(table.listen)
         cores = len(os.sched_getaffinity(0))
-        self.here = Node(HEAD if self.table else "", cores, count_gpus(), psutil.virtual_memory().total // MIB)
+        self.here = Node(HEAD if self._several else "", cores, count_gpus(), psutil.virtual_memory().total // MIB)
         self.host, self.environment = "127.0.0.1", dict[str, str]()
-        if self.table:
+        if self._several:
             self.host = parse_address(check_listen(table.listen)).host
             self.environment = role_environment(paths, run_id=paths.run_id, node=HEAD, host=self.host)
         self._lines = Appender(paths.run_dir / "events" / CURRENT)
@@ -111,8 +113,10 @@ class NodeFleet:
         self._remote: dict[str, RemoteExecutor] = {}
         self._capacity: dict[str, Node] = {}
         self._news, self._changed = asyncio.Event(), asyncio.Event()
-        self._listener: NodeListener | None = None
-        self.ending: EndNode | None = None
+        self._joining: tuple[str, list[str]] = ("", [])
+        self._server: Server | None = None
+        self._ticking: asyncio.Task[None] | None = None
+        self._ending: EndNode | None = None
         """The order that ends every node; set once the run is over."""
 
     def pinned(self, plans: Sequence[RolePlan]) -> list[RolePlan]:
@@ -121,7 +125,7 @@ class NodeFleet:
 
     def attach(self, local: Executor, agent: NodeEvents, emit: EmitEvent) -> None:
         """Use this executor for the head's own node, and report to this agent. Call it once, before all others."""
-        self._local, self._agent, self.emit = local, agent, emit
+        self._local, self._agent, self._emit = local, agent, emit
 
     async def open(self, kinds: Sequence[str]) -> str:
         """Listen for nodes, which get these kinds of role; return the address, empty in a run of one node.
@@ -131,20 +135,20 @@ class NodeFleet:
         Raises:
             AddressError: nothing can listen there.
         """
-        if self.table is None:
+        if not self._several:
             return ""
         config = (self._paths.run_dir / RESOLVED_CONFIG).read_text()
         system = [kind for kind in SYSTEM_ROLES if kind in kinds]
-        self._listener = NodeListener(self, self.table, config=config, system=system, keys=read_keys(self._paths))
+        listen = partial(self.listen, config=config, system=system, keys=read_keys(self._paths))
         wanted = check_listen(self._config.supervision.nodes.listen)
         before = str((read_run(self._paths.run_dir) or {}).get("listen", ""))
         here, there = parse_address(wanted), parse_address(before) if before else None
         address = ""
         if there is not None and here.port == 0 and there.host == here.host:
             with suppress(AddressError):
-                address = await self._listener.open(before)
-        address = address or await self._listener.open(wanted)
-        self.emit("listening_for_nodes", address=address)
+                address = await listen(before)
+        address = address or await listen(wanted)
+        self._emit("listening_for_nodes", address=address)
         return address
 
     def executor(self, node: str) -> Executor | None:
@@ -153,73 +157,131 @@ class NodeFleet:
 
     def put(self, slot: str, remote: str) -> None:
         """Where a slot listens for other nodes; empty: nowhere any more."""
-        if self.table is not None:
-            self.table.set_address(slot, remote)
-            self.wake()
+        self.table.set_address(slot, remote)
+        self._wake()
 
     def where(self, slot: str) -> str:
         """Where a slot listens for other nodes; empty while it does nowhere."""
-        return "" if self.table is None else self.table.addresses.get(slot, "")
+        return self.table.addresses.get(slot, "")
 
     def log(self, node: str, slot: str) -> str:
         """A slot's log on a node that joined, as ``node:path``; empty for the head's own."""
         executor = self._remote.get(node)
         return f"{node}:{RunPaths('', Path(executor.run_dir)).log(slot)}" if executor and executor.run_dir else ""
 
-    def wake(self) -> None:
+    def _wake(self) -> None:
         """Answer the waiting calls for orders."""
         self._news.set()
         self._news = asyncio.Event()
 
-    @property
-    def news(self) -> asyncio.Event:
-        """Set when there may be orders; a fresh event after each time."""
-        return self._news
+    # The calls of nodes: HeadApi over tcp with CURVE, for nodes that hold the run's key.
 
-    def node_joined(self, membership: NodeMembership, facts: NodeFacts) -> None:
-        """A node has joined; its agent is still starting."""
-        assert self.table is not None
-        self._remote[membership.node] = RemoteExecutor(self.table, membership, self.wake, self._agent.on_event)
-        self._capacity[membership.node] = Node(membership.node, facts.cores, facts.gpus, facts.memory_mib)
-        fields = {"host": facts.host, "machine": facts.machine, "cores": facts.cores, "gpus": facts.gpus}
-        self.emit("node_joined", node=membership.node, node_epoch=membership.epoch, **fields)
-        self._log.info("node joined", node=str(membership), host=facts.host)
+    async def listen(self, address: str, *, config: str, system: list[str], keys: CurveKeys) -> str:
+        """Listen for nodes, and let their leases lapse; return the address with its real port.
 
-    def agent_started(self, membership: NodeMembership) -> None:
-        """The node's agent takes orders: slots can be placed on it from now on."""
-        self._agent.post(NodeJoined(self._capacity[membership.node]))
+        Args:
+            config: the resolved config, JSON; system: the system roles of the run.
 
-    def node_gone(self, departure: Departure, *, lost: bool) -> None:
+        Raises:
+            AddressError: nothing can listen there.
+        """
+        self._joining = (config, system)
+        server = Server(make_hello(HELLO_NAME, Incarnation(f"{HEAD}/0", 0)), curve=keys)
+        server.offer(HeadApi, self)
+        try:
+            real = await server.listen(address)
+        except BaseException:
+            await server.close()
+            raise
+        self._server, self._ticking = server, asyncio.create_task(self._tick())
+        return real
+
+    async def stop_listening(self) -> None:
+        """End all connections to nodes."""
+        if self._server is not None and self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.wait([self._ticking])
+            await self._server.close()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            for departure in self.table.tick(time.monotonic()):
+                self._node_gone(departure, lost=True)
+
+    async def join(self, facts: NodeFacts, token: str) -> JoinReply:
+        if self._ending is not None:
+            raise Refused(f"node {facts.name!r} cannot join", why=f"the run is over: {self._ending.reason}")
+        membership, new = self.table.join(facts, token, time.monotonic())
+        if new:
+            # Its agent is still starting: slots are placed there once it calls for orders.
+            self._remote[membership.node] = RemoteExecutor(self.table, membership, self._wake, self._agent.on_event)
+            self._capacity[membership.node] = Node(membership.node, facts.cores, facts.gpus, facts.memory_mib)
+            fields = {"host": facts.host, "machine": facts.machine, "cores": facts.cores, "gpus": facts.gpus}
+            self._emit("node_joined", node=membership.node, node_epoch=membership.epoch, **fields)
+            self._log.info("node joined", node=str(membership), host=facts.host)
+        config, system = self._joining
+        return JoinReply(membership=membership, config=config, system=system, lease_s=self.table.lease_s, stop_s=STOP_S)
+
+    async def orders(self, membership: NodeMembership, since: int, addresses_version: int, wait_s: float) -> Orders:
+        self._renew(membership)
+        deadline = time.monotonic() + min(max(0.0, wait_s), MAX_WAIT_S)
+        while True:
+            news = self._news
+            found = self.table.orders(membership, since, addresses_version)
+            left_s = deadline - time.monotonic()
+            if found is not None or left_s <= 0:
+                return found or Orders(since + 1, [], addresses_version)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await news.wait()
+
+    async def report(self, membership: NodeMembership, first: int, items: list[Item]) -> int:
+        self._renew(membership)
+        known = self.table.report(membership, first, len(items))
+        executor = self._remote.get(membership.node)
+        for item in items[known:]:
+            try:
+                if executor is not None and executor.membership == membership:
+                    self._apply(executor, item)
+            except RelaxError as error:
+                self._log.error("an item of a node's report was refused", node=str(membership), error=str(error))
+        return first + len(items) - 1
+
+    async def leave(self, membership: NodeMembership, reason: str) -> None:
+        departure = self.table.leave(membership, reason)
+        if departure is not None:
+            self._node_gone(departure, lost=False)
+
+    def _renew(self, membership: NodeMembership) -> None:
+        try:
+            first = self.table.renew(membership, time.monotonic())
+        except StaleEpoch as error:
+            self._emit("node_fenced", node=membership.node, node_epoch=membership.epoch, reason=str(error.why))
+            raise
+        if first:
+            self._agent.post(NodeJoined(self._capacity[membership.node]))
+
+    def _node_gone(self, departure: Departure, *, lost: bool) -> None:
         """A node left or was lost, and with it everything that ran there."""
         membership, reason = departure.membership, departure.reason
         executor = self._remote.pop(membership.node, None)
-        if executor is None or self.table is None:
+        if executor is None:
             return
         kind = "node_lost" if lost else "node_left"
-        self.emit(kind, node=membership.node, node_epoch=membership.epoch, reason=reason, slots=list(executor.open))
+        self._emit(kind, node=membership.node, node_epoch=membership.epoch, reason=reason, slots=list(executor.open))
         self._log.warning("node is gone", node=str(membership), why=reason, slots=list(executor.open))
         executor.lost(reason)
         for slot, epoch in executor.open.items():
             self.table.set_address(slot, "")
             self._agent.on_gone(slot, epoch, f"node {membership.node} is gone: {reason}")
-        self.wake()
+        self._wake()
         self._agent.post(
             NodeLost(
                 membership.node, reason, keep=lost and self._config.supervision.nodes.on_loss == "wait", at=time.time()
             )
         )
         self._changed.set()
-
-    def apply_report(self, membership: NodeMembership, items: Sequence[Item]) -> None:
-        """Apply the items of a node's report."""
-        executor = self._remote.get(membership.node)
-        if executor is None or executor.membership != membership:
-            return
-        for item in items:
-            try:
-                self._apply(executor, item)
-            except RelaxError as error:
-                self._log.error("an item of a node's report was refused", node=str(membership), error=str(error))
 
     def _apply(self, executor: RemoteExecutor, item: Item) -> None:
         if isinstance(item, SlotEvent):
@@ -237,25 +299,23 @@ class NodeFleet:
             case EventLine(line=line):
                 self._lines.append(line)
             case LeaveRequested(reason=reason):
-                assert self.table is not None
                 if self.table.request_leave(executor.membership, reason):
-                    self.emit("node_leaving", node=executor.node, node_epoch=executor.membership.epoch, reason=reason)
+                    self._emit("node_leaving", node=executor.node, node_epoch=executor.membership.epoch, reason=reason)
                     self._agent.post(DrainRequested(executor.node))
                     self._release_if_empty(executor)
 
     def _release_if_empty(self, executor: RemoteExecutor) -> None:
         """End a node that has asked to leave once nothing runs on it."""
-        if self.table is not None and not executor.open and self.table.is_leaving(executor.membership):
+        if not executor.open and self.table.is_leaving(executor.membership):
             self.table.order(executor.node, EndNode(0, "it was asked to leave, and nothing runs on it any more"))
-            self.wake()
+            self._wake()
 
     async def close(self, exit_code: int, reason: str) -> None:
         """End all nodes that joined, wait until they are gone (or for a while), and stop listening."""
-        self.ending = EndNode(exit_code, reason)
+        self._ending = EndNode(exit_code, reason)
         for node in self._remote:
-            assert self.table is not None
-            self.table.order(node, self.ending)
-        self.wake()
+            self.table.order(node, self._ending)
+        self._wake()
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 while self._remote:
@@ -264,21 +324,20 @@ class NodeFleet:
         except TimeoutError:
             names = ", ".join(self._remote)
             self._log.warning("nodes did not confirm their end; they end when their lease is over", nodes=names)
-        if self._listener is not None:
-            await self._listener.close()
+        await self.stop_listening()
 
     def status(self, slots: Sequence[str]) -> list[NodeStatus]:
         """Return every node, the head's own first, with its slots of these."""
         elsewhere = {slot for executor in self._remote.values() for slot in executor.open}
         own = NodeStatus(
             node=self.here.name,
-            host=self.host if self.table else os.uname().nodename,
+            host=self.host if self._several else os.uname().nodename,
             agent_pid=os.getpid(),
             cores=self.here.cores,
             gpus=self.here.gpus,
             slots=[slot for slot in slots if slot not in elsewhere],
         )
-        if self.table is None:
+        if not self._several:
             return [own]
         now = time.monotonic()
         return [own] + [
@@ -377,85 +436,3 @@ class RemoteExecutor:
         for waiting in self._binding.values():
             if not waiting.done():
                 waiting.set_exception(OSError(f"node {self.node} is gone: {reason}"))
-
-
-class NodeListener:
-    """Serves HeadApi over tcp with CURVE to nodes that hold the run's key, and lets their leases lapse.
-
-    Args:
-        fleet: acts on the calls of nodes.
-        table: of the fleet.
-        config: the resolved config, JSON; system: the system roles of the run.
-        keys: of the run.
-    """
-
-    def __init__(self, fleet: NodeFleet, table: NodeTable, *, config: str, system: list[str], keys: CurveKeys) -> None:
-        self._fleet, self._table = fleet, table
-        self._config, self._system = config, system
-        self._log = structlog.get_logger()
-        self._server = Server(make_hello(HELLO_NAME, Incarnation(f"{HEAD}/0", 0)), curve=keys)
-        self._server.offer(HeadApi, self)
-        self._ticking: asyncio.Task[None] | None = None
-        self.address = ""
-
-    async def open(self, listen: str) -> str:
-        """Listen at an address; returns it with its real port. Raises AddressError: nothing can listen there."""
-        self.address = await self._server.listen(listen)
-        self._ticking = asyncio.create_task(self._tick())
-        return self.address
-
-    async def close(self) -> None:
-        """Stop listening."""
-        if self._ticking is not None:
-            self._ticking.cancel()
-            await asyncio.wait([self._ticking])
-        await self._server.close()
-
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            for departure in self._table.tick(time.monotonic()):
-                self._fleet.node_gone(departure, lost=True)
-
-    async def join(self, facts: NodeFacts, token: str) -> JoinReply:
-        if self._fleet.ending is not None:
-            raise Refused(f"node {facts.name!r} cannot join", why=f"the run is over: {self._fleet.ending.reason}")
-        membership, new = self._table.join(facts, token, time.monotonic())
-        if new:
-            self._fleet.node_joined(membership, facts)
-        return JoinReply(
-            membership=membership, config=self._config, system=self._system, lease_s=self._table.lease_s, stop_s=STOP_S
-        )
-
-    async def orders(self, membership: NodeMembership, since: int, addresses_version: int, wait_s: float) -> Orders:
-        self._heard(membership)
-        deadline = time.monotonic() + min(max(0.0, wait_s), MAX_WAIT_S)
-        while True:
-            news = self._fleet.news
-            found = self._table.orders(membership, since, addresses_version)
-            left_s = deadline - time.monotonic()
-            if found is not None or left_s <= 0:
-                return found or Orders(since + 1, [], addresses_version)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
-                    await news.wait()
-
-    async def report(self, membership: NodeMembership, first: int, items: list[Item]) -> int:
-        self._heard(membership)
-        known = self._table.report(membership, first, len(items))
-        self._fleet.apply_report(membership, items[known:])
-        return first + len(items) - 1
-
-    async def leave(self, membership: NodeMembership, reason: str) -> None:
-        departure = self._table.leave(membership, reason)
-        if departure is not None:
-            self._fleet.node_gone(departure, lost=False)
-
-    def _heard(self, membership: NodeMembership) -> None:
-        try:
-            first = self._table.renew(membership, time.monotonic())
-        except StaleEpoch as error:
-            self._fleet.emit("node_fenced", node=membership.node, node_epoch=membership.epoch, reason=str(error.why))
-            raise
-        if first:
-            self._fleet.agent_started(membership)

@@ -24,7 +24,7 @@ from relax_rt.cluster.nodes.api import (
     RendezvousBound,
     SlotAddress,
 )
-from relax_rt.cluster.nodes.fleet import NodeFleet, NodeListener
+from relax_rt.cluster.nodes.fleet import NodeFleet
 from relax_rt.cluster.nodes.join_key import FILE, curve_keys, make_key, read_key
 from relax_rt.config.schema import NodesTable, RunConfig, SupervisionTable
 from relax_rt.interfaces.agent import Diagnosis
@@ -55,8 +55,7 @@ class Head:
         config = RunConfig.model_construct(supervision=SupervisionTable(nodes=table))
         self.fleet = NodeFleet(config, self.paths)
         self.fleet.attach(None, self, self.emit)  # type: ignore[arg-type]
-        assert self.fleet.table is not None
-        self.listener = NodeListener(self.fleet, self.fleet.table, config="{}", system=["registry"], keys=self.keys)
+        self.address = ""
 
     def emit(self, kind: str, /, **fields: Any) -> None:
         self.events.append((kind, fields))
@@ -78,16 +77,16 @@ class Head:
 async def opened(tmp_path: Path) -> AsyncIterator[Head]:
     (tmp_path / "events").mkdir()
     head = Head(tmp_path)
-    await head.listener.open("tcp://127.0.0.1:0")
+    head.address = await head.fleet.listen("tcp://127.0.0.1:0", config="{}", system=["registry"], keys=head.keys)
     try:
         yield head
     finally:
-        await head.listener.close()
+        await head.fleet.stop_listening()
 
 
 @asynccontextmanager
 async def node(head: Head, keys: CurveKeys | None = None, timeout_s: float = 60.0) -> AsyncIterator[HeadApi]:
-    client = Client(head.listener.address, make_hello(HELLO_NAME, Incarnation("b/0", 0)), curve=keys or head.keys)
+    client = Client(head.address, make_hello(HELLO_NAME, Incarnation("b/0", 0)), curve=keys or head.keys)
     try:
         yield client.bind(HeadApi, timeout_s=timeout_s)
     finally:
