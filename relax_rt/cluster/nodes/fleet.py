@@ -198,10 +198,11 @@ class NodeFleet:
 
     async def stop_listening(self) -> None:
         """End all connections to nodes."""
-        if self._server is not None and self._ticking is not None:
+        server, self._server = self._server, None
+        if server is not None and self._ticking is not None:
             self._ticking.cancel()
             await asyncio.wait([self._ticking])
-            await self._server.close()
+            await server.close()
 
     async def _tick(self) -> None:
         while True:

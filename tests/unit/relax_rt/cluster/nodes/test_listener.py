@@ -174,10 +174,10 @@ async def test_the_end_of_the_run_ends_the_nodes_and_lets_nobody_in(tmp_path: Pa
         ending = asyncio.create_task(head.fleet.close(3, "all is done"))
         assert (await api.orders(membership, 0, 1, 4.0)).items == [EndNode(3, "all is done")]
         assert not ending.done()
-        await api.leave(membership, "all is done")
-        await ending
         with pytest.raises(Refused, match="the run is over"):
             await joined(api, "late")
+        await api.leave(membership, "all is done")
+        await ending
 
 
 async def test_another_key_gets_no_answer(tmp_path: Path) -> None:
