@@ -102,7 +102,7 @@ class Members:
         failures = 0
         while True:
             try:
-                await self._take(await self._registry.watch(self._revision, POLL_S))
+                await self._apply(await self._registry.watch(self._revision, POLL_S))
             except RelaxError as error:
                 self.away = str(error)
                 await asyncio.sleep(RETRY_S)
@@ -116,7 +116,7 @@ class Members:
             else:
                 self.away, failures = "", 0
 
-    async def _take(self, answer: Changes) -> None:
+    async def _apply(self, answer: Changes) -> None:
         own = {m.who.slot: m for m in answer.members if not self.role or m.who.role == self.role}
         async with self._changed:
             first, self._revision = self._revision == 0, answer.revision

@@ -189,14 +189,11 @@ class KernelLog:
         """Return the line that says that this process was killed for memory, or empty."""
         with self._lock:
             for record in self._new_records():
-                self._take(record)
+                if found := _OOM_LINE.search(record):
+                    while len(self._killed) >= KILLS_REMEMBERED:
+                        del self._killed[next(iter(self._killed))]
+                    self._killed[int(found[1])] = record.partition(";")[2].splitlines()[0]
             return self._killed.get(pid, "")
-
-    def _take(self, record: str) -> None:
-        if found := _OOM_LINE.search(record):
-            while len(self._killed) >= KILLS_REMEMBERED:
-                del self._killed[next(iter(self._killed))]
-            self._killed[int(found[1])] = record.partition(";")[2].splitlines()[0]
 
     def _new_records(self) -> Iterator[str]:
         # The ring holds a bounded number of records; a lapped reader gets EPIPE and continues.

@@ -98,8 +98,8 @@ class Placer:
     """
 
     def __init__(self, nodes: Iterable[Node] = ()) -> None:
-        self._rooms: dict[str, _NodeState] = {}
-        self._taken: dict[str, _Allocation] = {}
+        self._states: dict[str, _NodeState] = {}
+        self._allocated: dict[str, _Allocation] = {}
         self._before: dict[str, str] = {}
         self._kept: dict[str, str] = {}
         for node in nodes:
@@ -108,27 +108,27 @@ class Placer:
     @property
     def nodes(self) -> list[Node]:
         """The nodes, in the order in which they joined."""
-        return [room.node for room in self._rooms.values()]
+        return [state.node for state in self._states.values()]
 
     def add(self, node: Node) -> None:
         """Add a node, with everything free. Raises Refused: one of this name is there."""
-        if node.name in self._rooms:
+        if node.name in self._states:
             raise Refused(f"node {node.name!r}", why="there is one of this name")
-        self._rooms[node.name] = _NodeState(node)
+        self._states[node.name] = _NodeState(node)
 
     def close(self, name: str, reason: str) -> None:
         """Place nothing more on a node: it is about to leave."""
-        if name in self._rooms:
-            self._rooms[name].closed = reason
+        if name in self._states:
+            self._states[name].closed = reason
 
     def open(self, name: str) -> None:
         """Place slots on a closed node again."""
-        if name in self._rooms:
-            self._rooms[name].closed = ""
+        if name in self._states:
+            self._states[name].closed = ""
 
     def closed(self, name: str) -> str:
         """Return why nothing more is placed on a node; empty when it is open, or unknown."""
-        return self._rooms[name].closed if name in self._rooms else ""
+        return self._states[name].closed if name in self._states else ""
 
     def barred(self, need: SlotSpec) -> str:
         """Return why no release by others can make room: the node that the slot needs is gone or closed, or all are."""
@@ -140,49 +140,49 @@ class Placer:
 
         keep: these slots wait for a node of this name, instead of going elsewhere.
         """
-        slots = [slot for slot, taken in self._taken.items() if taken.placement.node == name]
+        slots = [slot for slot, allocation in self._allocated.items() if allocation.placement.node == name]
         for slot in slots:
             self.release(slot)
             if keep:
                 self._kept[slot] = name
-        self._rooms.pop(name, None)
+        self._states.pop(name, None)
         return slots
 
     def release(self, slot: str) -> None:
         """Free what the slot had: its process is gone."""
-        taken = self._taken.pop(slot, None)
-        if taken is None:
+        allocation = self._allocated.pop(slot, None)
+        if allocation is None:
             return
-        self._before[slot] = taken.placement.node
-        room = self._rooms[taken.placement.node]
-        room.threads -= taken.need.threads
-        room.memory_mib -= taken.need.memory_mib
-        room.kinds[taken.need.kind] -= 1
-        for device in taken.placement.devices:
-            room.free[device] += taken.parts
+        self._before[slot] = allocation.placement.node
+        state = self._states[allocation.placement.node]
+        state.threads -= allocation.need.threads
+        state.memory_mib -= allocation.need.memory_mib
+        state.kinds[allocation.need.kind] -= 1
+        for device in allocation.placement.devices:
+            state.free[device] += allocation.parts
 
     def place(self, need: SlotSpec) -> Placement | NoRoom:
         """Place one slot. Raises Refused: it has one."""
         self._fresh(need)
         pin = self._pin(need)
-        rooms = [room for room in self._open(pin) if room.devices(need.gpus)]
-        if not rooms:
+        states = [state for state in self._open(pin) if state.devices(need.gpus)]
+        if not states:
             return NoRoom(self._why(need, pin, 1))
-        order = list(self._rooms)
+        order = list(self._states)
 
         # Compared from left to right. Memory before cores: a node that swaps or kills costs a run more than one that
         # is slow. The number of the same role before the load: slots of one role do the same work at the same time,
         # and a lost node should cost a role as few of its slots as possible. The node before among equals, for its
         # warm caches.
-        def cost(room: _NodeState) -> tuple[bool, bool, int, float, bool, int]:
-            load = (room.threads + need.threads) / max(1, room.node.cores)
-            elsewhere = self._before.get(need.slot) != room.node.name
-            few = room.kinds.get(need.kind, 0)
-            crowded = need.memory_mib > 0 and 0 < room.node.memory_mib < room.memory_mib + need.memory_mib
-            return crowded, load > 1, few, load, elsewhere, order.index(room.node.name)
+        def cost(state: _NodeState) -> tuple[bool, bool, int, float, bool, int]:
+            load = (state.threads + need.threads) / max(1, state.node.cores)
+            elsewhere = self._before.get(need.slot) != state.node.name
+            few = state.kinds.get(need.kind, 0)
+            crowded = need.memory_mib > 0 and 0 < state.node.memory_mib < state.memory_mib + need.memory_mib
+            return crowded, load > 1, few, load, elsewhere, order.index(state.node.name)
 
-        room = min(rooms, key=cost)
-        return self._take(need, room, room.devices(need.gpus)[0])
+        state = min(states, key=cost)
+        return self._allocate(need, state, state.devices(need.gpus)[0])
 
     def place_gang(self, needs: Sequence[SlotSpec]) -> list[Placement] | NoRoom:
         """Place all ranks of a gang, in their order, or none. Raises Refused: one of them has a place, or the ranks ask
@@ -195,65 +195,67 @@ class Placer:
             if msgspec.structs.replace(need, slot=first.slot) != first:
                 raise Refused(f"gang {first.kind}", why=f"{need.slot} asks for other things than {first.slot}")
         # The nodes of all ranks are waited for; once they are there the gang is packed anew.
-        away = (kept for need in needs if (kept := self._kept.get(need.slot, "")) and kept not in self._rooms)
+        away = (kept for need in needs if (kept := self._kept.get(need.slot, "")) and kept not in self._states)
         pin = first.node or next(away, "")
-        rooms = self._open(pin)
-        fits = {room.node.name: room.devices(first.gpus, len(needs)) for room in rooms}
-        chosen = _pack(rooms, fits, first, len(needs))
+        states = self._open(pin)
+        fits = {state.node.name: state.devices(first.gpus, len(needs)) for state in states}
+        chosen = _pack(states, fits, first, len(needs))
         if chosen is None:
             return NoRoom(self._why(first, pin, len(needs)))
         ranks, places = iter(needs), []
-        for room, count in chosen:
-            for devices in fits[room.node.name][:count]:
-                places.append(self._take(next(ranks), room, devices))
+        for state, count in chosen:
+            for devices in fits[state.node.name][:count]:
+                places.append(self._allocate(next(ranks), state, devices))
         return places
 
     def _fresh(self, need: SlotSpec) -> None:
-        if need.slot in self._taken:
-            raise Refused(f"placing {need.slot}", why=f"it has a place on {self._taken[need.slot].placement.node!r}")
+        if need.slot in self._allocated:
+            raise Refused(
+                f"placing {need.slot}", why=f"it has a place on {self._allocated[need.slot].placement.node!r}"
+            )
 
     def _pin(self, need: SlotSpec) -> str:
         return need.node or self._kept.get(need.slot, "")
 
     def _open(self, pin: str) -> list[_NodeState]:
-        return [room for name, room in self._rooms.items() if pin in ("", name) and not room.closed]
+        return [state for name, state in self._states.items() if pin in ("", name) and not state.closed]
 
-    def _take(self, need: SlotSpec, room: _NodeState, devices: tuple[int, ...]) -> Placement:
-        place = Placement(need.slot, room.node.name, devices)
+    def _allocate(self, need: SlotSpec, state: _NodeState, devices: tuple[int, ...]) -> Placement:
+        place = Placement(need.slot, state.node.name, devices)
         parts = _parts(need.gpus) if devices else 0
-        self._taken[need.slot] = _Allocation(need, place, parts)
+        self._allocated[need.slot] = _Allocation(need, place, parts)
         self._kept.pop(need.slot, None)
-        room.threads += need.threads
-        room.memory_mib += need.memory_mib
-        room.kinds[need.kind] = room.kinds.get(need.kind, 0) + 1
+        state.threads += need.threads
+        state.memory_mib += need.memory_mib
+        state.kinds[need.kind] = state.kinds.get(need.kind, 0) + 1
         for device in devices:
-            room.free[device] -= parts
+            state.free[device] -= parts
         return place
 
     def _why(self, need: SlotSpec, pin: str, ranks: int) -> str:
         """Return why there is no room: what is needed, and what each eligible node has."""
-        if pin and pin not in self._rooms:
-            known = ", ".join(self._rooms) or "none"
+        if pin and pin not in self._states:
+            known = ", ".join(self._states) or "none"
             kept = "was on" if not need.node else 'is pinned to (node = "…")'
             return f"node {pin!r}, which it {kept}, is not there; nodes: {known}"
-        if pin and self._rooms[pin].closed:
-            return f"node {pin!r}: {self._rooms[pin].closed}"
+        if pin and self._states[pin].closed:
+            return f"node {pin!r}: {self._states[pin].closed}"
         asked = f"{need.gpus:g} GPUs" if need.gpus != 1 else "1 GPU"
         what = f"{ranks} ranks of {need.kind} with {asked} each" if ranks > 1 else asked
         having = []
-        for room in (room for name, room in self._rooms.items() if pin in ("", name)):
-            name = room.node.name or "this node"
-            if room.closed:
-                having.append(f"{name} ({room.closed})")
+        for state in (state for name, state in self._states.items() if pin in ("", name)):
+            name = state.node.name or "this node"
+            if state.closed:
+                having.append(f"{name} ({state.closed})")
             elif ranks > 1:
-                having.append(f"{name} has room for {len(room.devices(need.gpus, ranks))}")
+                having.append(f"{name} has room for {len(state.devices(need.gpus, ranks))}")
             else:
-                having.append(f"{name} has {sum(room.free) / PARTS:g} of {room.node.gpus} free")
+                having.append(f"{name} has {sum(state.free) / PARTS:g} of {state.node.gpus} free")
         return f"no room for {what}: {', '.join(having) or 'there is no node'}"
 
 
 def _pack(
-    rooms: Sequence[_NodeState], fits: dict[str, list[tuple[int, ...]]], need: SlotSpec, ranks: int
+    states: Sequence[_NodeState], fits: dict[str, list[tuple[int, ...]]], need: SlotSpec, ranks: int
 ) -> list[tuple[_NodeState, int]] | None:
     """Return how many ranks go to which node, or None when they do not fit: as few nodes as possible, in their order.
 
@@ -261,30 +263,30 @@ def _pack(
     enough all in all, else as many as it has memory for, else as many as its devices hold.
     """
     hard, held, soft = {}, {}, {}
-    for room in rooms:
-        node = room.node
+    for state in states:
+        node = state.node
         hard[node.name] = held[node.name] = len(fits[node.name])
         if node.memory_mib and need.memory_mib:
-            left = max(0, node.memory_mib - room.memory_mib)
+            left = max(0, node.memory_mib - state.memory_mib)
             held[node.name] = min(hard[node.name], left // need.memory_mib)
-        idle = max(0, node.cores - room.threads)
+        idle = max(0, node.cores - state.threads)
         soft[node.name] = min(held[node.name], idle // max(1, need.threads))
-    for room_for in (soft, held, hard):
-        if sum(room_for.values()) < ranks:
+    for capacity in (soft, held, hard):
+        if sum(capacity.values()) < ranks:
             continue
         # All ranks are alike, so that filling the largest nodes first needs the fewest nodes. Stable: among equals the
         # earlier node.
-        order = sorted(rooms, key=lambda room: -room_for[room.node.name])
+        order = sorted(states, key=lambda state: -capacity[state.node.name])
         taken: dict[str, int] = {}
         left = ranks
-        for room in order:
-            count = min(left, room_for[room.node.name])
+        for state in order:
+            count = min(left, capacity[state.node.name])
             if count == left:
                 # The last node: the smallest that holds the rest leaves large ones whole.
-                fitting = [r for r in order if r.node.name not in taken and room_for[r.node.name] >= left]
-                room = min(fitting, key=lambda r: room_for[r.node.name])
-            taken[room.node.name] = count
+                fitting = [r for r in order if r.node.name not in taken and capacity[r.node.name] >= left]
+                state = min(fitting, key=lambda r: capacity[r.node.name])
+            taken[state.node.name] = count
             left -= count
             if not left:
-                return [(room, taken[room.node.name]) for room in rooms if room.node.name in taken]
+                return [(state, taken[state.node.name]) for state in states if state.node.name in taken]
     return None

@@ -128,7 +128,7 @@ class RoleSpawner:
             return None
         log_start = await asyncio.get_running_loop().run_in_executor(self._thread, begin_log, launch)
         with launch.log.open("ab", buffering=0) as log:
-            started = self.spares.take(launch, log.fileno())
+            started = self.spares.assign(launch, log.fileno())
         return None if started is None else started._replace(log_start=log_start)
 
     async def _start_process(self, launch: Launch) -> StartedProcess:
@@ -326,7 +326,7 @@ class Spares:
         for spare in self._ended:
             spare.kill()
 
-    def take(self, launch: Launch, log: int) -> StartedProcess | None:
+    def assign(self, launch: Launch, log: int) -> StartedProcess | None:
         """Turn a prepared spare into this process; None when there is none."""
         order = AssignMsg(argv=launch.argv, env=launch.env, descriptors=tuple(launch.fds))
         for spare in self.prepared(launch):

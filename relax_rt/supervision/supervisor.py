@@ -295,7 +295,7 @@ class Supervisor:
         # `exited` marks the slot as no longer live while this is decided, for the loops below that look at all slots;
         # entering the next state clears it.
         s.exited = True
-        s.window.settle(self._now if diagnosis.kind != "hang" else s.progressed_at)
+        s.window.pause(self._now if diagnosis.kind != "hang" else s.progressed_at)
         s.last = diagnosis
         s.forget_process()
         if self._placer is not None:

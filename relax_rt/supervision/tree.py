@@ -105,7 +105,7 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
 class RestartWindow:
     """Limits restarts after failures: `max_restarts` within `period_s` of good time.
 
-    Good time is what passes between `begin` and `settle`: waits, starts and hangs do not age a restart.
+    Good time is what passes between `resume` and `pause`: waits, starts and hangs do not age a restart.
     """
 
     # In wall-clock time a role whose start takes longer than period_s / max_restarts would never reach the limit, and
@@ -117,11 +117,11 @@ class RestartWindow:
         self._good_from: float | None = None
         self._failures: deque[tuple[float, Diagnosis]] = deque(maxlen=max_restarts + 1)
 
-    def begin(self, now: float) -> None:
+    def resume(self, now: float) -> None:
         if self._good_from is None:
             self._good_from = now
 
-    def settle(self, until: float) -> None:
+    def pause(self, until: float) -> None:
         if self._good_from is not None:
             self.good_s += max(0.0, until - self._good_from)
             self._good_from = None
@@ -294,7 +294,7 @@ class RoleNode:
     def begin_good_time(self, slot: Slot, now: float) -> None:
         """The slot is ready; good time of slots that count as one begins once all of them are."""
         if not self.as_one or all(s.state in ("ready", "ended") for s in self.slots):
-            slot.window.begin(now)
+            slot.window.resume(now)
 
     def restarted_with(self, slot: Slot) -> list[Slot]:
         """Return the slots that restart when this one has failed, itself included."""

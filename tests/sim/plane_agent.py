@@ -502,7 +502,7 @@ class NodeAgent(Process):
             answer = yield from self._asked(
                 CALL_S, "orders", self.membership, core.since, core.addresses_version, core.poll_s
             )
-            for order in core.take(answer) if answer is not None else ():
+            for order in core.new_orders(answer) if answer is not None else ():
                 self._carry_out(order)
 
     def _carry_out(self, order: Any) -> None:

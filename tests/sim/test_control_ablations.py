@@ -139,7 +139,7 @@ ABLATIONS: dict[str, tuple[Any, set[str]]] = {
     ),
     "nodes: a lease ends what runs there": (patch.object(HeadSession, "left_s", lambda *_: 1e9), {TWO}),
     "nodes: the head is more patient than a lease": (patch.object(table_module, "patience_s", lambda s: s / 2), {TWO}),
-    "nodes: orders are numbered": (patch.object(HeadSession, "take", all_orders), {TWO}),
+    "nodes: orders are numbered": (patch.object(HeadSession, "new_orders", all_orders), {TWO}),
     "nodes: reports are numbered": (patch.object(NodeTable, "report", nothing_known), {UNEXPECTED}),
 }
 

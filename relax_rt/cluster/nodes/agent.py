@@ -233,7 +233,7 @@ class NodeAgent:
             answer = await self._call(
                 lambda: self._head.orders(self.membership, session.since, session.addresses_version, session.poll_s)
             )
-            for order in session.take(answer) if answer is not None else ():
+            for order in session.new_orders(answer) if answer is not None else ():
                 self._carry_out(order)
 
     def _carry_out(self, order: Order) -> None:

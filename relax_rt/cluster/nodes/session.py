@@ -52,8 +52,8 @@ class HeadSession:
         """Time left of the lease; from 0 on every role here must be dead within JoinReply.stop_s."""
         return self._renewed_at + self.lease_s - now
 
-    def take(self, answer: Orders) -> list[Order]:
-        """The new orders of an answer, in order; each is returned once, however often it is sent."""
+    def new_orders(self, answer: Orders) -> list[Order]:
+        """Return the new orders of an answer, in order; each is returned once, however often it is sent."""
         if answer.addresses is not None:
             self.addresses, self.addresses_version = answer.addresses, answer.addresses_version
         known = max(0, self.since - (answer.first - 1))

@@ -111,12 +111,12 @@ def test_orders_are_given_again_until_they_are_confirmed_and_taken_once() -> Non
     head.order("b", Stop("x/1"))
     first = head.orders(membership, 0, 1)
     assert first is not None and first.first == 1
-    assert session.take(first) == [Stop("x/0"), Stop("x/1")]
+    assert session.new_orders(first) == [Stop("x/0"), Stop("x/1")]
     head.order("b", BindRendezvous("x/2", 1))
     # The answer is sent a second time, with what has come since.
     again = head.orders(membership, 0, 1)
-    assert again is not None and session.take(again) == [BindRendezvous("x/2", 1)]
-    assert session.take(again) == []
+    assert again is not None and session.new_orders(again) == [BindRendezvous("x/2", 1)]
+    assert session.new_orders(again) == []
     assert head.orders(membership, session.since, 1) is None
 
 
@@ -125,7 +125,7 @@ def test_places_go_out_when_they_change() -> None:
     session = HeadSession(LEASE_S, 0.0)
     head.set_address("queue/0", "tcp://10.0.0.1:7")
     answer = head.orders(membership, 0, session.addresses_version)
-    assert answer is not None and session.take(answer) == []
+    assert answer is not None and session.new_orders(answer) == []
     assert session.addresses == {"queue/0": "tcp://10.0.0.1:7"}
     assert head.orders(membership, 0, session.addresses_version) is None
     head.set_address("queue/0", "tcp://10.0.0.1:7")
