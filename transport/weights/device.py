@@ -119,7 +119,7 @@ def digest_weights(count: int) -> np.ndarray:
 
 
 class DeviceBuffer:
-    """An allocation of its own: a pool's block could not be shown to others without its neighbours.
+    """An allocation of its own: a pool's block could not be exported without its neighbours.
 
     Raises:
         DeviceFailed: no room.
@@ -142,7 +142,7 @@ class DeviceBuffer:
         return DeviceMemory(handle, device_uuid(cupy().cuda.Device().id), 0, self.nbytes)
 
     def free(self) -> None:
-        """Give it back; nobody else may have it open."""
+        """Free it; no other process may have it open."""
         if self._pointer:
             pointer, self._pointer = self._pointer, 0
             cupy().cuda.runtime.free(pointer)

@@ -411,7 +411,7 @@ class RowTable:
     def _enter_ready(self, named: list[Named]) -> None:
         for name in {name for name, _, _ in named}:
             for (_, task, fields), view in self._ready.of(name):
-                given = self._taken(self.state.partitions[name], task)
+                given = self._unavailable(self.state.partitions[name], task)
                 for of, index, row in named:
                     if of == name and index not in given and fields <= self._fields_of(row):
                         sampling.enter(view, index)
@@ -569,7 +569,7 @@ class RowTable:
 
     # --- consumption
 
-    def _taken(self, partition: Partition, task: str) -> set[int]:
+    def _unavailable(self, partition: Partition, task: str) -> set[int]:
         """Rows that the task has consumed, or that were dealt to a rank that has not asked for them yet."""
         given = partition.consumed.get(task, set())
         if self.config.sampler.kind == "balanced":
@@ -596,7 +596,7 @@ class RowTable:
         return self._ready.get(wanted, lambda: self._search_ready(partition, event.task, wanted[2]))
 
     def _search_ready(self, partition: Partition, task: str, fields: frozenset[str]) -> list[int]:
-        given = self._taken(partition, task)
+        given = self._unavailable(partition, task)
         return sorted(i for i, row in partition.rows.items() if i not in given and fields <= self._fields_of(row))
 
     def sample(self, event: SampleRows) -> FoundRows:
@@ -890,7 +890,19 @@ class StoreLedger:
     def _put(self, who: Incarnation, event: PutRows) -> StoredRows:
         self.rows.check_put(event)
         if event.block is not None:
-            self._check_payload(who, PlacedBlock(event.block, [], event.blobs))
+            placed = PlacedBlock(event.block, [], event.blobs)
+            self.state.blocks.check_extents([placed], who)
+            limits, block = self.state.limits, placed.block
+            nbytes = block.extent.nbytes if block.extent is not None else len(block.inline)
+            each = max([nbytes // max(block.rows, 1), *(blob.extent.nbytes for blob in placed.blobs)])
+            if each > limits.max_row_bytes:
+                raise Refused(f"put by {who}", why=f"a row has {each} bytes, max_row_bytes is {limits.max_row_bytes}")
+            if nbytes > limits.capacity_bytes:
+                raise Refused(
+                    f"put by {who}",
+                    why=f"a block has {nbytes} bytes, the store's capacity is {limits.capacity_bytes}",
+                    hint="put fewer rows at once",
+                )
         # First columns wait for room. Columns for rows that have some do not: whoever waits for room waits for rows to
         # be cleared, which those who add columns bring about.
         if self.rows.is_first_payload(event) and (full := self._full()):
@@ -898,20 +910,6 @@ class StoreLedger:
         stored = self.rows.put(event)
         self._touched.add(ROWS)
         return StoredRows(stored.indexes, stored.fields, stored.tags, self._collect(who))
-
-    def _check_payload(self, who: Incarnation, placed: PlacedBlock) -> None:
-        self.state.blocks.check_extents([placed], who)
-        limits, block = self.state.limits, placed.block
-        nbytes = block.extent.nbytes if block.extent is not None else len(block.inline)
-        each = max([nbytes // max(block.rows, 1), *(blob.extent.nbytes for blob in placed.blobs)])
-        if each > limits.max_row_bytes:
-            raise Refused(f"put by {who}", why=f"a row has {each} bytes, max_row_bytes is {limits.max_row_bytes}")
-        if nbytes > limits.capacity_bytes:
-            raise Refused(
-                f"put by {who}",
-                why=f"a block has {nbytes} bytes, the store's capacity is {limits.capacity_bytes}",
-                hint="put fewer rows at once",
-            )
 
     def _full(self) -> str:
         """Why there is no room for first columns; empty if there is."""
