@@ -88,12 +88,10 @@ class Journal:
 
     @property
     def n(self) -> int:
-        """Number of the last record."""
         return self._n
 
     @property
     def nbytes(self) -> int:
-        """Size of the present segment."""
         return self._size
 
     @property
@@ -259,7 +257,6 @@ class Journal:
                     path.unlink()
 
     def close(self) -> None:
-        """Force to disk and close."""
         if self._fd >= 0:
             os.fdatasync(self._fd)
             os.close(self._fd)

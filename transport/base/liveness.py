@@ -73,7 +73,6 @@ class ProcessWatch:
             os.close(fd)
 
     def close(self) -> None:
-        """Stop watching all."""
         for who in list(self._fds):
             self.remove(who)
 

@@ -67,13 +67,11 @@ class CacheEntry:
         self.urgent = False
 
     def array(self) -> NDArray[np.uint8] | None:
-        """Its bytes, read-only, when all are there. A new array each time, which views of it have as their base."""
         region = self.region
         return region.array() if self.ready and region is not None else None
 
     @property
     def name(self) -> str:
-        """For messages."""
         return f"slab {self.extent.slab} bytes {self.extent.offset} to {self.extent.offset + self.extent.nbytes}"
 
 
@@ -91,12 +89,10 @@ class FetchJob:
 
     @property
     def admitted(self) -> bool:
-        """Whether it has all its entries."""
         return len(self.entries) == len(self.extents)
 
     @property
     def what(self) -> str:
-        """For messages."""
         return f"payload of lease {self.lease} from {self.address}"
 
     def resolve(self, error: BaseException | None = None) -> None:
@@ -313,7 +309,6 @@ class Cache:
         return self.memory.used_bytes - sum(aligned(max(nbytes, 1)) for nbytes in unpinned)
 
     def statistics(self) -> CacheStatistics:
-        """Current statistics."""
         return CacheStatistics(
             capacity_bytes=self.memory.capacity_bytes,
             total_bytes=self.memory.total_bytes,
@@ -373,7 +368,6 @@ class Region:
         }
 
     def array(self) -> NDArray[np.uint8]:
-        """The bytes, read-only."""
         return np.asarray(self)
 
     def __del__(self) -> None:
@@ -402,7 +396,6 @@ class LocalMemory:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all segments."""
         return sum(segment.nbytes for segment in self._segments)
 
     def warm(self) -> None:

@@ -153,7 +153,6 @@ class Fetcher:
         self._do(self._memory.warm)
 
     def statistics(self) -> FetcherStatistics:
-        """Current statistics."""
         peers = list(self._peers.values())
         return FetcherStatistics(
             cache=self._cache.statistics(),
@@ -295,14 +294,12 @@ class Fetcher:
         return min(max(int(wait * 1000) + 1, 0), 60_000)
 
     def arrived(self, entry: CacheEntry, nbytes: int) -> None:
-        """Called by a Peer, as FetchSink."""
         self._bytes_in += nbytes
         entry.missing_bytes -= nbytes
         if entry.missing_bytes == 0:
             self._cache.received(entry)
 
     def failed(self, entry: CacheEntry, error: RelaxError) -> None:
-        """Called by a Peer, as FetchSink."""
         self._cache.drop(entry, error)
 
     def protocol_error(self, peer: str, error: ProtocolError) -> None:

@@ -129,7 +129,6 @@ class PayloadServer:
             self._thread = None
 
     def statistics(self) -> PayloadServerStatistics:
-        """Current statistics."""
         counts = {name: self._counts[name] for name in PayloadServerStatistics.__struct_fields__[:6]}
         held = sum(len(queue) for queue in list(self._held.values()))
         return PayloadServerStatistics(**counts, held_ranges=held, held_bytes=self._held_bytes, slabs=len(self._slabs))
@@ -306,7 +305,6 @@ class SlabFiles:
                 del self._maps[name]
 
     def clear(self) -> None:
-        """Release all."""
         self._maps.clear()
 
     def _map(self, name: str) -> memoryview:

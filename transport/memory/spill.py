@@ -92,7 +92,6 @@ class SpillFiles:
         ]
 
     def unlink(self, names: Sequence[str]) -> None:
-        """Remove slabs and spill files."""
         for name in names:
             folder = self._spill_dir if is_spilled(name) else self._shm_dir
             (folder / name).unlink(missing_ok=True)

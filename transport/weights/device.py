@@ -80,7 +80,6 @@ class DeviceView:
         self.pointer, self.nbytes, self.owner = pointer, nbytes, owner
 
     def part(self, start: int, stop: int) -> DeviceView:
-        """Return the bytes from start to stop, not copied."""
         return DeviceView(self.pointer + start, stop - start, self)
 
     def array(self) -> Any:
@@ -132,7 +131,6 @@ class DeviceBuffer:
 
     @property
     def view(self) -> DeviceView:
-        """All of it."""
         return DeviceView(self._pointer, self.nbytes, self)
 
     def export(self) -> DeviceMemory:

@@ -61,7 +61,6 @@ class Lora(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Factor of b @ a."""
         return self.alpha / self.rank
 
 

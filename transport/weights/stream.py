@@ -25,7 +25,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import zmq
@@ -72,29 +72,12 @@ _SIDE_FILES = ("adapters", "delta")
 _NAME = re.compile(r"(manifest|weights|wire|adapters|delta)-(\d{1,18})-([0-9a-f]{0,64})")
 
 
-def manifest_name(version: int, digest: str) -> str:
-    """Name a version's manifest: its length in front (MANIFEST_HEAD), then JSON."""
-    return f"manifest-{version}-{digest}"
+def served_name(kind: Literal["manifest", "weights", "wire", "adapters", "delta"], version: int, digest: str) -> str:
+    """Name what the server gives out: a version's manifest or flat buffer, or what its manifest says lies beside them.
 
-
-def weights_name(version: int, digest: str) -> str:
-    """Name a version's flat buffer."""
-    return f"weights-{version}-{digest}"
-
-
-def wire_name(version: int, digest: str) -> str:
-    """Name a version in the wire dtype, if its manifest has `wire_bytes`."""
-    return f"wire-{version}-{digest}"
-
-
-def adapters_name(version: int, digest: str) -> str:
-    """Name a version's adapters, if its manifest has `adapter_bytes`; their base is version ROOT."""
-    return f"adapters-{version}-{digest}"
-
-
-def delta_name(version: int, digest: str) -> str:
-    """Name the delta that makes a version, as long as a manifest names it."""
-    return f"delta-{version}-{digest}"
+    A manifest is served with its length in front (MANIFEST_HEAD). A delta is served as long as any manifest names it.
+    """
+    return f"{kind}-{version}-{digest}"
 
 
 def stage_server(folder: Path, keys: CurveKeys | None, *, io_threads: int = 2) -> PayloadServer:
@@ -153,7 +136,6 @@ class StagedVersions:
                 self._unpin(name)
 
     def clear(self) -> None:
-        """Unpin all."""
         for name in list(self._pins):
             self._unpin(name)
 
@@ -399,7 +381,7 @@ class StageMirror:
         if narrow and _missing_exceeds(manifest, into, narrow):
             blob = bytearray(narrow)
             try:
-                reader.read_all(wire_name(manifest.version, manifest.digest), memoryview(blob))
+                reader.read_all(served_name("wire", manifest.version, manifest.digest), memoryview(blob))
                 decode_wire(memoryview(blob), manifest.layout, into)
             except (Gone, Corrupt, Refused):
                 reader.reset()
@@ -449,7 +431,7 @@ class StageMirror:
             copy_verified(held.base, view, into)
         blobs = [memoryview(bytearray(delta.nbytes)) for delta in held.deltas]
         for delta, blob in zip(held.deltas, blobs, strict=True):
-            reader.read_all(delta_name(delta.version, delta.digest), blob)
+            reader.read_all(served_name("delta", delta.version, delta.digest), blob)
         named = manifest.as_delta(held.base.version, held.base.digest)
         return lambda by: apply(blobs, into, named, verified=False, until=by)
 
@@ -457,7 +439,7 @@ class StageMirror:
         """Fill `into` with the base, which is fetched once, and fetch the adapters."""
         base = self._base(reader, stage, manifest, into)
         blob = memoryview(bytearray(manifest.adapter_bytes))
-        reader.read_all(adapters_name(manifest.version, manifest.digest), blob)
+        reader.read_all(served_name("adapters", manifest.version, manifest.digest), blob)
         lora = lora_for(blob, base)
         return lambda by: merge_lora(lora, base.layout, into, until=by)
 
@@ -510,7 +492,6 @@ class _Reader:
         self._context.term()
 
     def read(self, name: str, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes of `name` from `offset` on."""
         for _ in self._fetch_ranges({(offset, len(into)): into}, name):
             pass
 
@@ -527,7 +508,10 @@ class _Reader:
 
     def read_weights(self, manifest: Manifest, into: memoryview, missing: dict[int, slice]) -> None:
         """Fill `into` with the buckets of a version that are missing there, by where they begin."""
-        name, what = weights_name(manifest.version, manifest.digest), f"weights of policy version {manifest.version}"
+        name, what = (
+            served_name("weights", manifest.version, manifest.digest),
+            f"weights of policy version {manifest.version}",
+        )
         parts = bucket_slices(manifest.layout.nbytes)
         expected = {part.start: digest for part, digest in zip(parts, manifest.buckets, strict=True)}
         for attempt in range(2):
@@ -547,7 +531,9 @@ class _Reader:
             missing = wrong
             part = next(iter(wrong.values()))
             if attempt:
-                raise Corrupt(f"{what}, bytes {part.start}-{part.stop}", why="they do not match their digest")
+                raise Corrupt(
+                    f"weights of {what}, bytes {part.start}-{part.stop}", why="they do not match their digest"
+                )
 
     def _fetch_ranges(self, places: dict[tuple[int, int], memoryview], name: str) -> Generator[int]:
         """Fetch ranges of a name into their places; yield the offset of each when it is complete.
@@ -599,7 +585,6 @@ class _Reader:
                 self._arrived.clear()
 
     def arrived(self, entry: CacheEntry, nbytes: int) -> None:
-        """For `FetchSink`."""
         self.bytes_in += nbytes
         self._last_at = time.monotonic()
         self._attempts = 0
@@ -608,7 +593,6 @@ class _Reader:
             self._arrived.append(entry)
 
     def failed(self, entry: CacheEntry, error: RelaxError) -> None:
-        """For `FetchSink`."""
         self._error = self._error or error
 
     def protocol_error(self, peer: str, error: ProtocolError) -> None:
@@ -659,7 +643,7 @@ def _missing_exceeds(manifest: Manifest, data: memoryview, nbytes: int) -> bool:
 
 
 def _read_manifest(reader: _Reader, record: VersionRecord) -> Manifest:
-    name, what = manifest_name(record.version, record.digest), f"weights of policy version {record.version}"
+    name, what = served_name("manifest", record.version, record.digest), f"weights of policy version {record.version}"
     head = bytearray(MANIFEST_HEAD.size)
     reader.read(name, 0, memoryview(head))
     text = bytearray(manifest_bytes(bytes(head), what))

@@ -251,7 +251,6 @@ class RowTable:
 
     @property
     def config(self) -> StoreConfig:
-        """The configuration in force."""
         return self.state.config or StoreConfig()
 
     def configure(self, config: StoreConfig) -> StoreConfig:
@@ -786,7 +785,6 @@ class StoreLedger:
         return self.state.n
 
     def snapshot(self) -> bytes:
-        """The whole state."""
         return msgspec.msgpack.encode(self.state)
 
     def apply(self, entry: StoreEntry) -> StoreOutcome:

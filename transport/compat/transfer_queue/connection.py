@@ -246,7 +246,6 @@ class BrokerProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has exited."""
         return self._process.poll() is not None
 
     def _restart_when_killed(self) -> None:

@@ -117,11 +117,9 @@ class StreamingDataset(IterableDataset[Item]):
         return not client.has_batch(self.data_fields, self.batch_size, self.partition_id, self.task_name, sampling)
 
     def reset(self) -> None:
-        """Begin again with the first batch that was read."""
         self.batch_index = 0
 
     def step(self, partition_id: str) -> None:
-        """Go on with another partition, and forget what was read."""
         self.buffer, self.batch_index, self.partition_id = [], 0, partition_id
 
 
@@ -216,13 +214,10 @@ class StreamingDataLoader(DataLoader[Item]):
         )
 
     def reset(self) -> None:
-        """Start again with the first batch that was read."""
         self.dataset.reset()
 
     def step(self, partition_id: str) -> None:
-        """Continue with another partition, and drop what was read."""
         self.dataset.step(partition_id)
 
     def get_buffer(self) -> list[Item]:
-        """The batches that were read."""
         return self.dataset.buffer

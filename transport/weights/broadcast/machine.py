@@ -211,7 +211,6 @@ class Transfer:
 
     @property
     def root(self) -> str:
-        """Who sends."""
         return self.request.members[0]
 
     @property

@@ -238,5 +238,4 @@ class Communicator(Protocol):
 
 
 def bucket_bounds(nbytes: int, bucket_bytes: int) -> list[tuple[int, int]]:
-    """Return the byte ranges that are broadcast one by one."""
     return [(at, min(at + bucket_bytes, nbytes)) for at in range(0, nbytes, bucket_bytes)]
