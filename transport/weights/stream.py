@@ -85,7 +85,7 @@ def stage_server(folder: Path, keys: CurveKeys | None, *, io_threads: int = 2) -
     return PayloadServer(folder, keys=keys, served=StagedVersions(folder), io_threads=io_threads)
 
 
-class _Pinned(NamedTuple):
+class _ServedVersion(NamedTuple):
     kind: str
     view: memoryview
     release: contextlib.ExitStack
@@ -96,7 +96,7 @@ class StagedVersions:
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock
-        self._pins: OrderedDict[str, _Pinned] = OrderedDict()
+        self._pins: OrderedDict[str, _ServedVersion] = OrderedDict()
         self._used: dict[str, float] = {}
         self._manifest = ("", b"")
 
@@ -164,7 +164,7 @@ class StagedVersions:
                 oldest = alike.pop(0)
                 total -= len(self._pins[oldest].view)
                 self._unpin(oldest)
-            self._pins[name] = _Pinned(kind, view, entering.pop_all())
+            self._pins[name] = _ServedVersion(kind, view, entering.pop_all())
 
     def _version_bytes(self) -> int:
         """Size of a version on the stage, by its buffers; 0: there is none."""
@@ -319,7 +319,7 @@ class StageMirror:
             os.close(descriptor)
 
     def _fetch(self, record: VersionRecord, until: float) -> None:
-        with _Reader(self._locate, self._keys, self._settings, until, self._report_wait) as reader:
+        with _StageReader(self._locate, self._keys, self._settings, until, self._report_wait) as reader:
             try:
                 manifest = _read_manifest(reader, record)
                 stage = WeightStage(self.folder, manifest.epoch)
@@ -333,7 +333,7 @@ class StageMirror:
             finally:
                 self.bytes_in += reader.bytes_in
 
-    def _fill(self, reader: _Reader, stage: WeightStage, manifest: Manifest, until: float) -> None:
+    def _fill(self, reader: _StageReader, stage: WeightStage, manifest: Manifest, until: float) -> None:
         keep = max(
             (int(found[1]) for path in self.folder.iterdir() if (found := _VERSION.fullmatch(path.name))), default=0
         )
@@ -354,7 +354,9 @@ class StageMirror:
                 self._report_wait(str(error))
                 time.sleep(_ROOM_RETRY_S)
 
-    def _make(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float) -> None:
+    def _make(
+        self, reader: _StageReader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float
+    ) -> None:
         """Fill `into` with the version: by a delta, the wire dtype or adapters where that saves bytes, else in full.
 
         Buckets that do not match their digest afterwards are fetched in full."""
@@ -368,7 +370,7 @@ class StageMirror:
         reader.read_weights(manifest, into, wrong)
 
     def _make_from_less(
-        self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float
+        self, reader: _StageReader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float
     ) -> Sent:
         """Make the version from deltas, the wire dtype or adapters, as far as possible; the result is not verified."""
         held, narrow = self._find_held(manifest), manifest.wire_bytes
@@ -391,7 +393,7 @@ class StageMirror:
         adapted = self._apply_in_time(reader, lambda: self._fetch_adapters(reader, stage, manifest, into), until)
         return "adapters" if adapted else "full"
 
-    def _apply_in_time(self, reader: _Reader, fetch: Callable[[], _Make], until: float) -> bool:
+    def _apply_in_time(self, reader: _StageReader, fetch: Callable[[], _Make], until: float) -> bool:
         """Fetch and apply; return whether that succeeded in time. `why_full` says why not."""
         if self._in_full:
             self._in_full -= 1
@@ -424,7 +426,7 @@ class StageMirror:
             self.why_full = f"its deltas are of {bases_of(manifest)}; none is whole on this node's stage"
         return None
 
-    def _fetch_deltas(self, reader: _Reader, manifest: Manifest, held: _Held, into: memoryview) -> _Make:
+    def _fetch_deltas(self, reader: _StageReader, manifest: Manifest, held: _Held, into: memoryview) -> _Make:
         """Copy the version that is here into `into` and fetch the deltas that lead on from it."""
         # Pinned only for the copy: nothing may overwrite it meanwhile.
         with pinned(self.folder, held.base) as view:
@@ -435,7 +437,7 @@ class StageMirror:
         named = manifest.as_delta(held.base.version, held.base.digest)
         return lambda by: apply(blobs, into, named, verified=False, until=by)
 
-    def _fetch_adapters(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview) -> _Make:
+    def _fetch_adapters(self, reader: _StageReader, stage: WeightStage, manifest: Manifest, into: memoryview) -> _Make:
         """Fill `into` with the base, which is fetched once, and fetch the adapters."""
         base = self._base(reader, stage, manifest, into)
         blob = memoryview(bytearray(manifest.adapter_bytes))
@@ -443,7 +445,7 @@ class StageMirror:
         lora = lora_for(blob, base)
         return lambda by: merge_lora(lora, base.layout, into, until=by)
 
-    def _base(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview) -> Manifest:
+    def _base(self, reader: _StageReader, stage: WeightStage, manifest: Manifest, into: memoryview) -> Manifest:
         """Copy the base of the version's adapters from this node's stage; fetch it first if it is missing or damaged.
 
         A broken attempt is resumed."""
@@ -460,7 +462,7 @@ class StageMirror:
         return base
 
 
-class _Reader:
+class _StageReader:
     """Reads named bytes from a stage's server in the calling thread; reconnects when connections are lost."""
 
     def __init__(
@@ -484,7 +486,7 @@ class _Reader:
         self.bytes_in = 0
         self._last_at = float("-inf")
 
-    def __enter__(self) -> _Reader:
+    def __enter__(self) -> _StageReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -642,7 +644,7 @@ def _missing_exceeds(manifest: Manifest, data: memoryview, nbytes: int) -> bool:
     return any(sofar > nbytes for sofar in missing)
 
 
-def _read_manifest(reader: _Reader, record: VersionRecord) -> Manifest:
+def _read_manifest(reader: _StageReader, record: VersionRecord) -> Manifest:
     name, what = served_name("manifest", record.version, record.digest), f"weights of policy version {record.version}"
     head = bytearray(MANIFEST_HEAD.size)
     reader.read(name, 0, memoryview(head))

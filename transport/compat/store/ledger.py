@@ -275,7 +275,7 @@ class RowTable:
             self.state.next_index += self.config.expected
         return partition
 
-    def _make(self, name: str, keys: Sequence[str]) -> list[Named]:
+    def _make_rows(self, name: str, keys: Sequence[str]) -> list[Named]:
         """New rows, an empty key for none, at the end of the partition."""
         partition = self._partition(name)
         first, left = partition.expected
@@ -294,11 +294,11 @@ class RowTable:
             made.append((name, index, row))
         return made
 
-    def _known(self, rows: RowNames) -> list[Named]:
+    def _find_rows(self, rows: RowNames) -> list[Named]:
         """The rows named that are there, in the order of the names."""
         partitions = self.state.partitions
         if rows.indexes:
-            return self._at(rows.indexes)
+            return self._rows_at(rows.indexes)
         partition = partitions.get(rows.partition)
         if partition is None:
             return []
@@ -307,21 +307,21 @@ class RowTable:
         indexes = [partition.keys.get(key) for key in rows.keys]
         return [(rows.partition, index, partition.rows[index]) for index in indexes if index is not None]
 
-    def _at(self, indexes: Iterable[int]) -> list[Named]:
+    def _rows_at(self, indexes: Iterable[int]) -> list[Named]:
         names = [(self._where.get(index), index) for index in indexes]
         return [(name, index, self.state.partitions[name].rows[index]) for name, index in names if name is not None]
 
     def _to_put(self, event: PutRows) -> list[Named]:
         rows = event.rows
         if rows.indexes:
-            return self._known(rows)
+            return self._find_rows(rows)
         if event.new:
-            return self._make(rows.partition, [""] * event.new)
+            return self._make_rows(rows.partition, [""] * event.new)
         keys = self._partition(rows.partition).keys
         missing = [key for key in rows.keys if key not in keys]
         if missing:
-            self._make(rows.partition, missing)
-        return self._known(rows)
+            self._make_rows(rows.partition, missing)
+        return self._find_rows(rows)
 
     # --- put
 
@@ -365,7 +365,7 @@ class RowTable:
         """Whether the put brings columns to a row that has none."""
         if event.block is None:
             return False
-        return self.new_rows(event) > 0 or any(not row.parts for _, _, row in self._known(event.rows))
+        return self.new_rows(event) > 0 or any(not row.parts for _, _, row in self._find_rows(event.rows))
 
     def put(self, event: PutRows) -> StoredRows:
         """Enter a block's rows and tags; what is wrong with the call was found by check_put and by the block table."""
@@ -380,7 +380,7 @@ class RowTable:
 
     def stored(self, indexes: Iterable[int]) -> StoredRows:
         """The answer to a put of these rows, as they are now."""
-        named = self._at(indexes)
+        named = self._rows_at(indexes)
         return StoredRows([index for _, index, _ in named], self._common(named), [row.tags for _, _, row in named])
 
     def _enter_block(self, block_ref: BlockRef, blobs: list[BlobRef], rows: list[StoreRow]) -> None:
@@ -434,7 +434,7 @@ class RowTable:
 
     def find(self, rows: RowNames) -> FoundRows:
         """The rows that are there, in the order of the names."""
-        return self._found(self._known(rows))
+        return self._found(self._find_rows(rows))
 
     def _found(self, named: list[Named]) -> FoundRows:
         return FoundRows(
@@ -453,7 +453,7 @@ class RowTable:
         if pin and self.state.pins.get(pin, Pin(who, [])).who == who:
             self._release(pin)
             self.changed = True
-        named = self._known(event.rows)
+        named = self._find_rows(event.rows)
         common = self._common(named)
         fields = common if event.fields is None else sorted(set(common).intersection(event.fields))
         if not fields:
@@ -518,7 +518,7 @@ class RowTable:
     def clear(self, rows: RowNames) -> None:
         """Remove rows; with neither keys nor indexes the whole partition."""
         whole = not rows.keys and not rows.indexes
-        named = self._known(rows)
+        named = self._find_rows(rows)
         by_partition: dict[str, list[int]] = {}
         for name, index, row in named:
             partition = self.state.partitions[name]
@@ -646,7 +646,7 @@ class RowTable:
 
     def granted(self, indexes: Iterable[int]) -> FoundRows:
         """The answer to a sample of these rows; those cleared meanwhile are left out."""
-        return self._found(self._at(indexes))
+        return self._found(self._rows_at(indexes))
 
     def reset(self, event: ResetTask) -> bool:
         """Let a task consume the partition anew.
@@ -797,7 +797,7 @@ class StoreLedger:
         rows, event = self.rows, entry.event
         rows.changed, self._touched = False, set()
         count, nbytes = len(rows), self.state.blocks.payload_bytes
-        reply = self._own(event) if entry.who is None else self._called(entry.who, event, entry.seq)
+        reply = self._apply_own(event) if entry.who is None else self._apply_call(entry.who, event, entry.seq)
         if len(rows) < count or self.state.blocks.payload_bytes < nbytes:
             self._touched.add(ROOM)
         if rows.changed:
@@ -806,7 +806,7 @@ class StoreLedger:
 
     # --- the broker's own events
 
-    def _own(self, event: object) -> Reply:
+    def _apply_own(self, event: object) -> Reply:
         match event:
             case StoreOpened(memory, limits):
                 if (memory, limits) != (self.state.memory, self.state.limits):
@@ -845,23 +845,23 @@ class StoreLedger:
                 hint="connect again",
             )
 
-    def _called(self, who: Incarnation, event: object, seq: int) -> Reply:
+    def _apply_call(self, who: Incarnation, event: object, seq: int) -> Reply:
         # A client repeats a call under its number until it is answered, also to the next broker. So the answer is part
         # of the state: it is journaled with the call, by replay, and kept for as many calls as can be in flight.
         self.check_caller(who)
         answers = self.state.callers[owner_key(who)].answers
         if (known := answers.get(seq)) is not None:
-            return self._repeated(who, event, known)
+            return self._repeat_reply(who, event, known)
         if len(answers) >= ANSWERS_KEPT and seq < min(answers):
             raise Refused(f"call {seq} of {who}", why=f"answers are kept for the last {ANSWERS_KEPT} calls only")
-        reply = self._first(who, event)
+        reply = self._apply_new(who, event)
         if self.rows.changed and seq:
-            answers[seq] = _kept(reply)
+            answers[seq] = _answer_to_keep(reply)
             if len(answers) > ANSWERS_KEPT:
                 del answers[min(answers)]
         return reply
 
-    def _first(self, who: Incarnation, event: object) -> Reply:
+    def _apply_new(self, who: Incarnation, event: object) -> Reply:
         rows = self.rows
         match event:
             case PutRows():
@@ -923,7 +923,7 @@ class StoreLedger:
         self.rows.changed = self.rows.changed or bool(freed)
         return freed
 
-    def _repeated(self, who: Incarnation, event: object, known: KeptAnswer) -> Reply:
+    def _repeat_reply(self, who: Incarnation, event: object, known: KeptAnswer) -> Reply:
         """The reply to a call that came before, under the same number. Rows are described as they are now."""
         indexes = [index for first, count in known.rows for index in range(first, first + count)]
         match event:
@@ -1008,7 +1008,7 @@ class StoreLedger:
         return wrong
 
 
-def _kept(reply: Reply) -> KeptAnswer:
+def _answer_to_keep(reply: Reply) -> KeptAnswer:
     """What is kept of a reply, to give it again."""
     match reply:
         case StoredRows(indexes, _, _, freed):

@@ -85,7 +85,7 @@ def held_at(some: int) -> Iterator[tuple[threading.Event, threading.Event]]:
     """A reader in the thread HELD takes nothing more when so many bytes of one name came; yields that it was reached,
     and what lets it go on."""
     reached, go_on = threading.Event(), threading.Event()
-    arrived = stream._Reader.arrived
+    arrived = stream._StageReader.arrived
 
     def counted(self: Any, entry: Any, nbytes: int) -> None:
         arrived(self, entry, nbytes)
@@ -94,12 +94,12 @@ def held_at(some: int) -> Iterator[tuple[threading.Event, threading.Event]]:
             reached.set()
             assert go_on.wait(120)
 
-    stream._Reader.arrived = counted  # type: ignore[method-assign]
+    stream._StageReader.arrived = counted  # type: ignore[method-assign]
     try:
         yield reached, go_on
     finally:
         go_on.set()
-        stream._Reader.arrived = arrived  # type: ignore[method-assign]
+        stream._StageReader.arrived = arrived  # type: ignore[method-assign]
 
 
 def test_deltas_cross_alone_behind_the_first_version(tmp_path: Path) -> None:
