@@ -140,7 +140,6 @@ class NumberedCalls:
         raise error
 
     def statistics(self) -> CallStatistics:
-        """Current statistics."""
         return CallStatistics(self._seq, self._resent, len(self._unanswered))
 
 
@@ -207,14 +206,12 @@ class WaitingCalls:
             count.total_s += self._clock() - one.since
 
     def touch(self, topics: Iterable[str]) -> None:
-        """Wake the calls that wait on these topics."""
         for topic in topics:
             event = self._events.pop(topic, None)
             if event is not None:
                 event.set()
 
     def touch_all(self) -> None:
-        """Wake all calls."""
         self.touch(list(self._events))
 
     def __len__(self) -> int:

@@ -71,7 +71,7 @@ def apply(
     places = [0] * len(deltas)
     for part, expected in zip(bucket_slices(manifest.layout.nbytes), manifest.buckets, strict=True):
         if time.monotonic() > until:
-            raise DeadlineExceeded(f"{what} was not applied in time", why="it was given up")
+            raise DeadlineExceeded(f"{what} was not applied in time", why="its deadline has passed")
         bucket = into[part]
         for number, blocks in enumerate(deltas):
             places[number] = _apply_bucket(blocks, places[number], np.frombuffer(bucket, np.uint8), what)

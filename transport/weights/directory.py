@@ -64,7 +64,6 @@ class StoredVersion(msgspec.Struct, frozen=True):
 
 
 def version_folder(root: Path, version: int) -> Path:
-    """Name the folder of a version."""
     return root / f"v{version:08d}"
 
 

@@ -58,13 +58,12 @@ class StoreService:
         """
         self._folder.lock()
         try:
-            await self._open()
+            await self._serve(self._folder.path)
         except BaseException:
             await self.close()
             raise
 
-    async def _open(self) -> None:
-        folder = self._folder.path
+    async def _serve(self, folder: Path) -> None:
         if (folder / "journal").exists():
             raise Refused(
                 f"the store in {folder}",

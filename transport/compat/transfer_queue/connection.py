@@ -246,7 +246,6 @@ class BrokerProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has exited."""
         return self._process.poll() is not None
 
     def _restart_when_killed(self) -> None:
@@ -403,21 +402,18 @@ def start(full: dict[str, Any]) -> Connection:
         if mine:
             _process.broker = BrokerProcess(folder, int(full["relax"].get("spill_bytes") or 0))
             _process.broker_pid = os.getpid()
-            _await_served(folder, _process.broker)
+            deadline = time.monotonic() + START_S
+            while not is_served(folder):
+                if _process.broker.ended and not is_served(folder):
+                    why, hint = "its broker ended at once", "its error is on standard error"
+                    raise Refused(f"queue {folder}", why=why, hint=hint)
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(f"queue {folder}", why=f"its broker was not there after {START_S} s")
+                time.sleep(POLL_S)
         _process.connection = Connection(folder, capacity_bytes(full), settings if mine else None)
         # Processes that this one starts find the queue by it.
         os.environ[FOLDER_VARIABLE] = str(folder)
     return _process.connection
-
-
-def _await_served(folder: Path, broker: BrokerProcess) -> None:
-    deadline = time.monotonic() + START_S
-    while not is_served(folder):
-        if broker.ended and not is_served(folder):
-            raise Refused(f"queue {folder}", why="its broker ended at once", hint="its error is on standard error")
-        if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"queue {folder}", why=f"its broker was not there after {START_S} s")
-        time.sleep(POLL_S)
 
 
 def stop() -> None:
