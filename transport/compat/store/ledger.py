@@ -827,7 +827,17 @@ class StoreLedger:
                     self.state.blocks.forget_owner(who)
                     self.rows.forget(who)
             case BlocksSpilled(moves):
-                return self._spilled(moves)
+                # The copies are on disk. Answer with those of no use: their block has ended or is being read meanwhile.
+                useless: list[Extent] = []
+                for id_, to in moves:
+                    block = self.state.blocks.blocks.get(id_)
+                    now = block.ref.extent if block is not None else None
+                    if now is None or is_spilled(now.slab) or self._is_pinned(now):
+                        useless.append(to)
+                        continue
+                    self.state.blocks.move(id_, to, lambda owner: owner in self.state.callers)
+                    self.rows.changed = True
+                return useless
             case _:
                 raise Refused(f"event {type(event).__name__}", why="it needs a caller")
         return None
@@ -970,19 +980,6 @@ class StoreLedger:
 
     def _is_pinned(self, extent: Extent) -> bool:
         return self.state.blocks.live[extent.slab][extent.offset].references > 1
-
-    def _spilled(self, moves: Iterable[tuple[int, Extent]]) -> list[Extent]:
-        """The copies are on disk; answers with those of no use, as the block ended or is being read meanwhile."""
-        useless: list[Extent] = []
-        for id_, to in moves:
-            block = self.state.blocks.blocks.get(id_)
-            now = block.ref.extent if block is not None else None
-            if now is None or is_spilled(now.slab) or self._is_pinned(now):
-                useless.append(to)
-                continue
-            self.state.blocks.move(id_, to, lambda owner: owner in self.state.callers)
-            self.rows.changed = True
-        return useless
 
     def audit(self) -> list[str]:
         """Violated invariants, for tests; empty unless the ledger has a defect."""
