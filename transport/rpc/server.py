@@ -95,7 +95,7 @@ class _Listener(Protocol):
     async def close(self) -> None: ...
 
 
-class Server:
+class RpcServer:
     """Offers implementations of interfaces to peers of the same run.
 
     Args:
@@ -282,7 +282,7 @@ class Server:
 class ServerConnection:
     """A peer of the server: first greets, then calls."""
 
-    def __init__(self, server: Server, channel: Channel) -> None:
+    def __init__(self, server: RpcServer, channel: Channel) -> None:
         loop = asyncio.get_running_loop()
         self.server = server
         self.channel = channel

@@ -63,7 +63,7 @@ class StoreClient:
 
     def __init__(
         self,
-        client: rpc.Client,
+        client: rpc.RpcClient,
         joined: StoreMembership,
         *,
         capacity_bytes: int,
@@ -95,12 +95,12 @@ class StoreClient:
             Unreachable: the broker does not answer.
         """
         address = find(folder).addresses[0]
-        greeting = rpc.Client(address, rpc.make_hello(RUN_ID, Incarnation(name, 0)))
+        greeting = rpc.RpcClient(address, rpc.make_hello(RUN_ID, Incarnation(name, 0)))
         try:
             joined = await greeting.bind(StoreApi, timeout_s=CALL_S).join(name, node_name(), os.getpid())
         finally:
             await greeting.close()
-        client = rpc.Client(address, rpc.make_hello(RUN_ID, joined.who))
+        client = rpc.RpcClient(address, rpc.make_hello(RUN_ID, joined.who))
         return cls(client, joined, capacity_bytes=capacity_bytes, **settings)
 
     async def close(self) -> None:
