@@ -1,4 +1,4 @@
-"""Watch the processes of this node by pidfd, so that a broker learns of a death within milliseconds."""
+"""Who is alive: watch this node's processes by pidfd, and detect that the server itself stood still."""
 
 from __future__ import annotations
 

@@ -383,7 +383,7 @@ class LocalMemory:
     Args:
         capacity_bytes: of all segments together.
         segment_bytes: what is taken from the system at a time; a larger region gets a segment of its own.
-        on_free: called, in whatever thread, when a region has become free.
+        on_free: called, in whatever thread, when a region has been freed.
     """
 
     def __init__(self, capacity_bytes: int, segment_bytes: int, on_free: Callable[[], None] = lambda: None) -> None:

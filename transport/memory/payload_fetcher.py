@@ -64,7 +64,7 @@ class Fetcher:
     """Fetches extents from payload servers into a cache of this process. Its methods may be called from any thread.
 
     The work is done by a thread, which starts with the first fetch. Nothing is copied but once, from ZeroMQ's buffer
-    into the cache; the arrays that it gives are read-only and stay good as long as anything refers to them.
+    into the cache; the arrays that it gives are read-only and stay valid as long as anything refers to them.
 
     Args:
         keys: to prove to servers that this process belongs to the run. None: for servers on loopback.
@@ -168,7 +168,7 @@ class Fetcher:
         return [f"{job.what}: {self._reason(job)}" for job in list(self._cache.jobs) if job.future is not None]
 
     async def close(self) -> None:
-        """End the thread and all connections; what still waits is refused. Arrays stay good."""
+        """End the thread and all connections; what still waits is refused. Arrays stay valid."""
         await asyncio.to_thread(self.stop)
 
     def stop(self) -> None:

@@ -487,7 +487,7 @@ class ClientConnection:
             return
         if isinstance(answer, ItemFrame):
             incoming = self.streams.get(answer.id)
-            # Of a stream that was cancelled items may still be under way.
+            # Items of a cancelled stream may still be under way.
             if incoming is not None:
                 incoming.put(answer.value)
             return

@@ -58,7 +58,7 @@ def apply(
     """Turn the base that `into` holds into the deltas' version, and verify every bucket of it.
 
     Args:
-        deltas: the blocks of each, applied one behind the other.
+        deltas: the blocks of each, applied one after the other.
         manifest: of the version, see Manifest.as_delta.
         verified: False: the caller verifies `into`.
         until: deadline by time.monotonic(), checked between buckets.

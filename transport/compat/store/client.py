@@ -37,7 +37,7 @@ CALL_S = 30.0
 SLICE_S = 10.0
 """Long waits are made of calls of this length."""
 ROOM_SLICE_S = 1.0
-"""Waits for room: what a dead process held comes free without a word."""
+"""Waits for room: memory of a dead process is freed without a reply."""
 SPACE_POLL_S = 0.02
 UNPIN_AFTER_S = 0.002
 """Unpins that come within this time go out together."""
@@ -58,7 +58,7 @@ class StoreClient:
         client: connected to the broker under the name and epoch of `joined`.
         capacity_bytes: shared memory that this process may put into.
         patience_s: how long a broker that cannot be reached is asked again.
-        space_wait_s: how long a put waits for memory to come free, its own and that of the queue.
+        space_wait_s: how long a put waits for memory to be freed, its own and that of the queue.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class StoreClient:
         return cls(client, joined, capacity_bytes=capacity_bytes, **settings)
 
     async def close(self) -> None:
-        """Leave. What was put stays; arrays that were read stay good while this process lives."""
+        """Leave. What was put stays; arrays that were read stay valid while this process lives."""
         self._closed = True
         if self._unpinning is not None:
             self._unpinning.cancel()

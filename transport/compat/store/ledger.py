@@ -752,7 +752,7 @@ ROOM, ROWS = "room", "rows"
 ANSWERS_KEPT = 128
 """Answers kept for each caller: twice as many as a client has calls under way (see base.calls)."""
 SPILL_ROUND_BYTES = 64 << 20
-"""Payload of one round of spilling, so that memory comes free in steps."""
+"""Payload of one round of spilling, so that memory is freed in steps."""
 
 Reply = StoreConfig | StoredRows | FoundRows | FetchedRows | list[Extent] | bool | None
 
@@ -928,7 +928,7 @@ class StoreLedger:
         return f"payloads fill the capacity: {used} of {limits.capacity_bytes} bytes{spill}"
 
     def _collect(self, who: Incarnation) -> list[Extent]:
-        """The caller's extents that came free since it last asked."""
+        """The caller's extents that were freed since it last asked."""
         freed = self.state.blocks.collect(who)
         self.rows.changed = self.rows.changed or bool(freed)
         return freed
@@ -959,7 +959,7 @@ class StoreLedger:
     def to_spill(self, skip: Container[int] = ()) -> list[tuple[int, Extent]]:
         """Blocks to copy to disk now, the oldest first; none while memory is filled below the high-water mark.
 
-        Blobs stay, as several blocks share them. What is being read stays, as its memory would not come free. So does
+        Blobs stay, as several blocks share them. What is being read stays, as its memory would not be freed. So does
         what could not be copied before (`skip`).
         """
         blocks, limits = self.state.blocks, self.state.limits

@@ -325,7 +325,7 @@ class Connection:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop.loop))
 
     def close(self) -> None:
-        """Leave the queue; arrays that were read stay good."""
+        """Leave the queue; arrays that were read stay valid."""
         with contextlib.suppress(Unreachable, DeadlineExceeded):
             self.run(self.store.close())
         self._loop.stop()
