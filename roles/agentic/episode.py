@@ -147,19 +147,12 @@ class EpisodeChat:
         self.ends_at = time.monotonic() + limits.episode_timeout_s
         self.turns = self.cut = 0
         self.truncated_by = ""
-        self.waiting = 0
-
-        self.activity = "begins"
-
+        self.waiting = self._oldest = 0
+        self.activity, self.last = "begins", ""
         self.rewards: dict[str, float] = {}
         self.states: dict[str, str] = {}
-        self._oldest = 0
-        self.last = ""
-
         self.failure: RelaxError | None = None
-
         self.replay: ReplayCache | None = None
-
         self._open_calls: set[asyncio.Task[Any]] = set()
         self._ended = self._over_reported = False
 
@@ -192,7 +185,14 @@ class EpisodeChat:
             raise self._truncate("turns")
         self.turns += 1
         turn = self.turns
-        plan = self._plan(messages, tools or (), _id(previous))
+        most = self._limits.max_new_tokens
+        try:
+            plan = self.ledger.prompt(messages, tools or (), previous=_id(previous) or None, max_new_tokens=most)
+        except Refused as error:
+            if self.last and budget_exhausted(error):
+                self.turns -= 1
+                raise self._truncate("tokens") from None
+            raise
         self.activity = f"waits for tokens of reply {turn}"
         self.waiting += 1
         try:
@@ -261,16 +261,6 @@ class EpisodeChat:
         for task in tasks:
             task.cancel()
         return tasks
-
-    def _plan(self, messages: list[Message], tools: Sequence[dict[str, Any]], previous: str) -> PromptPlan:
-        most = self._limits.max_new_tokens
-        try:
-            return self.ledger.prompt(messages, tools, previous=previous or None, max_new_tokens=most)
-        except Refused as error:
-            if self.last and budget_exhausted(error):
-                self.turns -= 1
-                raise self._truncate("tokens") from None
-            raise
 
     def _truncate(self, why: str) -> EpisodeOver:
         self.truncated_by, self._over_reported = self.truncated_by or why, True
@@ -378,20 +368,17 @@ async def play_game(
         for chat in chats:
             chat.cancel_open_calls()
 
-    info = await episode_task.run(
-        work, end, limits.episode_timeout_s, lambda: _timeout_error(chats, limits), cancel_open_calls
-    )
+    def timeout_error() -> RelaxError:
+        # Each call was in time, but not all of them together.
+        late = next((chat for chat in chats if chat.waiting), None)
+        at_work = late or next((chat for chat in chats if chat.activity != WAITING_FOR_TURN), chats[0])
+        what, why = f"the episode {at_work.activity}", f"not over within {limits.episode_timeout_s:g} s"
+        return (EpisodeLost if late else EnvironmentStuck)(what, why=why, hint=SLOW_HINT)
+
+    info = await episode_task.run(work, end, limits.episode_timeout_s, timeout_error, cancel_open_calls)
     return [
         _result(chat, f"seat {seat} of the game" if len(chats) > 1 else "", info) for seat, chat in enumerate(chats)
     ]
-
-
-def _timeout_error(chats: Sequence[EpisodeChat], limits: EpisodeLimits) -> RelaxError:
-    """Return the error of an episode whose calls were each in time, but not all of them together."""
-    late = next((chat for chat in chats if chat.waiting), None)
-    at_work = late or next((chat for chat in chats if chat.activity != WAITING_FOR_TURN), chats[0])
-    what, why = f"the episode {at_work.activity}", f"not over within {limits.episode_timeout_s:g} s"
-    return (EpisodeLost if late else EnvironmentStuck)(what, why=why, hint=SLOW_HINT)
 
 
 def _result(chat: EpisodeChat, seat: str, info: dict[str, float]) -> PlayedEpisode:

@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from relax_rt.roles.agentic.episode import (
     EpisodeChat,
@@ -103,15 +102,36 @@ class Player:
             played = await self.programs.play(name, task, seed, temperature=wanted, fresh=fresh, routing=routing)
             return [played if self.rewards is None else await self._add_rewards(task, played)]
         names = [name, *(f"{name}/{seat}" for seat in range(1, self.factory.seats))]
-        chats = [
-            self._new_chat(one, turn_seed(seed, -n) if n else seed, wanted, lag, routing=routing)
-            for n, one in enumerate(names)
-        ]
+        chats = []
+        for seat, session in enumerate(names):
+            ledger = TokenLedger(
+                self.chat,
+                max_tokens=self.settings.max_tokens,
+                max_media_bytes=self.settings.media_kib << 10,
+                drift=self.settings.drift,
+                reasoning=self.settings.reasoning,
+                session=session,
+            )
+            sampling = ReplySampling(
+                seed=turn_seed(seed, -seat) if seat else seed,
+                temperature=wanted,
+                stop_ids=self.stop_ids,
+                session=session,
+                routing=routing,
+            )
+            chats.append(EpisodeChat(ledger, self.generate, self.limits, sampling, lag=lag, on_tokens=self.on_tokens))
         for chat, replies in zip(chats, replays, strict=False):
             chat.replay = replies
         self._chats.update(zip(names, chats, strict=True))
         try:
-            environment = await self._new_environment(name)
+            if self.pool is not None:
+                environment = await self.pool.environment(name)
+            else:
+                try:
+                    environment = self.factory.make()
+                except Exception as error:
+                    why = f"{type(error).__name__}: {error} at {user_line(error)}"
+                    raise EnvironmentFailed("a new environment", why=why) from error
             found = await play_game(self.factory, environment, task, chats, self.limits, self.abandoned, name)
             if self.rewards is None:
                 return found
@@ -122,37 +142,10 @@ class Player:
             for one in names:
                 self._chats.pop(one, None)
 
-    def _new_chat(
-        self, session: str, seed: int, temperature: float, lag: Callable[[int], int], *, routing: bool
-    ) -> EpisodeChat:
-        sampling = ReplySampling(
-            seed=seed, temperature=temperature, stop_ids=self.stop_ids, session=session, routing=routing
-        )
-        ledger = TokenLedger(
-            self.chat,
-            max_tokens=self.settings.max_tokens,
-            max_media_bytes=self.settings.media_kib << 10,
-            drift=self.settings.drift,
-            reasoning=self.settings.reasoning,
-            session=session,
-        )
-        return EpisodeChat(ledger, self.generate, self.limits, sampling, lag=lag, on_tokens=self.on_tokens)
-
     async def _add_rewards(self, task: Task, played: PlayedEpisode) -> PlayedEpisode:
-
         assert self.rewards is not None
         score = await self.rewards(request_of(task, played, self.chat.tokenizer))
         return rewarded(played, score, labels_of(self.settings.rewards))
-
-    async def _new_environment(self, name: str) -> Any:
-        if self.pool is not None:
-            return await self.pool.environment(name)
-        try:
-            return self.factory.make()
-        except Exception as error:
-            raise EnvironmentFailed(
-                "a new environment", why=f"{type(error).__name__}: {error} at {user_line(error)}"
-            ) from error
 
     @property
     def playing(self) -> int:

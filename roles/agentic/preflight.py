@@ -29,7 +29,6 @@ from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
-    from relax_rt.roles.agentic.tokens.template import ChatTemplate
     from relax_rt.roles.models.tokenizer import ChatTokenizer
 
 TEXT_ALONE = "the model, its engines and its trainer take text alone"
@@ -68,11 +67,7 @@ def preflight_environment(
     group_size = config.table(AlgorithmTable).group_size
     if group_size % factory.seats:
         message = f"{table.environment} has {factory.seats} seats, each a member of the group, and group_size is "
-        yield Problem(
-            ("algorithm", "group_size"),
-            f"{message}{group_size}",
-            "a multiple of the seats",
-        )
+        yield Problem(("algorithm", "group_size"), f"{message}{group_size}", "a multiple of the seats")
     if tokenizer is not None:
         if factory.plays:
             # The program chooses what it sends, so these are only warnings.
@@ -125,21 +120,16 @@ def _start_episode(
                 yield Problem((*PLACE, "environment"), f"{message}; an episode would end there", TEMPLATE)
             else:
                 say(f"warning: {message}; where a history is rendered again, it differs from what was sampled")
-        tokens = asyncio.run(_first_prompt(chat, seen, table))
+        # The prompt of the first reply, however long it is.
+        ledger = TokenLedger(chat, max_tokens=ANY_NUMBER, max_media_bytes=table.media_kib << 10)
+        messages = ingest_images(conversation(seen.messages), ledger.image_processor, ledger.add_image)
+        tokens = ledger.prompt(asyncio.run(messages), seen.tools).tokens
     except RelaxError as error:
         yield _problem(error)
         return
     if len(tokens) >= table.max_tokens:
         message = f"max_tokens = {table.max_tokens}, and an episode begins with {len(tokens)} tokens"
         yield Problem((*PLACE, "max_tokens"), message, "raise it")
-
-
-async def _first_prompt(chat: ChatTemplate, seen: Observation, table: EnvSettings) -> tuple[int, ...]:
-    """Return the tokens that an episode starts with, however many these are."""
-    ledger = TokenLedger(chat, max_tokens=ANY_NUMBER, max_media_bytes=table.media_kib << 10)
-    return ledger.prompt(
-        await ingest_images(conversation(seen.messages), ledger.image_processor, ledger.add_image), seen.tools
-    ).tokens
 
 
 async def _first_observation(

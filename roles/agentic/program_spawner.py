@@ -169,18 +169,17 @@ class Spawner:
         began = time.monotonic()
         keepers = {keeper: number for number, keeper in self._programs.values()}
         for keeper, living in procfs.descendants_of_each(keepers).items():
-            if (over := self._exceeded(living)) and keepers[keeper] not in self._over:
+            most, over = self._limits["memory_mib"], ""
+            if len(living) > self._limits["processes"]:
+                over = "processes"
+            elif most is not None and sum(map(own_memory, living)) > most * MIB:
+                over = "memory"
+            if over and keepers[keeper] not in self._over:
                 self._over[keepers[keeper]] = over
                 os.kill(keeper, signal.SIGTERM)
         self._kill_orphans()
         took = time.monotonic() - began
         self._check_at = began + took + max(CHECK_INTERVAL_S, CHECK_SHARE * took)
-
-    def _exceeded(self, living: set[int]) -> str:
-        if len(living) > self._limits["processes"]:
-            return "processes"
-        most = self._limits["memory_mib"]
-        return "memory" if most is not None and sum(map(own_memory, living)) > most * MIB else ""
 
     def _kill_orphans(self) -> None:
         """Kill what a killed keeper has left behind."""

@@ -82,7 +82,7 @@ class CallResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
 
 
 class PolicyRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """A function, called by `number`, asks the policy; data is an encoded ChatArguments."""
+    """A function, called by `number`, asks the policy; data is an encoded PolicyArguments."""
 
     number: int
     request: int
@@ -90,7 +90,7 @@ class PolicyRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
 
 
 class PolicyReply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
-    """The policy's reply to a ChatRequest: an encoded Reply, or why there is none."""
+    """The policy's reply to a PolicyRequest: an encoded Reply, or why there is none."""
 
     request: int
     data: bytes = b""
@@ -107,7 +107,7 @@ class ReplyReward(msgspec.Struct, frozen=True, array_like=True, tag="reward"):
 
 
 class CancelCall(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """Nobody waits any more: to a worker for a call, from it for a ChatRequest."""
+    """Nobody waits any more: to a worker for a call, from it for a PolicyRequest."""
 
     number: int
     request: int = 0
@@ -193,14 +193,12 @@ def _encoded_step(value: Any) -> bytes:
 
 
 def _encoded(value: Any) -> bytes:
-    return msgspec.msgpack.encode(value, enc_hook=_plain)
+    def plain(value: Any) -> Any:
+        if hasattr(value, "item"):  # a number of numpy
+            return value.item()
+        raise TypeError(f"{type(value).__name__} cannot be sent to another process")
 
-
-def _plain(value: Any) -> Any:
-    """Return a number of numpy as one of Python."""
-    if hasattr(value, "item"):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} cannot be sent to another process")
+    return msgspec.msgpack.encode(value, enc_hook=plain)
 
 
 def _described(error: BaseException) -> str:

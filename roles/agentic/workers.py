@@ -289,7 +289,8 @@ class AsyncWorker(EnvironmentWorker):
             if self._block_timer is not None:
                 self._block_timer.cancel()
             if message.line:
-                self._block_timer = asyncio.get_running_loop().call_later(self._max_block_s, self._end_blocked)
+                loop = asyncio.get_running_loop()
+                self._block_timer = loop.call_later(self._max_block_s, self._end_blocked)
             return
         call = self._calls.get(message.number)
         if call is None or call.result.done():

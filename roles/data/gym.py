@@ -73,7 +73,7 @@ def _fields(config: type[Any]) -> list[str]:
 
 
 def _declared_fields(source: str, name: str) -> list[str] | None:
-    """The fields of a dataclass; None if it inherits some, or the source cannot be parsed."""
+    """Return the fields of a dataclass; None if it inherits some, or the source cannot be parsed."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -131,7 +131,7 @@ class GymTask:
             raise RelaxError(f"data.options of task {task!r}", why=f"{error}") from error
 
     def items(self) -> Iterator[RawItem]:
-        """The task's items in order, duplicates included."""
+        """Yield the task's items in order, duplicates included."""
         for index in range(len(self.dataset)):
             entry = self.dataset[index]
             metadata = plain(entry["metadata"]) | {"source_index": index}
@@ -143,13 +143,14 @@ class GymTask:
             )
 
     def score(self, answer: str, metadata: dict[str, Any]) -> float:
-        """The task's own verdict on an answer, 0 to 1. The entry is made again from its index: metadata that has
+        """Return the task's own verdict on an answer, 0 to 1. The entry is made again from its index: metadata that has
         crossed the wire may have lost types that the verifier wants."""
         return float(self.dataset.score_answer(answer, entry=self.dataset[metadata["source_index"]]))
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON-like data (str for what has no such form), so that it comes out of the wire as it went in."""
+    """Return the value as JSON-like data (str for what has no such form), so that it comes out of the wire as it went
+    in."""
     return _with_lists(msgspec.to_builtins(value, str_keys=True, enc_hook=str))
 
 

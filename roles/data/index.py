@@ -117,7 +117,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sources_of(data: DataTable, config_dir: Path) -> list[SourceSpec]:
-    """The sources of a table of [data].
+    """Return the sources of a table of [data].
 
     Raises:
         RelaxError: it names none.
@@ -179,7 +179,7 @@ class RowIndex:
 
     @classmethod
     def open(cls, data: DataTable, config_dir: Path) -> RowIndex:
-        """The index of a table of [data]: from the cache folder, else built there.
+        """Return the index of a table of [data]: from the cache folder, else built there.
 
         Raises:
             RelaxError: bad data; with the setting or the file and line.
@@ -238,7 +238,7 @@ class RowIndex:
         return len(self.rows)
 
     def raw(self, number: int) -> RawItem:
-        """The prompt of a row.
+        """Return the prompt of a row.
 
         Raises:
             RelaxError: its file changed since it was indexed.
@@ -259,7 +259,7 @@ class RowIndex:
         return raw
 
     def source(self, number: int) -> SourceSpec:
-        """The source of a row."""
+        """Return the source of a row."""
         return self.contents.sources[int(self.rows[number]["source"])]
 
     def _changed(self, at: str) -> RelaxError:
@@ -301,7 +301,7 @@ def _hashes(raw: RawItem) -> tuple[bytes, bytes]:
 
 
 def first_row(data: DataTable, config_dir: Path) -> RawItem:
-    """The first prompt of the data, found without reading the rest.
+    """Return the first prompt of the data, found without reading the rest.
 
     Raises:
         RelaxError: bad data; with the setting or the file and line.
@@ -316,7 +316,8 @@ def first_row(data: DataTable, config_dir: Path) -> RawItem:
 def _raw_items(
     source: SourceSpec, shards: Sequence[Shard], reader: ColumnReader
 ) -> Iterator[tuple[int, int, int, int, RawItem]]:
-    """The rows of a source: number of the shard, number of the row, offset and size in the file, and the prompt."""
+    """Yield the rows of a source: number of the shard, number of the row, offset and size in the file, and the
+    prompt."""
     if source.task:
         for number, raw in enumerate(GymTask(source.task, source.options, source.size).items(), 1):
             yield 0, number, 0, 0, raw
@@ -435,7 +436,7 @@ class Builder:
     def _distinct(
         self, rows: NDArray[Any], hashes: NDArray[Any], shards: Sequence[Shard]
     ) -> tuple[NDArray[Any], NDArray[Any], list[str], int]:
-        """The rows without those that are equal to an earlier one, remarks on these, and how many they are."""
+        """Return the rows without those that are equal to an earlier one, remarks on these, and how many they are."""
         order = np.lexsort((hashes["low"], hashes["high"]))
         same = (hashes["low"][order][1:] == hashes["low"][order][:-1]) & (
             hashes["high"][order][1:] == hashes["high"][order][:-1]
@@ -461,7 +462,7 @@ class Builder:
 
 
 def item_ids(questions: NDArray[np.uint64], contents: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Ids of prompts: the hash of the question where it is unique, else of the whole row.
+    """Return ids of prompts: the hash of the question where it is unique, else of the whole row.
 
     They depend neither on the order of the rows nor on other questions.
     """

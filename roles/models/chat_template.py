@@ -78,7 +78,8 @@ class TemplateCapabilities(msgspec.Struct, frozen=True):
 
 
 def template_errors() -> tuple[type[Exception], ...]:
-    """What a template raises on messages that it does not take: its own refusals, and whatever its expressions do."""
+    """Return what a template raises on messages that it does not take: its own refusals, and whatever its expressions
+    do."""
     from jinja2 import TemplateError
 
     return TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError
@@ -164,7 +165,8 @@ def _result(call: str, words: str) -> Message:
 
 
 def unseen_role(messages: Sequence[Message], found: TemplateCapabilities) -> str:
-    """Why messages would be lost in silence: the template has no place for a role that they have; empty if none."""
+    """Return why messages would be lost in silence: the template has no place for a role that they have; empty if
+    none."""
     for message in messages:
         role = message.get("role")
         key = {"tool": RESULTS, SYSTEM: SYSTEM, DEVELOPER: DEVELOPER}.get(str(role))
@@ -174,8 +176,9 @@ def unseen_role(messages: Sequence[Message], found: TemplateCapabilities) -> str
 
 
 def prepared(message: Message, found: TemplateCapabilities) -> Message:
-    """A message as the template wants it: a text for content that is text, a role that it knows, and the arguments of
-    tool calls in the form that was found. Null content is empty text but where the template asks for null."""
+    """Return a message as the template wants it: a text for content that is text, a role that it knows, and the
+    arguments of tool calls in the form that was found. Null content is empty text but where the template asks for
+    null."""
     content = words(message.get("content"))
     if found.text_as_parts and isinstance(content, str):
         content = [{"type": "text", "text": content}]
@@ -199,7 +202,7 @@ def prepared(message: Message, found: TemplateCapabilities) -> Message:
 
 
 def calls_of(message: Message) -> list[Any]:
-    """The tool calls of a message."""
+    """Return the tool calls of a message."""
     calls = message.get("tool_calls")
     return calls if isinstance(calls, list) else []
 
@@ -245,14 +248,14 @@ def parsed_arguments(arguments: Any) -> Any:
 
 
 def argument_text(arguments: Any) -> str:
-    """Arguments of a tool call as JSON text; a text is left as it is, unless it is empty."""
+    """Return arguments of a tool call as JSON text; a text is left as it is, unless it is empty."""
     if isinstance(arguments, str) and arguments.strip() not in ("", "null"):
         return arguments
     return written_arguments(parsed_arguments(arguments))
 
 
 def written_arguments(arguments: Any) -> str:
-    """Arguments of a call as JSON text.
+    """Return arguments of a call as JSON text.
 
     Raises:
         ValueError: a number is not finite, which JSON cannot represent.

@@ -26,7 +26,7 @@ class Stack(NamedTuple):
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int]) -> Stack | None:
-        """What a tensor is of which transformers knows this name; None: nothing like it."""
+        """Return what a tensor is of which transformers knows this name; None: nothing like it."""
         match = _STACKED.fullmatch(name)
         if match is None or len(shape) != 3:
             return None
@@ -46,7 +46,8 @@ class Stack(NamedTuple):
 
 
 def released_one_by_one(config: Any) -> bool:
-    """Whether released models of this kind have each expert's matrices under names of their own, as `Stack.names`.
+    """Return whether released models of this kind have each expert's matrices under names of their own, as
+    `Stack.names`.
 
     Args:
         config: of transformers, of the whole model.

@@ -28,13 +28,13 @@ BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 
 
 def computes_bfloat16(cpuinfo: Path = CPUINFO) -> bool | None:
-    """Whether the CPU has instructions for bfloat16 matrix products; None: unknown."""
+    """Return whether the CPU has instructions for bfloat16 matrix products; None: unknown."""
     flags = cpuinfo_field(("flags", "Features"), cpuinfo)
     return None if flags is None else not BFLOAT16.isdisjoint(flags.split())
 
 
 def processor_name(cpuinfo: Path = CPUINFO) -> str:
-    """The CPU model; "this CPU" if it is unknown."""
+    """Return the CPU model; "this CPU" if it is unknown."""
     return cpuinfo_field(CPU_MODEL, cpuinfo) or "this CPU"
 
 
@@ -79,7 +79,7 @@ class Timing(NamedTuple):
 def choose_for_cpu(
     instructions: bool | None, measure: Callable[[], Timing | None], *, name: str = "this CPU"
 ) -> Choice:
-    """The dtype that a CPU computes fast.
+    """Return the dtype that a CPU computes fast.
 
     Flags alone are not sufficient: a library may be configured not to use the instructions, and a VM may emulate them.
 
@@ -99,7 +99,7 @@ def choose_for_cpu(
 
 
 def cpu_dtype(*, measured: bool = True) -> Choice:
-    """The dtype that this machine's CPU computes fast.
+    """Return the dtype that this machine's CPU computes fast.
 
     Args:
         measured: False answers at once, from the flags and what was measured before; it may be another answer.
@@ -175,7 +175,7 @@ def _kept_at() -> Path:
 
 
 def choose_for_gpu(capabilities: list[float]) -> Choice:
-    """The dtype that all of these GPUs compute fast.
+    """Return the dtype that all of these GPUs compute fast.
 
     Args:
         capabilities: compute capability of each, as 9.0; empty: not known.

@@ -98,18 +98,18 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return max(part.largest or part.elements for part in self.all_weights())
 
     def all_weights(self) -> Iterator[Weights]:
-        """Every weight of the model, once."""
+        """Yield every weight of the model, once."""
         yield from self.input_weights()
         for layer in range(self.layers):
             yield from self.layer_weights(layer)
         yield from self.output_weights()
 
     def input_weights(self) -> Iterator[Weights]:
-        """What stands before the first layer."""
+        """Yield what stands before the first layer."""
         yield Weights("embed_tokens", self.vocabulary * self.hidden, "vocabulary")
 
     def output_weights(self, *, separate: bool = False) -> Iterator[Weights]:
-        """What stands after the last layer.
+        """Yield what stands after the last layer.
 
         Args:
             separate: the last layer lies elsewhere than the input embedding, so that a tied one is there as a copy.
@@ -121,7 +121,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             yield Weights("lm_head", self.vocabulary * self.hidden, "vocabulary")
 
     def layer_weights(self, layer: int) -> Iterator[Weights]:
-        """The weights of one layer."""
+        """Yield the weights of one layer."""
         hidden, query, key = self.hidden, self.query, self.key
         yield Weights("q_proj", hidden * query, "tensor")
         yield Weights("k_proj+v_proj", 2 * hidden * key, "kv", hidden * key)
@@ -146,7 +146,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """The shape that a folder's config.json describes.
+    """Return the shape that a folder's config.json describes.
 
     Raises:
         RelaxError: there is none, it cannot be read, or it is of a family whose formulas are not known.
@@ -168,7 +168,7 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def shape_of(values: Mapping[str, Any], name: str = "config.json") -> ModelShape:
-    """The shape that a config's values describe, defaults as transformers has them.
+    """Return the shape that a config's values describe, defaults as transformers has them.
 
     Raises:
         RelaxError: a value is missing or impossible, or the family is not known.
@@ -190,6 +190,8 @@ def shape_of(values: Mapping[str, Any], name: str = "config.json") -> ModelShape
     bias = family == "qwen2" or bool(values.get("attention_bias"))
     moe = family == "qwen3_moe"
     layers = read.size("num_hidden_layers")
+    # Which layers have experts, by the rule of Qwen3-MoE.
+    step, dense = read.size("decoder_sparse_step", 1) if moe else 1, values.get("mlp_only_layers") or []
     return ModelShape(
         family=family,
         hidden=hidden,
@@ -199,7 +201,7 @@ def shape_of(values: Mapping[str, Any], name: str = "config.json") -> ModelShape
         ffn=read.size("intermediate_size"),
         vocabulary=read.size("vocab_size"),
         context=read.size("max_position_embeddings", 32_768),
-        sparse=_sparse(read, layers) if moe else (False,) * layers,
+        sparse=tuple(moe and layer not in dense and (layer + 1) % step == 0 for layer in range(layers)),
         tied=bool(values.get("tie_word_embeddings", False)),
         qkv_bias=bias,
         out_bias=bias and family != "qwen2",
@@ -212,18 +214,12 @@ def shape_of(values: Mapping[str, Any], name: str = "config.json") -> ModelShape
     )
 
 
-def _sparse(read: _Reader, layers: int) -> tuple[bool, ...]:
-    """Which layers have experts, by the rule of Qwen3-MoE."""
-    step, dense = read.size("decoder_sparse_step", 1), read.values.get("mlp_only_layers") or []
-    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
-
-
 class _Reader:
     def __init__(self, values: Mapping[str, Any], name: str) -> None:
         self.values, self.name = values, name
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A count of at least one."""
+        """Return a count of at least one."""
         value = self.values.get(key)
         if value is None:
             value = default

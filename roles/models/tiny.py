@@ -63,7 +63,8 @@ def build(folder: Path) -> None:
 
 
 def character_tokenizer() -> Any:
-    """One token a printable ASCII character; roles of the chat template are single tokens; `<|end|>` ends a turn."""
+    """Return one token a printable ASCII character; roles of the chat template are single tokens; `<|end|>` ends a
+    turn."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -85,7 +86,7 @@ def character_tokenizer() -> Any:
 
 
 def tiny_model(vocabulary: int, seed: int) -> Any:
-    """The model with fresh weights; leaves torch's global generator as it was."""
+    """Return the model with fresh weights; leaves torch's global generator as it was."""
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     ends = {"pad_token_id": SPECIALS.index("<|pad|>"), "eos_token_id": SPECIALS.index("<|end|>"), "bos_token_id": None}
@@ -118,7 +119,7 @@ def _questions() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
 
 
 def _encode(tokenizer: Any, pairs: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens int64 [n, T] padded on the right, and labels [n, T], -100 except on the answer and its end."""
+    """Return tokens int64 [n, T] padded on the right, and labels [n, T], -100 except on the answer and its end."""
 
     turns = [
         tokenizer.apply_chat_template(
@@ -246,7 +247,7 @@ class Muon:
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
-    """Matrices with the same singular vectors and singular values of about 1 (0.7 to 1.2).
+    """Return matrices with the same singular vectors and singular values of about 1 (0.7 to 1.2).
 
     Args:
         matrices: [n, rows, columns].

@@ -209,7 +209,16 @@ class Rewards:
         """
         table, in_workers = self._table, [one.function for one in self.components if one.runs_in == "worker"]
         try:
-            await self._check_sandboxes()
+            for one in self.components:
+                if one.sandbox is None:
+                    continue
+                try:
+                    mode = await require_level(one.sandbox.box, one.sandbox.command)
+                except SandboxFailed as error:
+                    what = f"{one.function.setting} = {one.function.target!r}"
+                    raise RelaxError(what, why=f"{error.what}: {error.why}", hint=error.hint) from error
+                if self.sandbox is None or mode.level == "limits":
+                    self.sandbox = mode
             if in_workers and table.workers:
                 setup = Setup(in_workers, str(self._config_dir), table.timeout_s, self._task)
                 self._workers = RewardWorkers(
@@ -226,18 +235,6 @@ class Rewards:
             await self.close()
             raise
 
-    async def _check_sandboxes(self) -> None:
-        for one in self.components:
-            if one.sandbox is None:
-                continue
-            try:
-                mode = await require_level(one.sandbox.box, one.sandbox.command)
-            except SandboxFailed as error:
-                what = f"{one.function.setting} = {one.function.target!r}"
-                raise RelaxError(what, why=f"{error.what}: {error.why}", hint=error.hint) from error
-            if self.sandbox is None or mode.level == "limits":
-                self.sandbox = mode
-
     async def _load(self, one: Component, in_workers: list[FunctionSpec]) -> ScoreCall:
         if one.runs_in == "worker" and self._workers is not None:
             workers, number = self._workers, in_workers.index(one.function)
@@ -250,7 +247,21 @@ class Rewards:
         function = await asyncio.to_thread(load_function, one.function, self._config_dir)
         if one.runs_in == "inline" and function.is_async:
             self._inline.append(function)
-            return _inline_score(Caller(function, None))
+            inline = Caller(function, None)
+
+            async def score_inline(requests: Sequence[Request], after_each: Callable[[], None]) -> list[Score | Failed]:
+                """Await calls that have deadlines of their own in this process's event loop."""
+                results: list[Score | Failed] = [UNSCORED] * len(requests)
+                for first in range(0, len(requests), CONCURRENT_CALLS):
+
+                    def done(index: int, result: Score | Failed, first: int = first) -> None:
+                        results[first + index] = result
+                        after_each()
+
+                    await inline.together(requests[first : first + CONCURRENT_CALLS], done)
+                return results
+
+            return score_inline
         timeout_s = self._table.timeout_s
         caller = Caller(function, timeout_s, task_verifier(self._task))
         scorer = ThreadScorer(caller, timeout_s, groups=one.function.group)
@@ -284,7 +295,15 @@ class Rewards:
             asked = [tasks.create_task(score(sorted_requests, after_each)) for score in self._scores]
         results = [combine(self.components, parts) for parts in zip(*(task.result() for task in asked), strict=True)]
         if self.groups:
-            _fail_together(sorted_requests, results)
+            # The group of a failed member is regenerated as a whole, or its function would score only a part of it.
+            failed: dict[int, Failed] = {}
+            for request, result in zip(sorted_requests, results, strict=True):
+                if isinstance(result, Failed):
+                    failed.setdefault(request.group, result)
+            for index, request in enumerate(sorted_requests):
+                if (why := failed.get(request.group)) is not None and not isinstance(results[index], Failed):
+                    reason = f"another completion of its group failed: {why.reason}"
+                    results[index] = Failed(reason, excess=why.excess)
         found = dict(zip(order, results, strict=True))
         return [found[index] for index in range(len(requests))]
 
@@ -302,23 +321,6 @@ class Rewards:
         for function in self._inline:
             if (close := getattr(function.function, "aclose", None)) is not None:
                 await close()
-
-
-def _inline_score(caller: Caller) -> ScoreCall:
-    """Return calls of an async function that has deadlines of its own, awaited in this process's event loop."""
-
-    async def score(requests: Sequence[Request], after_each: Callable[[], None]) -> list[Score | Failed]:
-        results: list[Score | Failed] = [UNSCORED] * len(requests)
-        for first in range(0, len(requests), CONCURRENT_CALLS):
-
-            def done(index: int, result: Score | Failed, first: int = first) -> None:
-                results[first + index] = result
-                after_each()
-
-            await caller.together(requests[first : first + CONCURRENT_CALLS], done)
-        return results
-
-    return score
 
 
 def combine(components: Sequence[Component], results: Sequence[Score | Failed]) -> Score | Failed:
@@ -352,15 +354,3 @@ def combine(components: Sequence[Component], results: Sequence[Score | Failed]) 
                 return Failed(f"{one.label} has {len(result.turns)} turn_rewards, and others have {len(turns)}")
             turns = [a + one.weight * b for a, b in zip(turns or [0.0] * len(result.turns), result.turns, strict=True)]
     return Score(total, parts, tuple(turns), tuple(forgiven), unreadable)
-
-
-def _fail_together(requests: Sequence[Request], results: list[Score | Failed]) -> None:
-    """Fail the whole group of a failed member: it is regenerated as a whole, or its function would see only a part."""
-    why: dict[int, Failed] = {}
-    for request, result in zip(requests, results, strict=True):
-        if isinstance(result, Failed):
-            why.setdefault(request.group, result)
-    for index, request in enumerate(requests):
-        if request.group in why and not isinstance(results[index], Failed):
-            first = why[request.group]
-            results[index] = Failed(f"another completion of its group failed: {first.reason}", excess=first.excess)

@@ -157,24 +157,20 @@ class Judge:
         """Return verdicts in order; `after_each` is called for each as it comes. An error fails its sample only."""
 
         async def one(request: Request) -> JudgeVerdict | Failed:
-            verdict = await self._verdict(request)
+            try:
+                answers = [await self._answer(question) for question in self._judging.questions(request)]
+                verdict = self._judging.verdict(answers)
+            except NotGenerated as error:
+                failed = f"the judge did not answer: {error}"
+                verdict = LateVerdict(failed) if error.outcome.kind == "late" else Failed(failed)
+            except (RelaxError, ValueError) as error:
+                verdict = Failed(f"the judge cannot be asked: {error}")
             after_each()
             return verdict
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(request)) for request in requests]
         return [task.result() for task in tasks]
-
-    async def _verdict(self, request: Request) -> JudgeVerdict | Failed:
-        try:
-            questions = self._judging.questions(request)
-            answers = [await self._answer(question) for question in questions]
-        except NotGenerated as error:
-            failed = f"the judge did not answer: {error}"
-            return LateVerdict(failed) if error.outcome.kind == "late" else Failed(failed)
-        except (RelaxError, ValueError) as error:
-            return Failed(f"the judge cannot be asked: {error}")
-        return self._judging.verdict(answers)
 
     async def _answer(self, question: JudgeQuestion) -> list[int]:
         table = self._judging.table

@@ -88,7 +88,11 @@ def read_score(value: Any) -> Score:
     if not isinstance(value, dict):
         number = _number(value, "it")
         return Score(number, {"reward": number})
-    turns = _turns(value.get(TURNS))
+    given = value.get(TURNS, ())
+    given = () if given is None else given
+    if isinstance(given, str | bytes | dict) or not hasattr(given, "__len__") or len(given) > MAX_TURNS:
+        raise ValueError(f"returned {TURNS} = {given!r:.80}; it must be a list of at most {MAX_TURNS} numbers")
+    turns = tuple(_number(one, f"{TURNS}[{turn}]") for turn, one in enumerate(given))
     parts = {name: part for name, part in value.items() if name != TURNS}
     if not value or len(parts) > MAX_COMPONENTS:
         raise ValueError(f"returned a dict of {len(parts)} components; 1 to {MAX_COMPONENTS} are taken")
@@ -97,14 +101,6 @@ def read_score(value: Any) -> Score:
     if total is None:
         total = _number(sum(numbers.values()) if numbers else sum(turns), "the sum")
     return Score(total, numbers or {"reward": total}, turns)
-
-
-def _turns(value: Any) -> tuple[float, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, str | bytes | dict) or not hasattr(value, "__len__") or len(value) > MAX_TURNS:
-        raise ValueError(f"returned {TURNS} = {value!r:.80}; it must be a list of at most {MAX_TURNS} numbers")
-    return tuple(_number(one, f"{TURNS}[{turn}]") for turn, one in enumerate(value))
 
 
 def _number(value: Any, what: str) -> float:
@@ -154,8 +150,13 @@ class Caller:
         results: list[Score | Failed] = []
 
         def call() -> Score | Failed:
-            first, info = requests[0], _together([self._info(request) for request in requests])
-            value = self.function.call([one.completion for one in requests], first.answer, info)
+            # Lists of what differs among the completions; the item's own information as it is.
+            infos = [self._info(request) for request in requests]
+            info = {
+                name: [one.get(name) for one in infos] if name in PER_COMPLETION else value
+                for name, value in infos[0].items()
+            }
+            value = self.function.call([one.completion for one in requests], requests[0].answer, info)
             if inspect.isawaitable(value):
                 value = asyncio.run(_awaited(value))
             if isinstance(value, str | bytes | dict) or not hasattr(value, "__len__") or len(value) != len(requests):
@@ -214,14 +215,6 @@ class Caller:
             return read_score(value)
         except ValueError as error:
             return Failed(f"{self.function.target} {error}")
-
-
-def _together(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the information of a group: lists of what differs among its completions, the item's own as it is."""
-    return {
-        name: [info.get(name) for info in infos] if name in PER_COMPLETION else value
-        for name, value in infos[0].items()
-    }
 
 
 class CallStuck(DeadlineExceeded):

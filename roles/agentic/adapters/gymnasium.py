@@ -94,7 +94,7 @@ class GymnasiumGame:
         return {"invalid": float(self._invalid)}
 
     def _shown(self, seen: Any, words: str = "") -> tuple[str | list[dict[str, Any]], str]:
-        """What the policy sees, behind some words; and what names the state. None: it has not changed."""
+        """Return what the policy sees, behind some words; and what names the state. None: it has not changed."""
         if self._pixels:
             if seen is not None:
                 pixels = seen if _is_pixels(seen) else self._env.render()
@@ -174,7 +174,7 @@ def factory(name: str, options: dict[str, Any]) -> Callable[[], GymnasiumGame]:
 
 
 def _modes(spec: Any) -> list[str]:
-    """How an environment can draw itself."""
+    """Return how an environment can draw itself."""
     from gymnasium.envs.registration import load_env_creator
 
     entry = spec.entry_point

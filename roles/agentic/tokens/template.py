@@ -222,13 +222,17 @@ class ChatTemplate:
         try:
             before = self.text(plain[: known - 1], tools, generation=False)
             # With other new texts, the rendering is the same up to the first of them.
-            new = [{**plain[known], "content": _other(plain[known])}, *plain[known + 1 :]] if known < len(plain) else []
+            new = list(plain[known:])
+            if new:
+                # A text that differs from the message's, from the first letter on.
+                mark = OTHER if str(words(new[0].get("content"))).startswith(MARK[0]) else MARK
+                new[0] = {**new[0], "content": mark}
             other = self.text([*plain[:known], *new], tools) if new else whole
         except Refused:
             return None
         if not whole.startswith(before) or (new and other == whole):
             return None
-        shared = whole[: _alike(whole, other)]
+        shared = whole[: _common_length(whole, other)]
         at = shared.rfind(self.turn_end)
         return whole[at:] if at >= len(before) else None
 
@@ -269,7 +273,9 @@ class ChatTemplate:
                 self._shown[key] = True
             if not self._shown[key] and self._unseen is not None:
                 told, self._unseen = self._unseen, None
-                told(f"{UNSEEN} {', '.join(_name(tool) for tool in tools)}"[:400])
+                functions = [tool.get("function", tool) for tool in tools]
+                names = (str(one.get("name") if isinstance(one, dict) else one) for one in functions)
+                told(f"{UNSEEN} {', '.join(names)}"[:400])
         return self._shown[key]
 
     @cached_property
@@ -284,7 +290,7 @@ class ChatTemplate:
             tools: without any, tool calls are not parsed.
             prompt: the text before it, which may have started the reasoning.
         """
-        parsed = self._by_model(text, tools, prompt) if self.tool_parser == parsers.MODEL else None
+        parsed = self._parse_with_model(text, tools, prompt) if self.tool_parser == parsers.MODEL else None
         if parsed is None or (parsed.calls and not tools):
             family = "none" if parsed is not None else self.tool_parser
             opened = prompt.rstrip().endswith(THINK)
@@ -298,7 +304,7 @@ class ChatTemplate:
             calls, malformed = calls[:1], malformed + len(calls) - 1
         return Parsed(content, reasoning, calls, malformed)
 
-    def _by_model(self, text: str, tools: Sequence[Tool], prompt: str) -> Parsed:
+    def _parse_with_model(self, text: str, tools: Sequence[Tool], prompt: str) -> Parsed:
         try:
             message = self.tokenizer.raw.parse_response(text, prefix=prompt, tools=list(tools) or None)
         except (ValueError, KeyError):
@@ -339,18 +345,8 @@ def load_chat_template(
     )
 
 
-def _name(tool: Tool) -> str:
-    function = tool.get("function", tool)
-    return str(function.get("name") if isinstance(function, dict) else function)
-
-
-def _other(message: Message) -> str:
-    """Return a text that differs from a message's, from the first letter on."""
-    return OTHER if str(words(message.get("content"))).startswith(MARK[0]) else MARK
-
-
-def _alike(one: str, other: str) -> int:
-    """Return the length of the common prefix of two texts."""
+def _common_length(one: str, other: str) -> int:
+    """Return the length of the common prefix of two texts, by bisection: comparing slices is fast."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

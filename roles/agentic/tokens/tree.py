@@ -369,7 +369,10 @@ def _branch(path: Sequence[CompletionNode], owned: set[int]) -> Branch:
         begun = len(tokens)
         media += (ImageRef(one.start + begun, one.end + begun, image_digest(one.data)) for one in completion.call.media)
         if rendered:
-            messages = (*_before(completion.call), *completion.call.messages)
+            # Without tokens of an earlier completion to continue, the whole conversation was rendered with the call.
+            before = completion_path(completion.call.above if completion.call.base is None else None)
+            earlier = (message for one in before for message in (*one.call.messages, one.message))
+            messages = (*earlier, *completion.call.messages)
             # A call without messages asks for another reply after the last one.
             last = messages[-1]["role"] if messages else ASSISTANT
             role = CONTEXT if last == ASSISTANT else last
@@ -394,13 +397,6 @@ def _branch(path: Sequence[CompletionNode], owned: set[int]) -> Branch:
         routing=_routing(path),
         media=tuple(media),
     )
-
-
-def _before(call: CallNode) -> Iterator[Message]:
-    """Yield the earlier messages that were rendered with a call: the whole conversation, if the call does not continue
-    the tokens of a completion."""
-    for completion in completion_path(call.above if call.base is None else None):
-        yield from (*completion.call.messages, completion.message)
 
 
 def with_new_routing(call: CallNode, what: Sampled) -> tuple[Sampled, int]:

@@ -62,7 +62,7 @@ class UnitTestOptions(SandboxOptions):
 
 
 def sandbox_limits(options: SandboxOptions) -> SandboxLimits:
-    """The limits that options give."""
+    """Return the limits that options give."""
     return SandboxLimits(
         wall_s=options.timeout_s,
         cpu_s=max(1, round(options.timeout_s)),
@@ -93,7 +93,7 @@ class Runner:
 
 
 def share(passed: list[bool], options: SandboxOptions) -> float:
-    """The reward for tests that passed or not."""
+    """Return the reward for tests that passed or not."""
     return sum(passed) / len(passed) if options.partial else float(all(passed))
 
 
@@ -105,7 +105,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 def cases(given: Any) -> list[Case]:
-    """The cases of an item.
+    """Return the cases of an item.
 
     Raises:
         ValueError: they have no known form, or there are none.

@@ -123,7 +123,7 @@ FENCE = "```"
 
 
 def unfenced(text: str) -> str:
-    """What stands in the last complete fenced block of a text, else in one that is not closed, else the text."""
+    """Return what stands in the last complete fenced block of a text, else in one that is not closed, else the text."""
     parts = text.split(FENCE)
     blocks = parts[1::2]
     if not blocks:

@@ -104,10 +104,10 @@ UNREAD = re.compile(
 
 
 def gold_text(answer: Any) -> str:
-    """The answer itself where the data gives a whole solution: behind the last ####, or in the last box.
+    """Return the answer itself where the data gives a whole solution: behind the last ####, or in the last box.
 
     Raises:
-        NotRead: it is empty.
+        ParseFailed: it is empty.
     """
     text = listed(answer)
     if "####" in text:
@@ -124,7 +124,7 @@ def read(text: str) -> ParsedAnswer:
     """Read an answer.
 
     Raises:
-        NotRead: it is not understood as a whole.
+        ParseFailed: it is not understood as a whole.
     """
     if len(text) > LONGEST:
         raise ParseFailed(f"it has {len(text)} characters; at most {LONGEST} are read")
@@ -188,7 +188,7 @@ def _opened(text: str) -> str:
 
 
 def _plain(text: str) -> Fraction | None:
-    """The value of an integer, a decimal number or a fraction of integers, by far the most frequent answers."""
+    """Return the value of an integer, a decimal number or a fraction of integers, by far the most frequent answers."""
     text = text.replace("{,}", ",").replace("\\!", "")
     text = re.sub(r"(?<=\d)\\,(?=\d{3}(?!\d))", ",", text)
     text = re.sub(r"(?<![\d.,])(\d{1,3})((?: \d{3})+)(?![\d ])", lambda m: m[0].replace(" ", ""), text)
@@ -287,7 +287,7 @@ def _split_unit(text: str) -> tuple[str, str]:
 
 
 def unit_key(unit: str) -> str:
-    """The canonical spelling of a unit."""
+    """Return the canonical spelling of a unit."""
     unit = re.sub(WRAPPED.pattern, "", SPACES.sub(" ", unit)).replace("\\cdot", " ").replace("{", "").replace("}", "")
     unit = re.sub(r"\b([ap])\s*\.?\s*m\b\.?", r"\1m", unit.strip().strip("."))
     unit = re.sub(r"^(?:square|sq\.?)\s+(\w+)", r"\1^2", unit)
@@ -321,7 +321,7 @@ def _read_value(text: str) -> ParsedAnswer:
 
 
 def _ratio(text: str) -> ParsedAnswer | None:
-    """A ratio or a time of day; None if it is neither."""
+    """Return a ratio or a time of day; None if it is neither."""
     parts = re.split(r"\s*:\s*", text)
     if any(not part or re.search(r"[={}\[\]()|<>,]", re.sub(r"\\(?:sqrt|frac|pi)|[{}]", "", part)) for part in parts):
         return None
@@ -337,7 +337,7 @@ def _refuse(text: str) -> None:
     """Refuse what the grammar would misread, or parse only after a very long time.
 
     Raises:
-        NotRead: the text contains such a notation.
+        ParseFailed: the text contains such a notation.
     """
     depth = most = parentheses = most_parentheses = 0
     for mark in re.findall(r"\\.|[{}()\[\]]", text):
@@ -373,7 +373,7 @@ WORDS = frozenset({"if", "is", "to", "of", "no", "at", "by", "an", "as", "we", "
 
 
 def _latex(text: str) -> str:
-    """The answer in the LaTeX that the grammar reads."""
+    """Return the answer in the LaTeX that the grammar reads."""
     from latex2sympy2_extended import NormalizationConfig, normalize_latex
 
     text = SPACES.sub(lambda m: "" if m[0] == "\\!" else " ", text.replace("{,}", ","))
@@ -415,16 +415,16 @@ def _repeating(match: re.Match[str]) -> str:
 
 
 def _writing(latex: str) -> str:
-    """The LaTeX without what does not change its meaning."""
+    """Return the LaTeX without what does not change its meaning."""
     text = re.sub(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\s+", "", latex)
     return re.sub(r"\{(\w)\}", r"\1", text)
 
 
 def _parse(latex: str) -> Any:
-    """The value of an answer, not evaluated.
+    """Return the value of an answer, not evaluated.
 
     Raises:
-        NotRead: the grammar does not understand it. TooLarge: it is not to be computed.
+        ParseFailed: the grammar does not understand it. TooLarge: it is not to be computed.
     """
     import sympy
 
@@ -466,7 +466,7 @@ def _converter() -> Any:
 
 
 def _members(value: Any, text: str) -> int:
-    """How many members a list has as written (sympy's sets drop equal ones); of a set, the distinct ones."""
+    """Return how many members a list has as written (sympy's sets drop equal ones); of a set, the distinct ones."""
     import sympy
 
     if not isinstance(value, sympy.FiniteSet):
@@ -482,7 +482,7 @@ def _members(value: Any, text: str) -> int:
 
 
 def check_size(node: Any) -> float:
-    """An upper estimate of log10 of the value of a parse tree of latex2sympy; 0 for symbols.
+    """Return an upper estimate of log10 of the value of a parse tree of latex2sympy; 0 for symbols.
 
     Products and sequences add their estimates, sums take the largest. Denominators count as 1.
 
@@ -543,7 +543,7 @@ def _function(node: Any, sizes: list[float], text: list[str]) -> float:
 
 
 def _power(base: float, exponent: float) -> float:
-    """The estimate of a power. Powers of symbols are not computed, and exponents without numbers neither."""
+    """Return the estimate of a power. Powers of symbols are not computed, and exponents without numbers neither."""
     if base <= 0:
         return 0.0
     if exponent > MAX_EXPONENT_DIGITS:

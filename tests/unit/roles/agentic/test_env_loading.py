@@ -176,10 +176,10 @@ def test_games_of_textarena_depend_on_their_seed_alone(tmp_path: Path) -> None:
     found = [guess(made.make(), seed) for seed in range(12)]
     assert random.getstate() == before and len(set(found)) > 3
     # Interleaved with another game they are the same.
-    split_games = [made.make() for _ in range(12)]
-    seen = [game.reset(task(seed)) for seed, game in enumerate(split_games)]
+    games = [made.make() for _ in range(12)]
+    seen = [game.reset(task(seed)) for seed, game in enumerate(games)]
     assert seen[0].messages[0] == {"role": "system", "content": "Say a number."}
-    steps = [game.step(said(f"[{number}]")) for game, number in zip(split_games, found, strict=True)]
+    steps = [game.step(said(f"[{number}]")) for game, number in zip(games, found, strict=True)]
     assert all(step.done and step.reward == 1.0 for step in steps)
 
 
