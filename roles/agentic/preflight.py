@@ -15,7 +15,7 @@ from relax_rt.roles.agentic.interface import Observation, conversation, media
 from relax_rt.roles.agentic.loading import Factory, load_factory
 from relax_rt.roles.agentic.rewards import KEY, PLACE, reward_table
 from relax_rt.roles.agentic.settings import EnvSettings, chat_format_of, env_settings
-from relax_rt.roles.agentic.tasks import first_task
+from relax_rt.roles.agentic.tasks import load_tasks
 from relax_rt.roles.agentic.tokens.images import ingest_images
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger
 from relax_rt.roles.agentic.tokens.parsers import AUTO
@@ -88,7 +88,7 @@ def _try_rewards(
     if rewards is None:
         return
     try:
-        items = [first_task(config, table, tokenizer)]
+        items = [load_tasks(config, table, tokenizer).held_out(1)[0]]
     except RelaxError as error:
         yield _problem(error)
         return
@@ -140,7 +140,7 @@ async def _first_observation(
     Raises:
         RelaxError: what the environment raised, or that it did not return in time.
     """
-    task = first_task(config, table, tokenizer)
+    task = load_tasks(config, table, tokenizer).held_out(1)[0]
     environment: Any
     if (workers := open_pool(table, factory, config.config_dir, size=1)) is not None:
         async with workers as pool:

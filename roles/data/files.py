@@ -280,8 +280,11 @@ def parse_line(where: str, line: bytes) -> Any:
         raise _wrong_line(where, line, error) from None
     # A key that stands twice in an object is lost by decoding. Looking for it costs more than decoding: it is done only
     # where the line has another number of colons behind quotation marks than the row has keys.
-    if isinstance(row, dict) and line.count(b'":') != _keys(row) and _may_repeat(line, row):
-        _check_keys(where, line)
+    if isinstance(row, dict) and line.count(b'":') != _keys(row):
+        counts: Counter[str] = Counter()
+        _count_keys(row, counts)
+        if any(line.count(b'"%b"' % key.encode()) != count for key, count in counts.items()):
+            _check_keys(where, line)
     return row
 
 
@@ -359,14 +362,6 @@ def _keys(value: Any) -> int:
     if isinstance(value, dict):
         return len(value) + sum(_keys(one) for one in value.values() if isinstance(one, dict | list))
     return sum(_keys(one) for one in value if isinstance(one, dict | list))
-
-
-def _may_repeat(line: bytes, row: dict[str, Any]) -> bool:
-    """Return whether a key stands in the line, as a key would, more or fewer times than in the row and all objects in
-    it."""
-    counts: Counter[str] = Counter()
-    _count_keys(row, counts)
-    return any(line.count(b'"%b"' % key.encode()) != count for key, count in counts.items())
 
 
 def _count_keys(value: Any, counts: Counter[str]) -> None:

@@ -194,10 +194,10 @@ class RowIndex:
         try:
             folder = build_once(PREFIX + _key(sources, shards, data.duplicates), build)
         except CacheUnavailable:
-            return cls._built_aside(build)
+            return cls._build_temporary(build)
         except OSError as error:
             say(f"the index of the data cannot be kept in {cache_dir()}: {error}")
-            return cls._built_aside(build)
+            return cls._build_temporary(build)
         with suppress(OSError):
             os.utime(folder)
             # Remove the least recently used indices. A process that has one open can still read it.
@@ -208,7 +208,7 @@ class RowIndex:
         return cls._read(folder)
 
     @classmethod
-    def _built_aside(cls, build: Any) -> RowIndex:
+    def _build_temporary(cls, build: Any) -> RowIndex:
         """Build in a temporary folder, which is removed once its files are open."""
         folder = Path(tempfile.mkdtemp(prefix="relax-data-"))
         try:

@@ -165,7 +165,11 @@ def _warm_start(tokenizer: Any) -> tuple[Any, int, float]:
         update = _optimizers(model)
         for step in range(1, GIVE_UP_STEPS + 1):
             rows = draw.choices(easy, k=BATCH // 2) + draw.choices(range(len(seen)), k=BATCH - BATCH // 2)
-            _gradients(model, tokens[rows], labels[rows])
+            wanted = labels[rows][:, 1:]
+            hidden = model.model(tokens[rows]).last_hidden_state[:, :-1][wanted >= 0]
+            loss = torch.nn.functional.cross_entropy(model.lm_head(hidden), wanted[wanted >= 0])
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             update(min(1.0, step / 20))
             if step >= FIRST_CHECK and step % 10 == 0:
                 accuracy = _right_answer_probability(model, *check)
@@ -202,15 +206,6 @@ def _optimizers(model: Any) -> Callable[[float], None]:
         model.zero_grad()
 
     return update
-
-
-def _gradients(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> None:
-
-    wanted = labels[:, 1:]
-    hidden = model.model(tokens).last_hidden_state[:, :-1][wanted >= 0]
-    loss = torch.nn.functional.cross_entropy(model.lm_head(hidden), wanted[wanted >= 0])
-    loss.backward()  # type: ignore[no-untyped-call]
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

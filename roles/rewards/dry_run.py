@@ -91,7 +91,12 @@ def dry_run(
         rewards = Rewards(table, config_dir, task, path=path, key=key)
         return asyncio.run(_first_failure(rewards, requests_for(table, items, also), table, (*path, key)))
     except RelaxError as error:
-        return [Problem(_path(error.what), error.why or str(error), error.hint)]
+        # The key of the component that the error names.
+        named = SETTING.match(error.what)
+        at: KeyPath = KEY
+        if named is not None:
+            at = (*named[1].split("."), int(named[2]), *([named[3]] if named[3] else []))
+        return [Problem(at, error.why or str(error), error.hint)]
 
 
 def requests_for(
@@ -129,38 +134,22 @@ async def _first_failure(
             asked = list(members)
             for request, result in zip(asked, await rewards.score(asked), strict=True):
                 if isinstance(result, Failed):
-                    return [_failure(rewards, request, result.reason, table, path)]
+                    called = f"on completion {request.completion!r:.60}, answer {request.answer!r:.40}"
+                    if table.function is not None:
+                        return [Problem(KEY, f"reward.function failed in a dry run: {result.reason}, {called}")]
+                    labels = [one.label for one in rewards.components]
+                    index = next((i for i, label in enumerate(labels) if result.reason.startswith(f"{label}: ")), 0)
+                    return [Problem((*path, index), f"a reward failed in a dry run: {result.reason}, {called}")]
                 totals.add(result.total)
     finally:
         await rewards.close()
     if len(totals) == 1 and table.judge is None:
-        say(f"warning: {_equal(requests, totals.pop())}")
+        warning = (
+            f"the reward is {totals.pop():g} for each of {len(requests)} completions in a dry run, for right answers "
+            "and for junk: a policy learns nothing from equal rewards"
+        )
+        answer = requests[0].answer
+        if not isinstance(answer, str):
+            warning += f". Answers are {type(answer).__name__}, as {answer!r:.40}: annotate `answer: str` to get text"
+        say(f"warning: {warning}")
     return []
-
-
-def _equal(requests: Sequence[Request], total: float) -> str:
-    found = (
-        f"the reward is {total:g} for each of {len(requests)} completions in a dry run, for right answers and for "
-        "junk: a policy learns nothing from equal rewards"
-    )
-    answer = requests[0].answer
-    if isinstance(answer, str):
-        return found
-    return f"{found}. Answers are {type(answer).__name__}, as {answer!r:.40}: annotate `answer: str` to get text"
-
-
-def _failure(rewards: Rewards, request: Request, reason: str, table: RewardTable, path: KeyPath) -> Problem:
-    called = f"on completion {request.completion!r:.60}, answer {request.answer!r:.40}"
-    if table.function is not None:
-        return Problem(KEY, f"reward.function failed in a dry run: {reason}, {called}")
-    labels = [one.label for one in rewards.components]
-    index = next((i for i, label in enumerate(labels) if reason.startswith(f"{label}: ")), 0)
-    return Problem((*path, index), f"a reward failed in a dry run: {reason}, {called}")
-
-
-def _path(what: str) -> tuple[str | int, ...]:
-    """Return the key of the component that an error names."""
-    named = SETTING.match(what)
-    if named is None:
-        return KEY
-    return (*named[1].split("."), int(named[2]), *([named[3]] if named[3] else []))

@@ -16,7 +16,7 @@ from relax_rt.roles.rewards.library.functions import UnreadableAnswer, reward
 from relax_rt.roles.rewards.library.math_parsing import ParseFailed
 
 LONGEST = 100_000
-"""Characters of a completion that are looked at, from its end."""
+"""Characters of a completion that are read, from its end."""
 
 
 class ChoiceOptions(Table):

@@ -61,23 +61,19 @@ class UnitTestOptions(SandboxOptions):
     HumanEval."""
 
 
-def sandbox_limits(options: SandboxOptions) -> SandboxLimits:
-    """Return the limits that options give."""
-    return SandboxLimits(
-        wall_s=options.timeout_s,
-        cpu_s=max(1, round(options.timeout_s)),
-        memory_mib=options.memory_mib,
-        disk_mib=options.disk_mib,
-        processes=options.processes,
-        output_kib=options.output_kib,
-    )
-
-
 class Runner:
     """Runs programs in boxes, as many at a time as there are cores."""
 
     def __init__(self, options: SandboxOptions) -> None:
-        self._limits, self._options = sandbox_limits(options), options
+        self._options = options
+        self._limits = SandboxLimits(
+            wall_s=options.timeout_s,
+            cpu_s=max(1, round(options.timeout_s)),
+            memory_mib=options.memory_mib,
+            disk_mib=options.disk_mib,
+            processes=options.processes,
+            output_kib=options.output_kib,
+        )
         self._room = asyncio.Semaphore(max(1, len(os.sched_getaffinity(0))))
 
     async def run(self, name: str, text: str, stdin: str) -> SandboxResult:

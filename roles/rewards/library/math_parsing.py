@@ -18,7 +18,7 @@ from relax_rt.roles.rewards.library.final_answer import MATH, boxed, closing_bra
 
 LONGEST = 1000
 """Characters of one answer."""
-DEEPEST, DEEPEST_PARENTHESES = 24, 8
+MAX_DEPTH, MAX_PARENTHESES_DEPTH = 24, 8
 """Levels of braces, and of parentheses and brackets: the time to parse those doubles with each."""
 MAX_CELLS = 100
 MAX_LITERAL_DIGITS = 1000
@@ -128,7 +128,7 @@ def read(text: str) -> ParsedAnswer:
     """
     if len(text) > LONGEST:
         raise ParseFailed(f"it has {len(text)} characters; at most {LONGEST} are read")
-    text = _opened(_characters(text))
+    text = _strip_wrapping(_characters(text))
     if not text:
         raise ParseFailed("it is empty")
     if (number := _plain(text)) is not None:
@@ -145,7 +145,7 @@ def read(text: str) -> ParsedAnswer:
 
 
 def _characters(text: str) -> str:
-    """Characters that have a spelling in LaTeX, in it; full-width ones in ASCII."""
+    """Write characters that have a LaTeX command as that command, and full-width ones in ASCII."""
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+", lambda m: f"^{{{m[0].translate(SUPERSCRIPTS)}}}", text)
     text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda m: f"_{{{m[0].translate(SUBSCRIPTS)}}}", text)
     text = re.sub("√\\s*(\\d+|[a-z]|\\([^()]*\\)|\\{[^{}]*\\})", lambda m: f"\\sqrt{{{m[1].strip('(){}')}}}", text)
@@ -164,8 +164,8 @@ def _characters(text: str) -> str:
     return "".join(out)
 
 
-def _opened(text: str) -> str:
-    """Without dollars, boxes and emphasis around it or in it, white space and a full stop at its end."""
+def _strip_wrapping(text: str) -> str:
+    """Remove dollars, boxes and emphasis around or in an answer, and white space and a full stop at its end."""
     while True:
         before = text
         text = text.strip().strip("*").strip()
@@ -303,21 +303,28 @@ def unit_key(unit: str) -> str:
 
 
 def _read_value(text: str) -> ParsedAnswer:
-    text = _opened(text)
+    import sympy
+
+    text = _strip_wrapping(text)
     if (number := _plain(text)) is not None:
         return ParsedAnswer(str(number), _rational(number), decimal="." in text)
     if ":" in text and (parts := _ratio(text)) is not None:
         return parts
     _refuse(text)
     latex = _latex(text)
-    writing = _writing(latex)
+    # The LaTeX without what does not change its meaning.
+    writing = re.sub(r"\{(\w)\}", r"\1", re.sub(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\s+", "", latex))
     try:
         value = _parse(latex)
     except TooLarge:
         return ParsedAnswer(writing)
     except RecursionError:
         raise ParseFailed("it is nested too deep") from None
-    return ParsedAnswer(writing, value, count=_members(value, text), decimal=re.search(r"\.\d", text) is not None)
+    count = 1
+    if isinstance(value, sympy.FiniteSet):
+        # Of a list all members count as written (sympy's sets drop equal ones); of a set, the distinct ones.
+        count = len(value.args if text.startswith("\\{") else getattr(value, "_unsorted_args", value.args))
+    return ParsedAnswer(writing, value, count=count, decimal=re.search(r"\.\d", text) is not None)
 
 
 def _ratio(text: str) -> ParsedAnswer | None:
@@ -344,8 +351,8 @@ def _refuse(text: str) -> None:
         depth += (mark == "{") - (mark == "}")
         parentheses += (mark in "([") - (mark in ")]") if len(mark) == 1 else 0
         most, most_parentheses = max(most, depth), max(most_parentheses, parentheses)
-    if most > DEEPEST or most_parentheses > DEEPEST_PARENTHESES:
-        raise ParseFailed(f"it is nested deeper than {DEEPEST} braces or {DEEPEST_PARENTHESES} parentheses")
+    if most > MAX_DEPTH or most_parentheses > MAX_PARENTHESES_DEPTH:
+        raise ParseFailed(f"it is nested deeper than {MAX_DEPTH} braces or {MAX_PARENTHESES_DEPTH} parentheses")
     if text.count("&") + text.count("\\\\") > MAX_CELLS:
         raise ParseFailed(f"it is a table of more than {MAX_CELLS} cells")
     if re.search(rf"\d{{{MAX_LITERAL_DIGITS},}}", text):
@@ -414,12 +421,6 @@ def _repeating(match: re.Match[str]) -> str:
     return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def _writing(latex: str) -> str:
-    """Return the LaTeX without what does not change its meaning."""
-    text = re.sub(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\s+", "", latex)
-    return re.sub(r"\{(\w)\}", r"\1", text)
-
-
 def _parse(latex: str) -> Any:
     """Return the value of an answer, not evaluated.
 
@@ -465,15 +466,6 @@ def _converter() -> Any:
     return Bounded
 
 
-def _members(value: Any, text: str) -> int:
-    """Return how many members a list has as written (sympy's sets drop equal ones); of a set, the distinct ones."""
-    import sympy
-
-    if not isinstance(value, sympy.FiniteSet):
-        return 1
-    return len(value.args) if text.startswith("\\{") else len(getattr(value, "_unsorted_args", value.args))
-
-
 # --- bounds
 #
 # sympy evaluates numbers when expressions are compared, binomials and limits of intervals even while they are parsed.
@@ -491,7 +483,7 @@ def check_size(node: Any) -> float:
     """
     children = list(node.getChildren()) if hasattr(node, "getChildren") else []
     if not children:
-        return _of_token(node.getText())
+        return _token_size(node.getText())
     kind = type(node).__name__.removesuffix("Context")
     if kind in ("Func_operator_names_single_arg", "Func_operator_names_multi_arg") and node.getText() not in OPERATIONS:
         raise TooLarge(f"\\operatorname{{{node.getText()}}} is not computed")
@@ -512,11 +504,11 @@ def check_size(node: Any) -> float:
     elif kind in ("Additive", "Comma_elements", "Semicolon_elements", "Matrix", "Matrix_row"):
         size = max(sizes) + (math.log10(2) if kind == "Additive" and len(sizes) > 1 else 0.0)
     elif kind == "Func":
-        size = _function(node, sizes, text)
+        size = _function_size(node, sizes, text)
     return _bounded(size)
 
 
-def _of_token(text: str) -> float:
+def _token_size(text: str) -> float:
     digits = text.replace(",", "").replace(" ", "").strip("\\%")
     if digits.replace(".", "", 1).isdecimal() and digits.isascii():
         whole, _, part = digits.partition(".")
@@ -525,7 +517,7 @@ def _of_token(text: str) -> float:
     return {"e": math.log10(math.e), "\\pi": math.log10(math.pi)}.get(text.strip(), 0.0)
 
 
-def _function(node: Any, sizes: list[float], text: list[str]) -> float:
+def _function_size(node: Any, sizes: list[float], text: list[str]) -> float:
     name = text[0].strip()
     if node.EXP_E() is not None or name == "\\exp":
         return _power(math.log10(math.e), sum(sizes[1:]))

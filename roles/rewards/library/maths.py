@@ -88,7 +88,10 @@ def _math(options: MathOptions) -> Callable[..., Any]:
     def math(completion: str, answer: Any) -> float:
         try:
             with _deadline(COMPARE_S):
-                gold = _gold(answer)
+                text = gold_text(answer)
+                gold = text, read(text)
+        except ParseFailed as error:
+            raise UnreadableAnswer(answer, str(error)) from None
         except _Late:
             raise UnreadableAnswer(answer, f"reading it takes longer than {COMPARE_S:g} s") from None
         try:
@@ -99,14 +102,6 @@ def _math(options: MathOptions) -> Callable[..., Any]:
             return 0.0
 
     return math
-
-
-def _gold(answer: Any) -> tuple[str, ParsedAnswer]:
-    try:
-        text = gold_text(answer)
-        return text, read(text)
-    except ParseFailed as error:
-        raise UnreadableAnswer(answer, str(error)) from None
 
 
 def final_answer(completion: str, *, only_boxed: bool = False) -> tuple[str, ParsedAnswer | None] | None:
