@@ -26,14 +26,14 @@ from relax_rt.roles.agentic.interface import (
     Reply,
     Step,
     Task,
-    checked,
-    conversation,
-    media,
-    only_over,
+    as_messages,
+    checked_reward,
+    is_episode_over,
+    unsupported_part,
 )
 from relax_rt.roles.agentic.tokens.images import ingest_images
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger, budget_exhausted
-from relax_rt.roles.agentic.tokens.types import Episode, PromptPlan, Sampled
+from relax_rt.roles.agentic.tokens.types import Episode, PromptPlan, SampledCompletion
 from relax_rt.roles.agentic.user_tasks import AbandonedTasks, EpisodeTask
 from relax_rt.roles.agentic.workers import WorkerEnvironment
 from relax_rt.roles.base.user_code import user_line
@@ -43,7 +43,7 @@ from relax_rt.roles.rollout.router.interface import CHUNK_TOKENS
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 if TYPE_CHECKING:
-    from relax_rt.roles.agentic.loading import Factory
+    from relax_rt.roles.agentic.loading import EnvironmentFactory
     from relax_rt.roles.agentic.replay_cache import ReplayCache
 
 T = TypeVar("T")
@@ -213,9 +213,9 @@ class EpisodeChat:
         self._stop_waiting(f"goes on after reply {turn}")
         # Record a generated reply in the ledger.
         self._oldest = min([self._oldest or math.inf, *(span.kv_version for span in outcome.versions)])  # type: ignore[assignment]
-        made = self.ledger.sampled(
+        made = self.ledger.record(
             plan,
-            Sampled(
+            SampledCompletion(
                 tuple(outcome.tokens),
                 tuple(outcome.logprobs),
                 tuple(outcome.versions),
@@ -246,7 +246,7 @@ class EpisodeChat:
             raise ValueError("a reward before the first reply")
         if name not in self.rewards:
             raise ValueError(f"a reward of reply {name!r:.80}, which this episode does not have")
-        self.rewards[name] += checked(value)
+        self.rewards[name] += checked_reward(value)
 
     async def end(self) -> set[asyncio.Task[Any]]:
         """Cancel the calls that are still open; return tasks of user code that made them and do not end."""
@@ -320,7 +320,7 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 async def play(
-    factory: Factory, environment: Any, task: Task, chat: EpisodeChat, limits: EpisodeLimits
+    factory: EnvironmentFactory, environment: Any, task: Task, chat: EpisodeChat, limits: EpisodeLimits
 ) -> PlayedEpisode:
     """Play one episode; as `play_game` with a single seat."""
     (played,) = await play_game(factory, environment, task, [chat], limits)
@@ -328,7 +328,7 @@ async def play(
 
 
 async def play_game(
-    factory: Factory,
+    factory: EnvironmentFactory,
     environment: Any,
     task: Task,
     chats: Sequence[EpisodeChat],
@@ -416,7 +416,7 @@ def _check(answer: Observation | Step, where: str, *, has_vision: bool) -> None:
         isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
     ):
         raise EnvironmentFailed(where, why=f"its messages are {messages!r:.80}, neither a text nor a list of messages")
-    if kind := media(conversation(messages), has_vision=has_vision):
+    if kind := unsupported_part(as_messages(messages), has_vision=has_vision):
         takes = "takes texts and images" if has_vision else "takes text alone"
         raise EnvironmentFailed(where, why=f"its messages have a part of type {kind!r}, and the model {takes}")
     if not isinstance(state, str | None):
@@ -445,7 +445,7 @@ async def _play_turns(
     _check(seen, "in reset", has_vision=has_vision)
     histories: list[list[Message]] = [[] for _ in chats]
     seat = _next_seat(seen.seat, 0, chats, "in reset")
-    histories[seat], tools, state = conversation(seen.messages), seen.tools, seen.state
+    histories[seat], tools, state = as_messages(seen.messages), seen.tools, seen.state
     info: dict[str, float] = {}
     while True:
         chat = _set_active(chats, seat, "begins its turn")
@@ -472,7 +472,7 @@ async def _play_turns(
             return info
         histories[seat] = [*histories[seat], reply.message]
         seat = _next_seat(step.seat, seat, chats, where)
-        histories[seat], state = [*histories[seat], *conversation(step.messages)], step.state
+        histories[seat], state = [*histories[seat], *as_messages(step.messages)], step.state
 
 
 def _set_active(chats: Sequence[EpisodeChat], seat: int, doing: str) -> EpisodeChat:
@@ -523,7 +523,7 @@ async def _play_function(function: Any, task: Task, chat: EpisodeChat, episode_t
         if chat.failure is None:
             raise
     except Exception as error:
-        if chat.failure is None and not (chat.truncated_by and only_over(error)):
+        if chat.failure is None and not (chat.truncated_by and is_episode_over(error)):
             raise EnvironmentFailed("in play", why=f"{type(error).__name__}: {error} at {user_line(error)}") from error
     if chat.failure is not None:
         # Also if the function went on without the reply: it is not to blame, and its reward is not valid.

@@ -17,17 +17,17 @@ from relax_rt.roles.agentic.episode import (
     turn_seed,
 )
 from relax_rt.roles.agentic.interface import EnvironmentFailed, Task
-from relax_rt.roles.agentic.loading import Factory
+from relax_rt.roles.agentic.loading import EnvironmentFactory
 from relax_rt.roles.agentic.program_episodes import ProgramPlayer
 from relax_rt.roles.agentic.replay_cache import ReplayCache
-from relax_rt.roles.agentic.rewards import labels_of, request_of, rewarded
+from relax_rt.roles.agentic.rewards import add_rewards, labels_of, request_of
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.user_tasks import AbandonedTasks
 from relax_rt.roles.agentic.workers import EnvironmentPool
 from relax_rt.roles.base.user_code import user_line
-from relax_rt.roles.rewards.scoring import Failed, Request, Score
+from relax_rt.roles.rewards.scoring import RewardFailed, RewardRequest, Score
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 
 MAX_NAMED = 3
@@ -47,7 +47,7 @@ class Player:
         abandoned: coroutines of environments that keep running although they were cancelled.
     """
 
-    factory: Factory
+    factory: EnvironmentFactory
     pool: EnvironmentPool | None
     chat: ChatTemplate
     generate: Generate
@@ -57,7 +57,7 @@ class Player:
     lag: Callable[[int], int]
     on_tokens: Callable[[int], None]
     routing: bool = False
-    rewards: Callable[[Request], Awaitable[Score | Failed]] | None = None
+    rewards: Callable[[RewardRequest], Awaitable[Score | RewardFailed]] | None = None
     programs: ProgramPlayer | None = None
     abandoned: AbandonedTasks = field(default_factory=AbandonedTasks)
 
@@ -145,7 +145,7 @@ class Player:
     async def _add_rewards(self, task: Task, played: PlayedEpisode) -> PlayedEpisode:
         assert self.rewards is not None
         score = await self.rewards(request_of(task, played, self.chat.tokenizer))
-        return rewarded(played, score, labels_of(self.settings.rewards))
+        return add_rewards(played, score, labels_of(self.settings.rewards))
 
     @property
     def playing(self) -> int:

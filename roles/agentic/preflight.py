@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RunConfig
-from relax_rt.roles.agentic.interface import Observation, conversation, media
-from relax_rt.roles.agentic.loading import Factory, load_factory
+from relax_rt.roles.agentic.interface import Observation, as_messages, unsupported_part
+from relax_rt.roles.agentic.loading import EnvironmentFactory, load_factory
 from relax_rt.roles.agentic.rewards import KEY, PLACE, reward_table
 from relax_rt.roles.agentic.settings import EnvSettings, chat_format_of, env_settings
 from relax_rt.roles.agentic.tasks import load_tasks
@@ -101,13 +101,13 @@ def _try_rewards(
 
 
 def _start_episode(
-    config: RunConfig, table: EnvSettings, factory: Factory, tokenizer: ChatTokenizer
+    config: RunConfig, table: EnvSettings, factory: EnvironmentFactory, tokenizer: ChatTokenizer
 ) -> Iterator[Problem]:
     chat_format = chat_format_of(config)
     try:
         seen = asyncio.run(_first_observation(config, table, factory, tokenizer))
         chat = load_chat_template(Path(config.config_dir), tokenizer, chat_format)
-        if kind := media(conversation(seen.messages), has_vision=chat.image_processor is not None):
+        if kind := unsupported_part(as_messages(seen.messages), has_vision=chat.image_processor is not None):
             takes = TEXT_ALONE if chat.image_processor is None else NO_MORE
             yield Problem((*PLACE, "environment"), f"{table.environment} shows parts of type '{kind}': {takes}", HINT)
             return
@@ -122,7 +122,7 @@ def _start_episode(
                 say(f"warning: {message}; where a history is rendered again, it differs from what was sampled")
         # The prompt of the first reply, however long it is.
         ledger = TokenLedger(chat, max_tokens=ANY_NUMBER, max_media_bytes=table.media_kib << 10)
-        messages = ingest_images(conversation(seen.messages), ledger.image_processor, ledger.add_image)
+        messages = ingest_images(as_messages(seen.messages), ledger.image_processor, ledger.add_image)
         tokens = ledger.prompt(asyncio.run(messages), seen.tools).tokens
     except RelaxError as error:
         yield _problem(error)
@@ -133,7 +133,7 @@ def _start_episode(
 
 
 async def _first_observation(
-    config: RunConfig, table: EnvSettings, factory: Factory, tokenizer: ChatTokenizer
+    config: RunConfig, table: EnvSettings, factory: EnvironmentFactory, tokenizer: ChatTokenizer
 ) -> Observation:
     """Return the first observation of the first held-out task.
 

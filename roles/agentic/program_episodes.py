@@ -23,7 +23,7 @@ from relax_rt.roles.agentic.interface import (
     GenerationFailed,
     LimitExceeded,
     Task,
-    checked,
+    checked_reward,
 )
 from relax_rt.roles.agentic.program import Program, ProgramResult, exceeded_limit, parse_result
 from relax_rt.roles.agentic.program_host import ProgramExit, ProgramHost, ProgramNotStarted
@@ -259,7 +259,7 @@ def rewards_of(result: ProgramResult, said: Sequence[Said]) -> dict[str, float]:
             raise ValueError(f"it gave rewards to {len(given)} answers, and it had {len(said)}")
         rewards = dict(zip(rewards, given, strict=True))
     rewards[said[-1].id] += result.reward
-    return {name: checked(value) for name, value in rewards.items()}
+    return {name: checked_reward(value) for name, value in rewards.items()}
 
 
 def gateway_url(access: Access, node: str) -> str:

@@ -22,7 +22,7 @@ from relax_rt.roles.agentic.interface import (
     LimitExceeded,
     Task,
 )
-from relax_rt.roles.agentic.loading import Factory, load_factory
+from relax_rt.roles.agentic.loading import EnvironmentFactory, load_factory
 from relax_rt.roles.agentic.player import Player
 from relax_rt.roles.agentic.program_episodes import open_programs
 from relax_rt.roles.agentic.replay_cache import ReplayStore, clear_all
@@ -185,7 +185,7 @@ class EnvRole(RouterRole[EnvSettings]):
         self._counters = EpisodeCounters()
         self.tokenizer: ChatTokenizer
         self.chat: ChatTemplate
-        self.factory: Factory
+        self.factory: EnvironmentFactory
         self.tasks: Tasks
         self.pool: EnvironmentPool | None = None
         self.player: Player

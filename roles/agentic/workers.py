@@ -41,7 +41,7 @@ from relax_rt.roles.agentic.interface import (
     Step,
     Task,
 )
-from relax_rt.roles.agentic.loading import Factory
+from relax_rt.roles.agentic.loading import EnvironmentFactory
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.agentic.worker_process import (
     MAX_BYTES,
@@ -440,7 +440,7 @@ class EnvironmentPool:
 
 
 def open_pool(
-    settings: EnvSettings, factory: Factory, config_dir: str, size: int | None = None
+    settings: EnvSettings, factory: EnvironmentFactory, config_dir: str, size: int | None = None
 ) -> EnvironmentPool | None:
     """Return the pool of a slot, to be entered; None: episodes are played in the slot's own process.
 

@@ -23,7 +23,7 @@ REGISTERED = re.compile(r"register_dataset\(\s*(?:\"(\w+)\"|DATASET_NAME),\s*\w+
 DATASET_NAME = re.compile(r"^DATASET_NAME = \"(\w+)\"", re.MULTILINE)
 
 
-class Fault(NamedTuple):
+class TaskFault(NamedTuple):
     """What is wrong with a task of a config: `key` below the table that names it is `task`, or `options` and a name."""
 
     key: tuple[str, ...]
@@ -31,7 +31,7 @@ class Fault(NamedTuple):
     hint: str
 
 
-def find_fault(task: str, options: Mapping[str, Any], table: str) -> Fault | None:
+def find_fault(task: str, options: Mapping[str, Any], table: str) -> TaskFault | None:
     """Find a task or option that the installed reasoning-gym does not have; None: nothing is wrong, or it cannot be
     told.
 
@@ -90,19 +90,19 @@ def _declared_fields(source: str, name: str) -> list[str] | None:
 
 def _fault(
     task: str, options: Mapping[str, Any], table: str, tasks: Collection[str], fields: Callable[[], list[str] | None]
-) -> Fault | None:
+) -> TaskFault | None:
     if task not in tasks:
         close = difflib.get_close_matches(task, list(tasks), n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {len(tasks)}, as chain_sum"
-        return Fault(("task",), "reasoning-gym has no such task", hint)
+        return TaskFault(("task",), "reasoning-gym has no such task", hint)
     if "size" in options:
-        return Fault(("options", "size"), f"the number of items is {table}.size", f"set {table}.size")
+        return TaskFault(("options", "size"), f"the number of items is {table}.size", f"set {table}.size")
     known = [name for name in fields() or options if name != "size"]
     for name in options:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else "options are " + ", ".join(known)
-            return Fault(("options", name), f"task {task!r} has no such option", hint)
+            return TaskFault(("options", name), f"task {task!r} has no such option", hint)
     return None
 
 

@@ -98,7 +98,7 @@ class SourceSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise RelaxError(what, why=error.why, hint=error.hint) from error
 
 
-class Contents(msgspec.Struct, frozen=True, kw_only=True):
+class IndexContents(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of an index other than its rows.
 
     Attributes:
@@ -171,7 +171,7 @@ class RowIndex:
         folder: cache folder for further results about these rows; None: the index was built in a temporary folder.
     """
 
-    def __init__(self, rows: NDArray[Any], contents: Contents, copies: int, folder: Path | None) -> None:
+    def __init__(self, rows: NDArray[Any], contents: IndexContents, copies: int, folder: Path | None) -> None:
         self.rows, self.contents, self.folder = rows, contents, folder
         self._copies = copies
         self._readers = [source.reader() for source in contents.sources]
@@ -189,7 +189,7 @@ class RowIndex:
         shards, notes = [one for one, _ in found], [note for _, more in found for note in more]
 
         def build(folder: Path) -> None:
-            Builder(folder, keep=data.duplicates == "keep").build(sources, shards, notes)
+            IndexBuilder(folder, keep=data.duplicates == "keep").build(sources, shards, notes)
 
         try:
             folder = build_once(PREFIX + _key(sources, shards, data.duplicates), build)
@@ -223,7 +223,7 @@ class RowIndex:
     def _read(cls, folder: Path) -> RowIndex:
         try:
             rows = np.load(folder / "rows.npy", mmap_mode="r")
-            contents = msgspec.msgpack.decode((folder / "contents.msgpack").read_bytes(), type=Contents)
+            contents = msgspec.msgpack.decode((folder / "contents.msgpack").read_bytes(), type=IndexContents)
             copies = os.open(folder / "copies", os.O_RDONLY)
         except (OSError, ValueError, msgspec.DecodeError) as error:
             hint = f"remove the folder {folder}"
@@ -333,7 +333,7 @@ def _raw_items(
                     yield at, number, offset, len(line), reader.read(named, parse_line(named, line))
 
 
-class Builder:
+class IndexBuilder:
     """Builds an index in a folder.
 
     Args:
@@ -408,7 +408,7 @@ class Builder:
         rows["item"] = item_ids(rows["question"], hashes["high"])
         digest = xxhash.xxh3_128(np.ascontiguousarray(hashes).tobytes())
         digest.update(np.ascontiguousarray(rows["source"]).tobytes())
-        contents = Contents(
+        contents = IndexContents(
             sources=sources,
             shards=shards,
             read=read,

@@ -39,7 +39,7 @@ def epoch_order(seed: int, epoch: int, items: Sequence[str]) -> NDArray[np.intp]
     return np.argsort(ranks, kind="stable")
 
 
-class Mixture:
+class SourceMixture:
     """Assigns positions of the run's order to sources by weight.
 
     In each block of BLOCK positions a source of weight w gets w · BLOCK, rounded up or down at random (systematic

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from relax_rt.roles.data.index import RowIndex, first_row, sources_of
 from relax_rt.roles.data.items import PromptItem, RawItem, answer_text
-from relax_rt.roles.data.order import Mixture, epoch_order, sample_seed, substitute
+from relax_rt.roles.data.order import SourceMixture, epoch_order, sample_seed, substitute
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.data.split.canonical import held_out_below
-from relax_rt.roles.models.chat_template import Message, words
+from relax_rt.roles.models.chat_template import Message, content_text
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.transport.rpc.errors import RelaxError
 
@@ -94,7 +94,7 @@ class ItemIds(Sequence[str]):
         return f"{int(self.values[at]):016x}"
 
 
-class Places(Mapping[str, int]):
+class PromptPositions(Mapping[str, int]):
     """Maps the id of a prompt to its place, by binary search."""
 
     def __init__(self, ids: ItemIds) -> None:
@@ -118,7 +118,7 @@ class Places(Mapping[str, int]):
         return iter(self._ids)
 
 
-class Renderer:
+class PromptRenderer:
     """Renders rows of the index as prompts."""
 
     def __init__(self, index: RowIndex, data: DataTable, tokenizer: ChatTokenizer) -> None:
@@ -168,7 +168,7 @@ class Renderer:
             )
         if self._data.overlong == "drop":
             return None
-        return truncated(messages, lambda kept: self._tokenizer.render(kept, raw.tools or ()), most)
+        return truncate_conversation(messages, lambda kept: self._tokenizer.render(kept, raw.tools or ()), most)
 
     def lengths(self, rows: NDArray[np.uint32]) -> NDArray[np.int32]:
         """Return token counts of the rows' prompts before truncation; cached next to the index if they cover all
@@ -214,7 +214,7 @@ class PromptItems(Sequence[PromptItem]):
         ids: of the prompts.
     """
 
-    def __init__(self, renderer: Renderer, rows: NDArray[np.uint32], split: str) -> None:
+    def __init__(self, renderer: PromptRenderer, rows: NDArray[np.uint32], split: str) -> None:
         self._renderer, self._rows, self._split = renderer, rows, split
         self.ids = ItemIds(renderer.index.rows["item"][rows])
 
@@ -255,7 +255,7 @@ class EvaluationItems(Sequence[PromptItem]):
     Overlong prompts of data too large to measure are skipped on access: there may be fewer than the length says.
     """
 
-    def __init__(self, renderer: Renderer, rows: NDArray[np.uint32], split: str) -> None:
+    def __init__(self, renderer: PromptRenderer, rows: NDArray[np.uint32], split: str) -> None:
         order = np.argsort(renderer.index.rows["item"][rows], kind="stable")
         self._renderer, self._rows, self._split = renderer, rows[order], split
         self._usable: list[int] = []
@@ -332,7 +332,7 @@ class PromptSource:
         self._mixture, self._parts = None, [np.arange(len(train), dtype=np.uint32)]
         if sources is not None:
             of, weights = sources
-            self._mixture = Mixture(seed, weights)
+            self._mixture = SourceMixture(seed, weights)
             self._parts = [np.flatnonzero(of == number).astype(np.uint32) for number in range(len(weights))]
             for number, part in enumerate(self._parts):
                 if not len(part):
@@ -357,8 +357,8 @@ class PromptSource:
         index = RowIndex.open(data, config_dir)
         if run_dir is not None:
             check_unchanged(run_dir, index)
-        renderer = Renderer(index, data, tokenizer)
-        rows, report = measured(renderer, data)
+        renderer = PromptRenderer(index, data, tokenizer)
+        rows, report = measure_prompts(renderer, data)
         held = index.rows["question"][rows] < held_out_below(data.held_out)
         train = PromptItems(renderer, rows[~held], "train")
         held_out = EvaluationItems(renderer, rows[held], "held_out")
@@ -414,7 +414,7 @@ class PromptSource:
         return sample_seed(self.seed, prompt, member, attempt)
 
 
-def measured(renderer: Renderer, data: DataTable) -> tuple[NDArray[np.uint32], DataReport]:
+def measure_prompts(renderer: PromptRenderer, data: DataTable) -> tuple[NDArray[np.uint32], DataReport]:
     """Return the usable rows, and a report on their lengths without the counts of train and held_out."""
     index, most = renderer.index, data.max_prompt_tokens
     rows = np.arange(len(index), dtype=np.uint32)
@@ -481,8 +481,8 @@ def read_prompts(
     Raises:
         RelaxError: bad data; with the setting or the file and line.
     """
-    renderer = Renderer(RowIndex.open(data, config_dir), data, tokenizer)
-    rows, _ = measured(renderer, data)
+    renderer = PromptRenderer(RowIndex.open(data, config_dir), data, tokenizer)
+    rows, _ = measure_prompts(renderer, data)
     out = np.isin(renderer.index.rows["question"][rows], without)
     return EvaluationItems(renderer, rows[~out], split), int(out.sum())
 
@@ -502,14 +502,14 @@ def conversation(raw: RawItem, template: str, system: str | None) -> list[Messag
     Raises:
         RelaxError: the template names a field that the item does not have.
     """
-    messages = raw.messages or [{"role": "user", "content": fill(template, raw)}]
+    messages = raw.messages or [{"role": "user", "content": fill_template(template, raw)}]
     system = system if raw.system is None else raw.system
     if system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     return messages
 
 
-def fill(template: str, raw: RawItem, setting: str = "data.template") -> str:
+def fill_template(template: str, raw: RawItem, setting: str = "data.template") -> str:
     """Return the template with {question}, and any {key} of the metadata, put in; {{ and }} are braces.
 
     Args:
@@ -536,7 +536,7 @@ def fill(template: str, raw: RawItem, setting: str = "data.template") -> str:
 HEAD = ("system", "developer")
 
 
-def truncated(
+def truncate_conversation(
     messages: Sequence[Message], render: Callable[[list[Message]], list[int]], most: int
 ) -> tuple[list[Message], list[int]] | None:
     """Shorten a conversation to at most `most` tokens.
@@ -562,7 +562,7 @@ def truncated(
         if len(tokens) <= most:
             return kept, tokens
     last = rest[asked[-1] :] if asked else []
-    text = words(last[0].get("content")) if last else ""
+    text = content_text(last[0].get("content")) if last else ""
     if not isinstance(text, str) or not text:
         return None
     # Binary search for the fewest characters to remove. A cut inside a token may add one token, so the count is not

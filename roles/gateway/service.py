@@ -14,7 +14,7 @@ import msgspec
 
 from relax_rt.roles.agentic.tokens.images import new_images, process_images, replace_images
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger, budget_exhausted
-from relax_rt.roles.agentic.tokens.types import PromptPlan, Reply, Sampled
+from relax_rt.roles.agentic.tokens.types import LedgerReply, PromptPlan, SampledCompletion
 from relax_rt.roles.data.media.image_processor import ImageProcessor, ProcessedImage
 from relax_rt.roles.gateway.calls import Answer, AnswerSink, Call, CallError, Choice, Head, Message, bad
 from relax_rt.roles.gateway.reading import AnswerReader, SampledTokens, tokens_before
@@ -352,7 +352,7 @@ class Service:
             return secrets.randbits(63)
         return int.from_bytes(blake2b(what.encode(), digest_size=8).digest(), "big") >> 1
 
-    def thought(self, reply: Reply, tokens: Sequence[int]) -> int:
+    def thought(self, reply: LedgerReply, tokens: Sequence[int]) -> int:
         """How many of an answer's tokens are thoughts, the marks before them included."""
         thoughts = str(reply.message.get("reasoning_content") or "")
         begin = reply.text.find(thoughts) if thoughts else -1
@@ -478,10 +478,12 @@ class _RunningCall:
             sink.choice(choice)
         return choice
 
-    async def _ended(self, one: _Sequence, what: Sampled, reader: AnswerReader) -> Choice:
+    async def _ended(self, one: _Sequence, what: SampledCompletion, reader: AnswerReader) -> Choice:
         session, finish = self._session, what.finish_reason
         if one.plan is None:
-            reply = Reply(f"{self._head.id}-{one.index}", {"role": "assistant", "content": reader.visible}, finish, "")
+            reply = LedgerReply(
+                f"{self._head.id}-{one.index}", {"role": "assistant", "content": reader.visible}, finish, ""
+            )
             message = _told(reply, reader)
         else:
             instructed = bool(self._call.instructions)
@@ -521,7 +523,7 @@ class _RunningCall:
             self.versions = (min(self.versions[0] or low, low), max(self.versions[1], high))
 
 
-def _told(reply: Reply, reader: AnswerReader) -> Message:
+def _told(reply: LedgerReply, reader: AnswerReader) -> Message:
     """What the caller is told of a reply: nothing behind a stop string, and no other words than he has seen."""
     message = dict(reply.message)
     content = message.get("content")

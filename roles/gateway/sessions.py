@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger
-from relax_rt.roles.agentic.tokens.types import Message, PromptPlan, Reply, Sampled
+from relax_rt.roles.agentic.tokens.types import LedgerReply, Message, PromptPlan, SampledCompletion
 from relax_rt.roles.gateway.api import LEASE_S, Closed, Said, SessionLimits, UsedUp
 from relax_rt.roles.gateway.calls import CallError
 from relax_rt.roles.gateway.reading import SampledTokens, Spell
@@ -118,10 +118,10 @@ class Session:
         self.used_up = self.used_up or "tokens"
         return CallError(status, message, param="messages", code=code)
 
-    def sampled(self, ledger: TokenLedger, plan: PromptPlan, what: Sampled, choice: int = 0) -> Reply:
+    def sampled(self, ledger: TokenLedger, plan: PromptPlan, what: SampledCompletion, choice: int = 0) -> LedgerReply:
         """Record a completion; a call that ends after its session is not recorded."""
         self.check_open()
-        reply = ledger.sampled(plan, what, choice)
+        reply = ledger.record(plan, what, choice)
         if what.versions:
             oldest = min(span.kv_version for span in what.versions)
             self.oldest = min(self.oldest or oldest, oldest)
@@ -131,7 +131,7 @@ class Session:
         self,
         ledger: TokenLedger,
         response: str,
-        reply: Reply,
+        reply: LedgerReply,
         told: Message,
         *,
         choice: int = 0,
@@ -150,7 +150,7 @@ class Session:
             self._said[reply.id] = Said(reply.id, dict(told), reply.finish_reason, response, choice)
         if told.get("content") != reply.message.get("content"):
             # Cut before a stop string, or as it was streamed.
-            ledger.told(reply.id, told)
+            ledger.record_delivered(reply.id, told)
 
     def reply(self, response: str) -> str:
         """The ledger's id of an answer.

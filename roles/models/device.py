@@ -114,8 +114,8 @@ def on_host(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tens
         out.copy_(values.detach())
         return out
     source, target = (one.reshape(-1).view(torch.uint8) for one in (values.detach(), out))
-    with _Pinned.turn:
-        buffers = _Pinned.buffers()
+    with _PinnedBuffers.turn:
+        buffers = _PinnedBuffers.buffers()
         waiting: tuple[int, torch.Tensor, torch.cuda.Event] | None = None
         for number, at in enumerate(range(0, len(source), PINNED_BYTES)):
             part = source[at : at + PINNED_BYTES]
@@ -129,7 +129,7 @@ def on_host(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tens
     return out
 
 
-class _Pinned:
+class _PinnedBuffers:
     """The two buffers of this process; whoever has the turn uses them."""
 
     turn = threading.Lock()

@@ -11,7 +11,7 @@ _RELEASED = ["mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"]
 """What transformers puts into one `gate_up_proj` of the models whose experts are released under such names."""
 
 
-class Stack(NamedTuple):
+class ExpertStack(NamedTuple):
     """A tensor [experts, pieces x rows, columns] of the matrices of a layer's experts.
 
     Attributes:
@@ -25,7 +25,7 @@ class Stack(NamedTuple):
     columns: int
 
     @classmethod
-    def of(cls, name: str, shape: Sequence[int]) -> Stack | None:
+    def of(cls, name: str, shape: Sequence[int]) -> ExpertStack | None:
         """Return what a tensor is of which transformers knows this name; None: nothing like it."""
         match = _STACKED.fullmatch(name)
         if match is None or len(shape) != 3:

@@ -11,7 +11,7 @@ ORDER = ("tensor", "context", "expert", "data", "pipeline")
 """Fastest varying first: neighbouring ranks share a tensor-parallel group, pipeline stages lie farthest apart."""
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class ParallelSizes(msgspec.Struct, frozen=True, kw_only=True):
     """How a gang of `world` ranks is divided. Dense layers are cut by tensor x context x data x pipeline, experts by
     expert_tensor x expert x expert data x pipeline: the same ranks, divided a second way."""
 
@@ -62,7 +62,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         return coordinates(rank, self.dense)["pipeline"]
 
 
-class Group(msgspec.Struct, frozen=True):
+class RankGroup(msgspec.Struct, frozen=True):
     """Ranks that call collectives together."""
 
     kind: str
@@ -87,7 +87,7 @@ def rank_groups(sizes: Mapping[str, int], *kinds: str) -> list[tuple[int, ...]]:
     return sorted(tuple(ranks) for ranks in together.values())
 
 
-def groups(sizes: Sizes, *, tied: bool = False, experts: bool = False) -> list[Group]:
+def groups(sizes: ParallelSizes, *, tied: bool = False, experts: bool = False) -> list[RankGroup]:
     """Return the groups of a gang with more than one member each, in the kinds that training calls collectives in.
 
     Args:
@@ -111,7 +111,7 @@ def groups(sizes: Sizes, *, tied: bool = False, experts: bool = False) -> list[G
             ("expert data", rank_groups(sizes.experts, "data")),
         ]
     kinds.append(("world", [tuple(range(sizes.world))]))
-    return [Group(kind, ranks) for kind, found in kinds for ranks in found if len(ranks) > 1]
+    return [RankGroup(kind, ranks) for kind, found in kinds for ranks in found if len(ranks) > 1]
 
 
 def stage_layers(layers: int, stages: int, stage: int) -> range:

@@ -15,7 +15,7 @@ from relax_rt.roles.models.chat_template import (
     Message,
     TemplateCapabilities,
     Tool,
-    prepared,
+    prepare_message,
     probe_template,
     template_errors,
     unseen_role,
@@ -65,7 +65,9 @@ class ChatTokenizer:
         why = unseen_role(messages, self.capabilities)
         if not why:
             try:
-                return self._rendered([prepared(one, self.capabilities) for one in messages], tools, opened=opened)
+                return self._rendered(
+                    [prepare_message(one, self.capabilities) for one in messages], tools, opened=opened
+                )
             except template_errors() as error:
                 why = f"it refuses {messages!r:.200}: {error}"
         raise RelaxError(

@@ -20,7 +20,7 @@ from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.dry_run import offered_info
 from relax_rt.roles.rewards.library.functions import rewards
-from relax_rt.roles.rewards.scoring import Request, Score
+from relax_rt.roles.rewards.scoring import RewardRequest, Score
 from relax_rt.roles.rewards.settings import ComponentTable, RewardTable
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ async def _check(
                 text = right(answer)
                 about = {"finish_reason": "stop", "truncated": False, "tokens": max(1, len(text)), "turns": []}
                 info = offered_info("", {}, None, item="", split="train", **about)
-                requests.append(Request(text, answer, info, group))
+                requests.append(RewardRequest(text, answer, info, group))
             for key, result in zip(fresh, await scorer.score(requests), strict=True):
                 known[key] = _why(result)
             for item in items:

@@ -13,7 +13,7 @@ from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.roles.data.items import answer_text
 from relax_rt.roles.models.cache import say
 from relax_rt.roles.rewards.compose import REWARD, Rewards
-from relax_rt.roles.rewards.scoring import Failed, Request
+from relax_rt.roles.rewards.scoring import RewardFailed, RewardRequest
 from relax_rt.roles.rewards.settings import RewardTable
 from relax_rt.roles.rewards.worker import TaskSpec
 from relax_rt.transport.rpc.errors import RelaxError
@@ -101,7 +101,7 @@ def dry_run(
 
 def requests_for(
     table: RewardTable, items: Sequence[RewardItem], also: Callable[[str], Mapping[str, Any]] = lambda completion: {}
-) -> list[Request]:
+) -> list[RewardRequest]:
     """Return four completions of each item."""
     requests = []
     for group, item in enumerate(items[:ITEMS]):
@@ -118,13 +118,13 @@ def requests_for(
                 **also(text),
             }
             requests.append(
-                Request(text, item.answer, offered_info(item.question, item.metadata, None, **about), group)
+                RewardRequest(text, item.answer, offered_info(item.question, item.metadata, None, **about), group)
             )
     return requests
 
 
 async def _first_failure(
-    rewards: Rewards, requests: Sequence[Request], table: RewardTable, path: KeyPath
+    rewards: Rewards, requests: Sequence[RewardRequest], table: RewardTable, path: KeyPath
 ) -> list[Problem]:
     totals: set[float] = set()
     try:
@@ -133,7 +133,7 @@ async def _first_failure(
         for _, members in itertools.groupby(requests, key=lambda r: r.group if rewards.groups else id(r)):
             asked = list(members)
             for request, result in zip(asked, await rewards.score(asked), strict=True):
-                if isinstance(result, Failed):
+                if isinstance(result, RewardFailed):
                     called = f"on completion {request.completion!r:.60}, answer {request.answer!r:.40}"
                     if table.function is not None:
                         return [Problem(KEY, f"reward.function failed in a dry run: {result.reason}, {called}")]

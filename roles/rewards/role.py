@@ -18,7 +18,7 @@ from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.dry_run import offered_info, task_of
 from relax_rt.roles.rewards.genrm.settings import genrm_settings
 from relax_rt.roles.rewards.judge import Judge, JudgeVerdict, Judging, LateVerdict, load_judging, with_verdict
-from relax_rt.roles.rewards.scoring import Failed, Request, Score
+from relax_rt.roles.rewards.scoring import RewardFailed, RewardRequest, Score
 from relax_rt.roles.rewards.settings import RewardSettings, RewardTable
 from relax_rt.roles.rollout.router.role import RouterRole
 from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample
@@ -117,7 +117,7 @@ class RewardRole(RouterRole[RewardSettings]):
         columns: dict[SampleKey, dict[str, Any]] = {}
         failures: list[Failure] = []
         for sample, result in zip(batch.samples, results, strict=True):
-            if isinstance(result, Failed):
+            if isinstance(result, RewardFailed):
                 meta = sample.decode("meta", SampleMeta)
                 late = result.excess or isinstance(result, LateVerdict)
                 about = str(meta.info.get("question", ""))[:ABOUT]
@@ -141,7 +141,7 @@ class RewardRole(RouterRole[RewardSettings]):
         self._report()
         self._check_health(results)
 
-    async def _score_requests(self, requests: list[Request]) -> list[Score | Failed]:
+    async def _score_requests(self, requests: list[RewardRequest]) -> list[Score | RewardFailed]:
         """Return scores in order; a sample without a verdict fails before the function is called."""
 
         def advance() -> None:
@@ -156,7 +156,7 @@ class RewardRole(RouterRole[RewardSettings]):
         scores = iter(await self.rewards.score(found, advance))
         return [next(scores) if isinstance(verdict, JudgeVerdict) else verdict for verdict in verdicts]
 
-    def _request(self, sample: LeasedSample) -> Request:
+    def _request(self, sample: LeasedSample) -> RewardRequest:
         meta = sample.decode("meta", SampleMeta)
         if meta.tokenizer_digest != self.tokenizer.tokenizer_digest:
             raise ProtocolError(
@@ -179,16 +179,18 @@ class RewardRole(RouterRole[RewardSettings]):
             tokens=len(tokens),
             turns=[{"role": role, "text": self.tokenizer.decode(own)} for role, own in turns],
         )
-        return Request(self.tokenizer.decode(tokens), meta.answer, info, meta.group)
+        return RewardRequest(self.tokenizer.decode(tokens), meta.answer, info, meta.group)
 
-    def _check_health(self, results: list[Score | Failed]) -> None:
+    def _check_health(self, results: list[Score | RewardFailed]) -> None:
         """Raise if the process, not a sample, is at fault; the role then restarts."""
         for result in results:
             if isinstance(result, LateVerdict):
                 continue
-            self._failures_in_a_row = self._failures_in_a_row + 1 if isinstance(result, Failed) else 0
-            self._has_scored = self._has_scored or not isinstance(result, Failed)
-        failed = [result for result in results if isinstance(result, Failed) and not isinstance(result, LateVerdict)]
+            self._failures_in_a_row = self._failures_in_a_row + 1 if isinstance(result, RewardFailed) else 0
+            self._has_scored = self._has_scored or not isinstance(result, RewardFailed)
+        failed = [
+            result for result in results if isinstance(result, RewardFailed) and not isinstance(result, LateVerdict)
+        ]
         for result in failed:
             if result.stuck:
                 raise RelaxError(
@@ -230,11 +232,11 @@ class RewardCounters:
         """Return whether it is time for a record."""
         return time.monotonic() - self.since >= REPORT_EVERY_S
 
-    def add(self, results: list[Score | Failed], seconds: float) -> None:
+    def add(self, results: list[Score | RewardFailed], seconds: float) -> None:
         """Count a batch."""
         self.seconds += seconds
         for result in results:
-            if isinstance(result, Failed):
+            if isinstance(result, RewardFailed):
                 self.failed += 1
                 self.reason = self.reason or result.reason[:500]
                 continue

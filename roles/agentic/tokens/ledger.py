@@ -13,13 +13,13 @@ import msgspec
 
 from relax_rt.roles.agentic.tokens.images import MAX_MEDIA_BYTES, SessionImages
 from relax_rt.roles.agentic.tokens.messages import ASSISTANT, check_messages, message_key
-from relax_rt.roles.agentic.tokens.parsers import Parsed
+from relax_rt.roles.agentic.tokens.parsers import ParsedCompletion
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.tokens.tree import (
     CallNode,
     CallPosition,
     CompletionNode,
-    Tree,
+    ConversationTree,
     branches_of,
     calls_below,
     completion_path,
@@ -29,14 +29,14 @@ from relax_rt.roles.agentic.tokens.tree import (
 )
 from relax_rt.roles.agentic.tokens.types import (
     FINISHED,
-    Counts,
     Drift,
     Episode,
+    LedgerReply,
     Message,
     PromptPlan,
     Reasoning,
-    Reply,
-    Sampled,
+    SampledCompletion,
+    SessionCounts,
     Tool,
 )
 from relax_rt.transport.rpc.errors import Gone, Refused
@@ -89,9 +89,9 @@ class TokenLedger:
     ) -> None:
         self._chat, self._drift, self._reasoning, self._session = chat, drift, reasoning, session
         self.max_tokens, self._max_branches = max_tokens, max_branches
-        self._tree = Tree()
+        self._tree = ConversationTree()
         self._images = SessionImages(max_media_bytes)
-        self._counts = Counts()
+        self._counts = SessionCounts()
         self._calls = self._replies = self._tool_calls = 0
         self._reply_ids: dict[int, list[tuple[tuple[int, int], str]]] = {}
         """By number of the call: the order of each reply, and its id."""
@@ -129,7 +129,7 @@ class TokenLedger:
         messages = list(messages)
         for completion in completion_path(place.above):
             # Replies have the text that was sampled, also if the caller got less of it. The first key is the tools'.
-            if completion.told is not None and keys[completion.depth - 1] == completion.told:
+            if completion.delivered is not None and keys[completion.depth - 1] == completion.delivered:
                 at = completion.depth - 2
                 messages[at] = {**messages[at], "content": completion.message["content"]}
         tokens, text, extends = self._render(place, messages, tools)
@@ -248,7 +248,7 @@ class TokenLedger:
         why = f"the episode's branches would have {load.tokens} tokens before an answer, max_tokens is"
         raise Refused(what, why=f"{why} {self.max_tokens}", hint="end the episode here, or raise max_tokens")
 
-    def sampled(self, plan: PromptPlan, what: Sampled, choice: int | None = None) -> Reply:
+    def record(self, plan: PromptPlan, what: SampledCompletion, choice: int | None = None) -> LedgerReply:
         """Record a completion, at most `plan.n` of them (more than one are siblings).
 
         Args:
@@ -294,9 +294,9 @@ class TokenLedger:
         self._tree.answer(completion)
         self._reply_ids.setdefault(call.number, []).append((completion.order, name))
         called = parsed.calls and what.finish_reason == "stop"
-        return Reply(completion.id, message, "tool_calls" if called else what.finish_reason, text)
+        return LedgerReply(completion.id, message, "tool_calls" if called else what.finish_reason, text)
 
-    def told(self, response: str, message: Message) -> None:
+    def record_delivered(self, response: str, message: Message) -> None:
         """Record that the caller got a reply with less text than was sampled, as one that was cut at a stop string.
 
         The reply is recognised by that text from now on; what was sampled stays.
@@ -305,10 +305,10 @@ class TokenLedger:
             Refused: there is no such reply.
         """
         completion = self._find(response)
-        completion.told = message_key(message)
-        completion.keys.add(completion.told)
+        completion.delivered = message_key(message)
+        completion.keys.add(completion.delivered)
 
-    def _message(self, parsed: Parsed) -> Message:
+    def _message(self, parsed: ParsedCompletion) -> Message:
         message: Message = {"role": ASSISTANT, "content": parsed.content}
         if parsed.reasoning:
             message["reasoning_content"] = parsed.reasoning
@@ -369,7 +369,7 @@ def budget_exhausted(error: Refused) -> bool:
     return "or raise max_" in (error.hint or "")
 
 
-def _invalid(what: Sampled) -> str:
+def _invalid(what: SampledCompletion) -> str:
     """Return why this is not a valid completion; empty if it is."""
     count = len(what.tokens)
     if what.finish_reason not in FINISHED:

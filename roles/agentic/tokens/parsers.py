@@ -35,7 +35,7 @@ class ToolCall(msgspec.Struct, frozen=True):
     id: str = ""
 
 
-class Parsed(msgspec.Struct, frozen=True):
+class ParsedCompletion(msgspec.Struct, frozen=True):
     """What a completion says.
 
     Attributes:
@@ -668,7 +668,9 @@ def split_harmony(text: str) -> tuple[str, str]:
     return "\n".join(thoughts), "".join(said)
 
 
-def parse(text: str, tools: Sequence[Tool], *, tool_parser: str, reasoning_parser: str, opened: bool) -> Parsed:
+def parse(
+    text: str, tools: Sequence[Tool], *, tool_parser: str, reasoning_parser: str, opened: bool
+) -> ParsedCompletion:
     """Parse a completion; without tools no calls are parsed.
 
     Calls in unterminated reasoning are counted as malformed, not executed, so that the counts show a policy that does
@@ -680,9 +682,9 @@ def parse(text: str, tools: Sequence[Tool], *, tool_parser: str, reasoning_parse
     elif reasoning_parser == "gpt_oss":
         reasoning, said = split_harmony(text)
     if not tools:
-        return Parsed(said, reasoning)
+        return ParsedCompletion(said, reasoning)
     content, calls, malformed = TOOL_PARSERS[tool_parser](said, tools)
     if reasoning_parser == "think" and reasoning and THOUGHT not in text:
         _, inside, broken = TOOL_PARSERS[tool_parser](reasoning, tools)
         malformed += len(inside) + broken
-    return Parsed(content.strip() if calls else content, reasoning, tuple(calls), malformed)
+    return ParsedCompletion(content.strip() if calls else content, reasoning, tuple(calls), malformed)

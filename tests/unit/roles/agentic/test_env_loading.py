@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from relax_rt.roles.agentic import Observation, Reply, Task
-from relax_rt.roles.agentic.interface import media
-from relax_rt.roles.agentic.loading import Factory, load_factory
+from relax_rt.roles.agentic.interface import unsupported_part
+from relax_rt.roles.agentic.loading import EnvironmentFactory, load_factory
 from relax_rt.roles.agentic.tasks import SeedTasks, seed_of
 from relax_rt.transport.rpc.errors import RelaxError
 
@@ -60,7 +60,7 @@ def said(text: str) -> Reply:
     return Reply(text=text, message={"role": "assistant", "content": text}, finish_reason="stop")
 
 
-def load(folder: Path, target: str, **options: Any) -> Factory:
+def load(folder: Path, target: str, **options: Any) -> EnvironmentFactory:
     (folder / "mine.py").write_text(MINE)
     return load_factory(target, options, folder)
 
@@ -238,7 +238,10 @@ def test_images_of_gymnasium_are_parts_of_messages(tmp_path: Path) -> None:
         del gymnasium.registry["Room-v0"]
     seen = game.reset(task(1))
     words, dark = seen.messages[0]["content"]
-    assert words == {"type": "text", "text": "Answer with one of: wait, light."} and media(seen.messages) == "image_url"
+    assert (
+        words == {"type": "text", "text": "Answer with one of: wait, light."}
+        and unsupported_part(seen.messages) == "image_url"
+    )
     step = game.step(said("light"))
     (lit,) = step.messages[0]["content"]
     assert step.done and step.reward == 1.0 and step.state != seen.state
