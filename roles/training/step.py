@@ -26,6 +26,7 @@ from relax_rt.roles.training.algorithms.inputs import LOG_RATIO_LIMIT, Metrics, 
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend.interface import StepResult
+from relax_rt.roles.training.backend.shares import SharedSample
 from relax_rt.roles.training.batch.rows import mini_batches, pick
 from relax_rt.transport.base.versions import VersionRecord
 
@@ -119,9 +120,15 @@ def measured_before_updates(result: StepResult, samples: Sequence[Sample]) -> St
 def sampled_entropy(samples: Sequence[Sample]) -> float:
     """Estimate the entropy of the behaviour policy: minus the mean log-probability of the trained tokens that it
     sampled, nats a token; 0 without any."""
-    drawn = [one.behaviour_logprobs[1:][one.loss_mask[1:] != 0] for one in samples]
-    values = np.concatenate([np.zeros(0, np.float32), *drawn])
-    return -float(values.mean(dtype=np.float64)) if len(values) else 0.0
+    total, count = 0.0, 0
+    for one in samples:
+        trained = one.loss_mask[1:] != 0
+        count += int(trained.sum())
+        if not isinstance(one, SharedSample):
+            total += float(one.behaviour_logprobs[1:][trained].sum(dtype=np.float64))
+        elif trained.any():
+            total += one.sampled_logprob
+    return -total / count if count else 0.0
 
 
 class StepTimer:
@@ -159,6 +166,7 @@ class StepBatch:
         masked_tokens: tokens whose advantage the loss set to 0 before the update.
         refused_tokens: tokens of samples that the queue refused as over-stale since the step before.
         stage_wait_s: how long the update waited for the weights to be copied to the stage.
+        received_bytes: payload that came from other nodes, by the node that received it; of a gang over several nodes.
     """
 
     timer: StepTimer = field(default_factory=StepTimer)
@@ -177,13 +185,14 @@ class StepBatch:
     masked_tokens: int = 0
     refused_tokens: int = 0
     stage_wait_s: float = 0.0
+    received_bytes: dict[str, int] = field(default_factory=dict)
 
     def add(self, lease: LeasedBatch, samples: list[Sample]) -> None:
         """Add the groups of a lease, with its samples as they were read."""
         self.leases.append(lease)
         self.leased += lease.samples
         self.samples += samples
-        self.digests += [content_digest(sample) for sample in samples]
+        self.digests += [s.digest if isinstance(s, SharedSample) else content_digest(s) for s in samples]
         self.groups += len(lease.groups())
 
     def pending_tokens(self) -> int:
@@ -368,6 +377,7 @@ def step_record(
         "wait_s": batch.timer["wait"],
         "train_s": batch.timer["train"],
         "stage_wait_s": batch.stage_wait_s,
+        **({"received_bytes": batch.received_bytes} if batch.received_bytes else {}),
         "publish_s": batch.timer["publish"],
         "elapsed_s": elapsed_s,
         "digests": batch.digests,

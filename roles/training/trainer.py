@@ -337,7 +337,7 @@ class TrainerRole(RLRole[TrainerSettings]):
             # A user's file may have changed since validation.
             longest = self.table(SamplingTable).max_new_tokens
             self.objective = Objective.of(self.algorithm, base=self.config_dir, longest=longest)
-        await asyncio.to_thread(self._load)
+        await asyncio.to_thread(self._load, asyncio.get_running_loop())
         if self._follower is not None:
             return
         if self.algorithm.mode in SHARING:
@@ -351,11 +351,11 @@ class TrainerRole(RLRole[TrainerSettings]):
         await self._open_sampling()
         await self._open_checkpoints()
 
-    def _load(self) -> None:
+    def _load(self, loop: asyncio.AbstractEventLoop) -> None:
         from relax_rt.roles.training.backend.gang import Follower
         from relax_rt.roles.training.open_backend import open_megatron, open_torch
 
-        opened = (open_megatron if self.settings.backend == "megatron" else open_torch)(self.ctx, self.objective)
+        opened = (open_megatron if self.settings.backend == "megatron" else open_torch)(self.ctx, self.objective, loop)
         if isinstance(opened, Follower):
             self._follower = opened
         else:
@@ -363,6 +363,7 @@ class TrainerRole(RLRole[TrainerSettings]):
 
     async def _open_sampling(self) -> None:
         """Open the collector, with filters or a prompt sampler if the algorithm has them."""
+        from relax_rt.roles.training.backend.gang import Leader
         from relax_rt.roles.training.collector import Collector
         from relax_rt.roles.training.dynamic_sampling import GroupFilter
         from relax_rt.roles.training.prompt_sampling import PromptCurriculum
@@ -376,12 +377,15 @@ class TrainerRole(RLRole[TrainerSettings]):
                 self._curriculum = await asyncio.to_thread(
                     PromptCurriculum.of, self.ctx, self.config, self.queue, self.objective, history
                 )
+        # The critic is given tokens by rank 0, which then reads all samples anyway.
+        shares = isinstance(self.backend, Leader) and self.backend.lease_reader is not None and self.critic is None
         self.collector = Collector(
             self.queue,
             self.ctx.progress,
             groups=table.prompts_per_step,
             parts=self._streams,
             group_filter=self._group_filter,
+            read_shares=self.backend.read if isinstance(self.backend, Leader) and shares else None,
         )
 
     async def _open_checkpoints(self) -> None:

@@ -148,6 +148,11 @@ class Objective:
         return self._looks_at_policy or "proximal" in self.parts.advantage.needs or prepares
 
     @property
+    def updates_per_step(self) -> int:
+        """Updates that a step's groups are divided over."""
+        return self._table.updates_per_step
+
+    @property
     def streams(self) -> bool:
         """Whether a group can be trained on before the rest of the batch is there."""
         return "batch" not in self.needs

@@ -6,13 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
-import msgspec
-
-from relax_rt.transport.base.calls import WaitingCalls
-from relax_rt.transport.base.journal import Journal
-from relax_rt.transport.base.liveness import ProcessWatch, node_name
+from relax_rt.transport.base.broker import JournaledBroker, rpc_caller
+from relax_rt.transport.base.liveness import node_name
 from relax_rt.transport.base.process_stat import start_time
 from relax_rt.transport.compat.store.api import (
     MAX_ROWS,
@@ -43,29 +39,19 @@ from relax_rt.transport.compat.store.ledger import (
     StoreLedger,
     StoreLimits,
     StoreOpened,
+    StoreOutcome,
     UnpinRows,
 )
 from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.memory.spill import SpillFiles, dead_slabs
-from relax_rt.transport.rpc import rpc
-from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused, Unreachable
+from relax_rt.transport.rpc.errors import OutOfSpace, Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
-MAX_WAIT_S = 60.0
 FSYNC_EVERY_S = 1.0
 _SPILL_RETRY_S = 5.0
-_UNMET_KEPT = 1024
-_OTHER_VERSION = "was it written by another version of relax-rt?"
-
-T = TypeVar("T")
-W = TypeVar("W", FoundRows, StoredRows)
 
 
-def _rpc_caller() -> Incarnation:
-    return rpc.caller().who
-
-
-class StoreBroker:
+class StoreBroker(JournaledBroker[StoreLedger]):
     """Implements StoreApi. Every call that changes the store is in the journal before it is answered.
 
     Args:
@@ -84,23 +70,14 @@ class StoreBroker:
         *,
         memory: str,
         limits: StoreLimits,
-        identify: Callable[[], Incarnation] = _rpc_caller,
+        identify: Callable[[], Incarnation] = rpc_caller,
     ) -> None:
+        super().__init__("the store's broker", folder, StoreLedger(), identify=identify, clock=time.monotonic)
         self._shm_dir, self._spill_dir = shm_dir, spill_dir
-        self._memory, self._limits, self._identify = memory, limits, identify
-        self._journal = Journal(folder)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._ledger = StoreLedger()
+        self._memory, self._limits = memory, limits
         self._disk = SpillFiles(shm_dir, spill_dir, 0)
-        self._watch = ProcessWatch(self._process_ended)
-        self._waits = WaitingCalls(time.monotonic)
-        self._unmet: dict[tuple[Incarnation, int], FoundRows | StoredRows] = {}
         self._full = asyncio.Event()
         self._sweep_wanted = True
-        self._failed: asyncio.Future[None] | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-
-    # --- life
 
     async def open(self) -> None:
         """Recover the ledger and begin to keep journal and memory. Call it once, before any other method.
@@ -108,134 +85,30 @@ class StoreBroker:
         Raises:
             Corrupt: the journal is damaged in a way that lost acknowledged events, or of another version.
         """
-        self._failed = asyncio.get_running_loop().create_future()
-        recovered = await asyncio.to_thread(self._journal.recover)
-        try:
-            self._ledger = StoreLedger(recovered.snapshot)
-        except msgspec.DecodeError as error:
-            raise Corrupt(f"journal snapshot {recovered.n}", why=str(error), hint=_OTHER_VERSION) from error
-        decode = msgspec.msgpack.Decoder(StoreEntry).decode
-        for n, payload in recovered.records:
-            try:
-                same = self._ledger.apply(decode(payload)).changed and self._ledger.state.n == n
-            except (Refused, msgspec.DecodeError) as error:
-                raise Corrupt(f"journal record {n}", why=str(error), hint=_OTHER_VERSION) from error
-            if not same:
-                raise Corrupt(f"journal record {n}", why="its replay changes nothing", hint=_OTHER_VERSION)
+        await self._recover(StoreLedger, StoreEntry)
         self._apply(StoreOpened(self._memory, self._limits))
         # A broker that spills has journaled something before, so no two brokers of a folder use the same number.
-        self._disk = SpillFiles(self._shm_dir, self._spill_dir, self._ledger.state.n)
+        self._disk = SpillFiles(self._shm_dir, self._spill_dir, self._ledger.n)
         for known in list(self._ledger.state.callers.values()):
             self._watch.add(known.who, known.pid, known.started)
-        self._tasks = [asyncio.create_task(work()) for work in (self._keep_disk, self._keep_room)]
-        for task in self._tasks:
-            task.add_done_callback(self._task_ended)
-
-    async def run(self) -> None:
-        """Run until the broker fails.
-
-        Raises:
-            Exception: what stopped it (OutOfSpace: the journal could not be written). A restart recovers all that was
-                acknowledged.
-        """
-        assert self._failed is not None, "open() first"
-        await asyncio.shield(self._failed)
-
-    async def close(self) -> None:
-        """Stop, and force the journal to disk."""
-        self._watch.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._failed is not None and not self._failed.done():
-            self._failed.cancel()
-        await asyncio.to_thread(self._journal.close)
-
-    def _fail(self, error: BaseException) -> None:
-        """The state in memory is ahead of the journal: nothing may be answered any more."""
-        assert self._failed is not None
-        if not self._failed.done():
-            self._failed.set_exception(error)
-            # Mark it as retrieved, also where nobody awaits run().
-            self._failed.exception()
-        self._waits.touch_all()
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
-
-    def _check_alive(self) -> None:
-        if self._failed is not None and self._failed.done():
-            # Not the caller's fault: it asks the next incarnation again.
-            error = self._failed.exception() if not self._failed.cancelled() else None
-            raise Unreachable("the store's broker", why=f"it failed ({error}) and is to be started again")
-
-    # --- events
+        self._start(self._keep_disk, self._keep_room)
 
     def _apply(
         self,
         event: StoreOpened | CallerJoined | CallerGone | BlocksSpilled | StoreCall,
-        seq: int | None = None,
+        who: Incarnation | None = None,
+        seq: int = 0,
     ) -> Reply:
-        """Apply an event, journal it, wake waiting calls; then the reply may be sent. seq: of a call; who asks is."""
         self._check_alive()
-        who = self._identify() if seq is not None else None
-        entry = StoreEntry(self._ledger.state.n + 1, event, who, seq or 0)
-        sound = False
-        try:
-            outcome = self._ledger.apply(entry)
-            if outcome.changed:
-                self._journal.append(entry.n, self._encoder.encode(entry))
-            sound = True
-        except Refused:
-            sound = True
-            raise
-        except OutOfSpace as error:
-            self._fail(error)
-            raise Unreachable("the store's broker", why=str(error)) from error
-        finally:
-            if not sound:
-                self._fail(RuntimeError(f"the store's ledger broke down on {entry}"))
+        outcome: StoreOutcome = self._commit(StoreEntry(self._ledger.n + 1, event, who, seq))
         if outcome.touched:
             self._waits.touch(outcome.touched)
         if self._ledger.state.blocks.payload_bytes > self._limits.high_water * self._limits.capacity_bytes:
             self._full.set()
         return outcome.reply
 
-    def _call(self, event: StoreCall, seq: int, kind: type[T]) -> T:
-        reply = self._apply(event, seq)
-        assert isinstance(reply, kind)
-        return reply
-
-    async def _wait_for(self, event: StoreCall, topic: str, seq: int, wait_s: float, kind: type[W]) -> W:
-        """Apply an event until its reply waits on nothing or wait_s is over; then reply with the reason."""
-        who = self._identify()
-        key = (who, seq)
-        # In this order a wait of NaN seconds is none.
-        deadline = time.monotonic() + min(max(0.0, wait_s), MAX_WAIT_S)
-        token = self._waits.enter(who.slot, topic)
-        try:
-            while True:
-                # A copy of this call, sent over a connection that was lost, may have been answered "nothing yet": then
-                # its caller has gone on, and this copy must not take rows that nobody would read.
-                reply = self._unmet.get(key) or self._call(event, seq, kind)
-                if not isinstance(reply, kind):
-                    raise Refused(f"call {seq}", why="another call had this number", hint="number changing calls anew")
-                left = deadline - time.monotonic()
-                if not reply.waiting_on or left <= 0 or key in self._unmet:
-                    break
-                await self._waits.wait(token, reply.waiting_on, left)
-        finally:
-            self._waits.leave(token)
-        if reply.waiting_on:
-            self._unmet[key] = reply
-            while len(self._unmet) > _UNMET_KEPT:
-                del self._unmet[next(iter(self._unmet))]
-        return reply
-
-    def _process_ended(self, who: Incarnation, _reason: str) -> None:
-        """A watched process is dead. May come after the broker's own failure, when nothing can be journaled."""
-        if self._failed is not None and not self._failed.done():
+    def _process_ended(self, who: Incarnation, reason: str) -> None:
+        if self._alive:
             self._apply(CallerGone(who))
             self._sweep_wanted = True
 
@@ -329,9 +202,7 @@ class StoreBroker:
         while True:
             await asyncio.sleep(FSYNC_EVERY_S)
             self._check_alive()
-            await asyncio.to_thread(self._journal.sync)
-            if self._journal.wants_snapshot:
-                await asyncio.to_thread(self._journal.rotate(self._ledger.snapshot()))
+            await self._force_journal(snapshot=True)
             if self._sweep_wanted:
                 state = self._ledger.state
                 # Again until the last spilled block is gone, and its file.

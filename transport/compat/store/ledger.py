@@ -780,6 +780,11 @@ class StoreLedger:
         self.rows = RowTable(self.state)
         self._touched: set[str] = set()
 
+    @property
+    def n(self) -> int:
+        """Number of the last event that changed something."""
+        return self.state.n
+
     def snapshot(self) -> bytes:
         """The whole state."""
         return msgspec.msgpack.encode(self.state)
