@@ -137,7 +137,7 @@ class RewardRole(RouterRole[RewardSettings]):
             unreadable = result.unreadable if isinstance(result, Score) else ""
             if unreadable and item not in self._unreadable and len(self._unreadable) < MAX_UNREADABLE:
                 self._unreadable.add(item)
-                self.ctx.event("gold_unreadable", item=item, items=len(self._unreadable), reason=unreadable[:500])
+                self.ctx.event("answer_unreadable", item=item, items=len(self._unreadable), reason=unreadable[:500])
         self._report()
         self._check_health(results)
 
