@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-from relax_rt.cluster.registry.core import RegistryCore, Stored
+from relax_rt.cluster.registry.core import RegistryCore, RegistryState
 from relax_rt.interfaces.registry import Changes
 from relax_rt.roles.rewards.judge import Judge, JudgeVerdict, Judging, LateVerdict
 from relax_rt.roles.rewards.scoring import RewardRequest
@@ -121,7 +121,7 @@ class Registry:
     """RegistryApi over the real account, as far as routers ask it."""
 
     def __init__(self) -> None:
-        self.core = RegistryCore(Stored(), 0.0)
+        self.core = RegistryCore(RegistryState(), 0.0)
 
     async def watch(self, since: int, wait_s: float) -> Changes:
         for _ in range(100):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from relax_rt.actors.directory import Directory
-from relax_rt.cluster.registry.core import RegistryCore, Stored
+from relax_rt.cluster.registry.core import RegistryCore, RegistryState
 from relax_rt.interfaces.registry import Changes, RegistryApi
 from relax_rt.roles.rollout.engines.base import Chunk, EngineLoad, GroupRequest
 from relax_rt.roles.rollout.generation import GenerationService
@@ -125,7 +125,7 @@ class FleetOfTests:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.core = RegistryCore(Stored(), 0.0)
+        self.core = RegistryCore(RegistryState(), 0.0)
         self.addresses: dict[str, str] = {}
         self.silent = False
         self.rollouts: list[Rollout] = []
