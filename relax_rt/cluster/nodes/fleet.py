@@ -65,7 +65,7 @@ from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, read_run
 from relax_rt.transport.rpc.channel import AddressError, parse_address
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import CurveKeys, Server, make_hello
+from relax_rt.transport.rpc.rpc import CurveKeys, RpcServer, make_hello
 
 MIB = 1 << 20
 BIND_TIMEOUT_S = 10.0
@@ -114,7 +114,7 @@ class NodeFleet:
         self._capacity: dict[str, Node] = {}
         self._news, self._changed = asyncio.Event(), asyncio.Event()
         self._joining: tuple[str, list[str]] = ("", [])
-        self._server: Server | None = None
+        self._server: RpcServer | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._ending: EndNode | None = None
         """The order that ends every node; set once the run is over."""
@@ -186,7 +186,7 @@ class NodeFleet:
             AddressError: nothing can listen there.
         """
         self._joining = (config, system)
-        server = Server(make_hello(HELLO_NAME, Incarnation(f"{HEAD}/0", 0)), curve=keys)
+        server = RpcServer(make_hello(HELLO_NAME, Incarnation(f"{HEAD}/0", 0)), curve=keys)
         server.offer(HeadApi, self)
         try:
             real = await server.listen(address)
