@@ -65,7 +65,7 @@ def without(name: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ABLATIONS)
-def test_a_run_without_a_safeguard_is_found_out(name: str) -> None:
+def test_missing_safeguard_is_detected(name: str) -> None:
     make, _, right = ABLATIONS[name]
     seen: set[str] = set()
     for seed in SEEDS:
@@ -76,7 +76,7 @@ def test_a_run_without_a_safeguard_is_found_out(name: str) -> None:
     raise AssertionError(f"{len(SEEDS)} runs without the {name}, and the checker found {sorted(seen)} only")
 
 
-def test_nothing_is_found_when_all_safeguards_are_back() -> None:
+def test_no_finding_once_all_safeguards_are_restored() -> None:
     """Over the same seeds; that a patch stayed behind would show here."""
     for seed in SEEDS:
         assert training(seed).checker.findings == [] == streaming(seed).checker.findings

@@ -157,7 +157,7 @@ def without(name: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ABLATIONS)
-def test_a_run_without_a_safeguard_is_found_out(name: str) -> None:
+def test_missing_safeguard_is_detected(name: str) -> None:
     right = ABLATIONS[name][1]
     seen: set[str] = set()
     for seed in islice(seeds(KIND_OF.get(name, "")), RUNS):
@@ -168,7 +168,7 @@ def test_a_run_without_a_safeguard_is_found_out(name: str) -> None:
     raise AssertionError(f"{RUNS} runs without the safeguard ({name}), and only {sorted(seen)} was found")
 
 
-def test_nothing_is_found_when_all_safeguards_are_back() -> None:
+def test_no_finding_once_all_safeguards_are_restored() -> None:
     """That a patch stayed behind would show here."""
     for seed in range(40):
         assert World(seed).play().checker.findings == []

@@ -37,7 +37,7 @@ def judged(seeds: Iterable[int]) -> Counter[str]:
 
 
 @pytest.mark.parametrize("first", range(0, RUNS, CHUNK))
-def test_a_run_reaches_its_target_whatever_befalls_it(first: int, sim_seed: int | None) -> None:
+def test_run_reaches_its_target_under_all_faults(first: int, sim_seed: int | None) -> None:
     if sim_seed is not None:
         if first:
             pytest.skip(f"run {sim_seed} alone is played")
@@ -57,7 +57,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert first.broker.journal == second.broker.journal and first.kernel.now == second.kernel.now
 
 
-def test_what_is_remembered_does_not_grow_with_what_befell() -> None:
+def test_remembered_state_does_not_grow_with_the_number_of_faults() -> None:
     """Ten minutes of faults in one run: supervisor, registry and what head and nodes know of each other stay as large
     as they were. Versions are remembered, one a step."""
     world, sizes = World(2, faults_s=600.0, target=100_000, period_s=10.0), []

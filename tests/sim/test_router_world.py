@@ -95,7 +95,7 @@ def test_undisturbed_everything_is_done_and_nothing_is_moved() -> None:
 
 
 @pytest.mark.parametrize("name", ABLATIONS)
-def test_a_run_without_a_safeguard_is_found_out(name: str) -> None:
+def test_missing_safeguard_is_detected(name: str) -> None:
     seen: set[str] = set()
     for seed in ABLATION_SEEDS:
         with without(name):

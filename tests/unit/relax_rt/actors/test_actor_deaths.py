@@ -52,7 +52,7 @@ async def test_killed_in_mid_call(carrier: str, tmp_path: pathlib.Path) -> None:
                 await process.wait()
 
 
-async def test_the_end_is_told_also_when_the_slot_is_filled_again(tmp_path: pathlib.Path) -> None:
+async def test_end_is_reported_also_when_the_slot_is_filled_again(tmp_path: pathlib.Path) -> None:
     registry = Registry()
     who = registry.enter("judge/0", "")
     async with directory({}, registry) as known:
@@ -77,7 +77,7 @@ async def test_without_news_of_the_end_the_caller_waits_no_longer_than_its_deadl
         assert died.diagnosis == "" and "how judge/0#1 ended is not known yet" in str(died)
 
 
-async def test_a_stream_that_began_is_not_taken_up_again(tmp_path: pathlib.Path) -> None:
+async def test_started_stream_is_not_resumed(tmp_path: pathlib.Path) -> None:
     registry = Registry()
     who = registry.enter("judge/0", "")
     process, real = await spawn(f"unix://{tmp_path}/j.sock", who.epoch)
@@ -147,7 +147,7 @@ async def test_members_that_are_not_ready_get_nothing(tmp_path: pathlib.Path) ->
         assert len({await patient.pid() for _ in range(4)}) == 1
 
 
-async def test_one_of_two_is_killed_and_the_other_takes_over(tmp_path: pathlib.Path) -> None:
+async def test_calls_go_to_the_other_member_when_one_is_killed(tmp_path: pathlib.Path) -> None:
     registry = Registry()
     processes = {}
     addresses = {}
@@ -193,7 +193,7 @@ async def test_one_that_stops_finishes_what_it_began_and_passes_on_the_rest(tmp_
         assert (a.peak, b.peak > 0) == (8, True)
 
 
-async def test_another_actor_that_stops_is_not_taken_for_this_one(tmp_path: pathlib.Path) -> None:
+async def test_stop_of_another_actor_is_not_attributed_to_this_one(tmp_path: pathlib.Path) -> None:
     """A call that had begun is not sent again because something that it called was stopping."""
 
     class Middle(Actor):
@@ -285,9 +285,7 @@ async def test_connections_lost_to_members_that_live_are_no_deaths(tmp_path: pat
         call.cancel()
 
 
-async def test_following_goes_on_after_whatever_goes_wrong(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_members_are_followed_after_any_failure(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that nobody foresaw, and a cancelled task, cost news for a while and not for good."""
     monkeypatch.setattr("relax_rt.interfaces.members.RETRY_S", 0.05)
 

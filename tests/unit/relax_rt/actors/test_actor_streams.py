@@ -97,7 +97,7 @@ async def test_the_deadline_is_between_items(tmp_path: pathlib.Path) -> None:
         await eventually(lambda: actor.ended == ["cancelled"])
 
 
-async def test_a_consumer_that_takes_nothing_loses_its_stream(tmp_path: pathlib.Path) -> None:
+async def test_stream_of_a_consumer_that_reads_nothing_is_ended(tmp_path: pathlib.Path) -> None:
     async with (
         living(f"unix://{tmp_path}/j.sock", stream_idle_s=1.0) as (actor, real),
         directory({"judge/0": real}) as known,

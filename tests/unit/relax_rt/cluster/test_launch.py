@@ -109,7 +109,7 @@ def test_the_rate_of_a_cold_start_may_change_until_it_is_over(tmp_path: Path) ->
     launch._check_same_config(tmp_path, config_digest(further), further)
 
 
-def test_five_keys_are_told_with_their_values_and_the_others_named(
+def test_five_changed_keys_are_shown_with_values_and_the_others_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for many, rest in ((7, "; and so are k5, k6"), (40, "k24, …"), (5, "k4 was 4, is 5")):

@@ -182,7 +182,7 @@ class Engine(Role):
         (BadInput("the folder cannot be written"), "config: the folder cannot be written"),
     ],
 )
-async def test_others_hear_how_a_role_ended(
+async def test_end_of_a_role_is_reported_to_the_registry(
     place: Place, monkeypatch: pytest.MonkeyPatch, end: Exception | None, told: str
 ) -> None:
     """The registry believes the role's own word first, and the trainer tells of a lost engine by it."""
@@ -194,7 +194,7 @@ async def test_others_hear_how_a_role_ended(
     assert bool(finished) == (end is None)
 
 
-async def test_registry_that_is_away_does_not_hurt(place: Place) -> None:
+async def test_role_works_while_the_registry_is_down(place: Place) -> None:
     await place.registry_down()
     ctx = place.context()
     assert ctx.registry_lease is not None
@@ -211,7 +211,7 @@ async def test_registry_that_is_away_does_not_hurt(place: Place) -> None:
     await stop(task)
 
 
-async def test_registry_that_forgot_is_told_again(place: Place) -> None:
+async def test_role_announces_itself_again_to_a_registry_that_forgot_it(place: Place) -> None:
     ctx = place.context()
     assert ctx.registry_lease is not None
     task = asyncio.create_task(ctx.registry_lease.keep())
@@ -232,7 +232,7 @@ async def test_fenced_incarnation_ends(place: Place) -> None:
         await asyncio.wait_for(ctx.registry_lease.keep(), 120)
 
 
-async def test_role_without_registry_is_told_why(place: Place) -> None:
+async def test_role_without_a_registry_gets_the_reason(place: Place) -> None:
     with pytest.raises(RelaxError, match="has no registry"):
         await place.context(has_registry=False).registry.versions()
     own = place.context("registry/0")
@@ -339,7 +339,7 @@ def beats(ours: socket.socket, within_s: float) -> int:
     return found
 
 
-async def test_waiting_role_beats_while_its_loop_answers(pair: tuple[socket.socket, socket.socket]) -> None:
+async def test_waiting_role_sends_heartbeats_while_its_loop_answers(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
     progress = ProgressReporter(theirs, heartbeat_s=0.02)
     progress.watch_loop(asyncio.get_running_loop())
@@ -354,7 +354,7 @@ async def test_waiting_role_beats_while_its_loop_answers(pair: tuple[socket.sock
     progress.waiting("")
 
 
-def test_busy_role_does_not_beat(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_busy_role_sends_no_heartbeat(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
     progress = ProgressReporter(theirs, heartbeat_s=0.02)
     progress.advance(1, "computing")

@@ -51,7 +51,7 @@ def test_interpreter_is_held_against_all_other_threads() -> None:
     assert max(gaps) >= 0.4
 
 
-def test_memory_is_taken_and_given_back() -> None:
+def test_memory_is_allocated_and_freed() -> None:
     before = own_memory(os.getpid())
     Faults().carry_out(order("eat_memory", 0.5, 96))
     eventually_blocking(lambda: own_memory(os.getpid()) - before >= 90 * MIB)
@@ -75,7 +75,7 @@ def test_messages_are_impaired_for_a_while(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == [{"delay_s": 0.2, "for_s": 5.0}, {"drop": 1.0, "for_s": 3.0}]
 
 
-def test_fault_that_cannot_be_carried_out_harms_nobody_and_is_told() -> None:
+def test_fault_that_cannot_be_injected_is_reported_and_does_no_harm() -> None:
     told: list[tuple[str, str]] = []
     faults = Faults(lambda kind, fields: told.append((kind, fields["order"])))
     faults.carry_out(order("hang_loop", 60.0))
@@ -84,7 +84,7 @@ def test_fault_that_cannot_be_carried_out_harms_nobody_and_is_told() -> None:
     assert told == [("fault_failed", "hang_loop"), ("fault_failed", "eat_memory")]
 
 
-async def test_each_fault_says_that_it_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_fault_reports_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relax_rt.hosting.faults.impair", lambda **how: None)
     told: list[tuple[str, str]] = []
     faults = Faults(lambda kind, fields: told.append((kind, fields["order"])))

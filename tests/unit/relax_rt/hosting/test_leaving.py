@@ -70,7 +70,7 @@ class Loading(Role):
         raise AssertionError("it was never set up")
 
 
-def test_a_thread_of_a_setup_that_was_cut_short_keeps_nobody() -> None:
+def test_thread_of_an_interrupted_setup_does_not_delay_the_exit() -> None:
     free = threading.Event()
 
     async def role() -> bool:
@@ -164,14 +164,14 @@ def patient(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("where", ["setup", "run", "teardown"])
-async def test_a_cancellation_of_its_own_is_told_as_a_failure(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancellation_from_inside_is_a_failure(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Careless, "where", where)
     with pytest.raises(RelaxError, match=f"Careless.{where} was cancelled from inside"):
         await run_role(Careless, context(), lambda: None)
 
 
 @pytest.mark.usefixtures("patient")
-async def test_a_live_probe_that_is_cancelled_from_inside_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_live_probe_cancelled_from_inside_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Careless, "where", "live")
     ctx = context()
     with pytest.raises(LiveProbeFailed, match="cancelled from inside"):

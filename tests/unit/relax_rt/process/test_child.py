@@ -72,7 +72,7 @@ async def test_no_signal_is_sent_after_the_exit_was_seen(tmp_path: Path, monkeyp
     assert sent == []
 
 
-async def test_released_child_is_left_to_who_takes_it_over(tmp_path: Path) -> None:
+async def test_released_child_is_not_reaped(tmp_path: Path) -> None:
     exits: list[int] = []
     popen = spawn(SLEEP, os.environ, tmp_path / "log")
     child = Child(popen.pid, exits.append, popen)
@@ -108,7 +108,7 @@ async def test_wait_ends_with_the_predicate_or_the_timeout() -> None:
     assert await waiting
 
 
-def test_log_is_rotated_in_place_under_who_writes_it(tmp_path: Path) -> None:
+def test_log_is_rotated_in_place_while_it_is_open_for_writing(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     assert not rotate_log(log, 1)
     with log.open("ab", buffering=0) as writer:

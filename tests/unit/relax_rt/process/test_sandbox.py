@@ -71,7 +71,7 @@ def said(ran: SandboxResult) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_program_has_its_files_and_its_input_and_says_what_it_says(kind: str) -> None:
+async def test_program_gets_its_files_and_input_and_its_output_is_returned(kind: str) -> None:
     program = "import sys; print(sys.stdin.read(), open('data').read()); print('x', file=sys.stderr); sys.exit(3)"
     ran = await run(kind, program, files={"data": "file"}, stdin="input")
     assert (ran.stopped, ran.code, ran.stdout, ran.stderr) == ("", 3, b"input file\n", b"x\n")
@@ -118,7 +118,7 @@ PRINTS = "while True:\n    print('x' * 65536)"
     ],
     ids=["sleeps", "ignores signals", "prints", "writes", "writes files", "allocates", "forks", "starts threads"],
 )
-async def test_what_takes_too_much_is_ended(kind: str, program: str, wall_s: float, words: str) -> None:
+async def test_program_over_a_limit_is_killed(kind: str, program: str, wall_s: float, words: str) -> None:
     ran = await run(kind, program, SandboxLimits(**{**vars_of(SMALL), "wall_s": wall_s}))
     assert ran.stopped or ran.code != 0
     assert any(one in ran.stopped + said(ran) for one in words.split("|")), (ran.stopped, said(ran)[-500:])
@@ -145,13 +145,13 @@ print('gone')
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_what_slips_away_from_its_parent_ends_with_the_program(kind: str) -> None:
+async def test_daemons_of_a_program_end_with_it(kind: str) -> None:
     ran = await run(kind, LEAVES)
     assert (ran.stopped, ran.code, ran.stdout) == ("", 0, b"gone\n")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_it_has_no_rights_and_nothing_of_our_environment(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_program_has_no_rights_and_none_of_our_environment(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "secret")
     program = """
 import os
@@ -166,7 +166,7 @@ print(os.getuid(), status['CapEff'], status['CapBnd'], status['NoNewPrivs'], sor
 
 
 @pytest.mark.parametrize("kind", CLOSED)
-async def test_it_sees_none_of_our_files_and_changes_none(kind: str, tmp_path: Path) -> None:
+async def test_program_sees_and_changes_none_of_our_files(kind: str, tmp_path: Path) -> None:
     ours = tmp_path / "ours"
     ours.write_text("secret")
     program = f"""
@@ -189,7 +189,7 @@ print(sorted(os.listdir('/')), sorted(os.listdir('/tmp')), [pid for pid in os.li
 
 
 @pytest.mark.parametrize("kind", CLOSED)
-async def test_it_has_no_network(kind: str) -> None:
+async def test_program_has_no_network(kind: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         program = f"import socket; socket.create_connection({address!r}, 2)"
@@ -209,14 +209,14 @@ async def test_it_has_no_network(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CLOSED)
-async def test_it_gets_no_new_namespaces(kind: str) -> None:
+async def test_program_gets_no_new_namespaces(kind: str) -> None:
     program = "import ctypes; print(ctypes.CDLL(None, use_errno=True).unshare(0x10000000), ctypes.get_errno())"
     ran = await Sandbox(SMALL, MODES[kind]).run([sys.executable, "-I", "-c", program])
     assert ran.stdout.startswith(b"-1 "), said(ran)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_run_that_is_called_off_leaves_nothing(kind: str) -> None:
+async def test_cancelled_sandbox_leaves_no_process(kind: str) -> None:
     word = secrets.token_hex(8)
     argv = [interpreter(kind), "-I", "-S", "-c", SLEEP, word]
     task = asyncio.create_task(Sandbox(SMALL, MODES[kind]).run(argv))
@@ -228,7 +228,7 @@ async def test_a_run_that_is_called_off_leaves_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_program_that_is_not_there_is_no_verdict(kind: str) -> None:
+async def test_missing_program_raises_and_gives_no_result(kind: str) -> None:
     with pytest.raises(SandboxFailed, match=r"No such file|Permission denied"):
         await Sandbox(SMALL, MODES[kind]).run(["no-such-program"])
 
@@ -325,7 +325,7 @@ async def test_an_executable_that_only_root_may_run_is_named(kind: str, place: P
 @system_python
 @pytest.mark.parametrize("kind", CLOSED)
 @pytest.mark.parametrize("below", ["/tmp", "/dev/shm", "/var/tmp"])
-async def test_an_interpreter_below_a_folder_of_the_boxs_own_is_shown(kind: str, below: str) -> None:
+async def test_interpreter_below_a_writable_folder_of_the_sandbox_is_shown(kind: str, below: str) -> None:
     with tempfile.TemporaryDirectory(dir=below) as name:
         venv = Path(name, "clone", ".venv")
         (venv / "bin").mkdir(parents=True)
@@ -423,7 +423,7 @@ def test_without_namespaces_a_closed_interpreter_is_named_with_ways_that_help(pl
         ({}, "docker run --privileged"),
     ],
 )
-def test_advice_goes_by_what_the_kernel_forbids(
+def test_advice_depends_on_the_kernel_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], words: str
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -445,7 +445,7 @@ def test_advice_goes_by_what_the_kernel_forbids(
         ("echo '--disable-userns --size --as-pid-1' >&2", ""),
     ],
 )
-def test_a_bubblewrap_that_lacks_what_boxes_need_is_not_used(
+def test_bubblewrap_without_a_needed_option_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, words: str
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -455,7 +455,7 @@ def test_a_bubblewrap_that_lacks_what_boxes_need_is_not_used(
     assert words in sandbox.bubblewrap_missing() if words else sandbox.bubblewrap_missing() == ""
 
 
-async def test_a_bubblewrap_that_fails_is_said_and_the_next_way_taken(
+async def test_failure_of_bubblewrap_is_reported_and_the_next_backend_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusing = [

@@ -148,7 +148,7 @@ async def test_a_cancelled_request_kills_its_worker(spec: WorkerSpec, tmp_path: 
         assert worker.ended and not living(tmp_path)
 
 
-async def test_a_killed_worker_is_gone_for_every_caller_also_beside_a_cancelled_one(
+async def test_killed_worker_is_dead_for_every_caller_also_when_one_was_cancelled(
     spec: WorkerSpec, tmp_path: Path
 ) -> None:
     async with pool_of(spec) as pool:
@@ -181,7 +181,7 @@ def fake_pool(size: int, started: list[Any], start: Any) -> WorkerPool[Any]:
     return WorkerPool(size, make)
 
 
-async def test_started_workers_belong_to_the_pool_although_the_caller_that_waited_for_others_is_gone() -> None:
+async def test_started_workers_belong_to_the_pool_although_the_caller_was_cancelled() -> None:
     started: list[Any] = []
     both = asyncio.Event()
 

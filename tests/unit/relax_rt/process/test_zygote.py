@@ -188,7 +188,7 @@ async def test_process_that_is_spawned_after_an_unreported_fork_is_the_only_one(
         assert (await end).pid == role.pid
 
 
-async def test_module_that_starts_a_thread_is_named_and_left_out(tmp_path: Path) -> None:
+async def test_module_that_starts_a_thread_is_named_and_skipped(tmp_path: Path) -> None:
     async with World(tmp_path, ["zygote_thread", "zygote_probe"]) as world:
         probe = await world.fork(needs=["zygote_probe", "zygote_thread"])
         assert "zygote_thread" not in probe.found["modules"]
@@ -262,7 +262,7 @@ async def test_missing_interpreter_is_the_reason_of_the_failed_fork(tmp_path: Pa
         (await world.fork()).let_go()
 
 
-def test_death_of_the_agent_takes_zygotes_and_roles_along(tmp_path: Path) -> None:
+def test_zygotes_and_roles_die_with_the_agent(tmp_path: Path) -> None:
     command = [sys.executable, str(TOYS / "zygote_agent.py"), str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout is not None

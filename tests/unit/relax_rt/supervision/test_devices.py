@@ -98,7 +98,7 @@ async def test_memory_that_is_never_freed_is_an_error_that_names_the_process() -
         await world.gate.free("rollout/0", [0])
 
 
-async def test_a_start_goes_on_where_devices_cannot_be_queried_which_is_reported_once() -> None:
+async def test_start_proceeds_when_devices_cannot_be_queried_and_reports_that_once() -> None:
     world = Gate("nvidia-smi is not installed")
     for _ in range(3):
         await world.gate.free("rollout/0", [0])

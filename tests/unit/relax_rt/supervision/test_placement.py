@@ -86,7 +86,7 @@ def test_a_gang_waits_for_a_lost_node_and_then_spreads_over_both_again() -> None
     assert [place.node for place in placer.place_gang(ranks)] == ["head", "b"]  # type: ignore[union-attr]
 
 
-def test_a_node_that_leaves_takes_nothing_more() -> None:
+def test_closed_node_gets_no_more_slots() -> None:
     placer = Placer([Node("head", 1), Node("b", 9)])
     placer.close("b", "it is leaving")
     assert placed(placer.place(need("a/0"))).node == "head"
@@ -110,7 +110,7 @@ def test_a_gang_is_packed_with_its_ranks_in_the_order_of_nodes() -> None:
     assert placed(placer.place(need("other/0", gpus=1))).node == "head", "no rank has a place"
 
 
-def test_a_gang_without_gpus_goes_by_cores_and_shares_them_at_need() -> None:
+def test_gang_without_gpus_is_packed_by_cores_and_shares_them_if_it_must() -> None:
     placer = Placer([Node("head", 2), Node("b", 2)])
     four = placer.place_gang([need(f"t/{n}") for n in range(4)])
     assert isinstance(four, list) and [place.node for place in four] == ["head", "head", "b", "b"]
@@ -197,7 +197,7 @@ def test_a_gang_uses_the_fewest_nodes_that_hold_it(
     assert len(given_out) == len(set(given_out)) == ranks * gpus
 
 
-def test_slots_go_where_memory_is_left_before_they_go_where_cores_are() -> None:
+def test_free_memory_is_preferred_to_free_cores() -> None:
     placer = Placer([Node("head", 8, 0, 1000), Node("b", 1, 0, 2000)])
     nodes = [placed(placer.place(need(f"r/{n}", memory_mib=900))).node for n in range(3)]
     assert nodes == ["head", "b", "b"]

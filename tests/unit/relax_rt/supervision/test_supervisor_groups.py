@@ -124,7 +124,7 @@ def test_restart_of_a_rank_by_hand_asks_all_ranks_to_stop_and_counts_nothing() -
     assert b.starts == ["t/0", "t/1"] and generation(b) == 2
 
 
-def test_rank_that_fails_while_the_run_ends_takes_the_others_with_it() -> None:
+def test_rank_that_fails_while_the_run_ends_has_the_others_killed() -> None:
     b = gang(2)
     b(StopRequested("enough"))
     b.dies("t/0")

@@ -53,7 +53,7 @@ def test_the_same_attempt_may_ask_twice_and_another_of_the_name_may_not() -> Non
 
 
 @pytest.mark.parametrize("name", ["", "head", "a b", "x" * 41, "../x", "ü"])
-def test_names_that_are_none(name: str) -> None:
+def test_invalid_node_names_are_refused(name: str) -> None:
     with pytest.raises(Refused, match="choose"):
         NodeTable("run1", LEASE_S, 0.0).join(facts(name), "t", 0.0)
 
@@ -90,13 +90,13 @@ def test_a_node_whose_agent_has_not_begun_yet_has_more_time() -> None:
     assert name == "b" and at == pytest.approx(AGENT_START_S, abs=2 * TICK_S)
 
 
-def test_a_seat_of_an_earlier_run_is_fenced() -> None:
+def test_membership_of_an_earlier_run_is_fenced() -> None:
     head, membership = head_with()
     with pytest.raises(StaleEpoch, match="run run0 is over"):
         head.renew(NodeMembership("run0", membership.node, membership.epoch), 0.0)
 
 
-def test_a_pause_of_the_head_loses_nobody() -> None:
+def test_pause_of_the_head_loses_no_node() -> None:
     head, membership = head_with()
     assert head.tick(100.0) == []
     assert ticks(head, 100.0, 100.0 + patience_s(LEASE_S) - TICK_S) == []
@@ -104,7 +104,7 @@ def test_a_pause_of_the_head_loses_nobody() -> None:
     assert ticks(head, 100.0 + LEASE_S, 100.0 + LEASE_S + patience_s(LEASE_S) - TICK_S) == []
 
 
-def test_orders_are_given_again_until_they_are_confirmed_and_taken_once() -> None:
+def test_orders_are_resent_until_confirmed_and_returned_once() -> None:
     head, membership = head_with()
     session = HeadSession(LEASE_S, 0.0)
     head.order("b", Stop("x/0"))
@@ -120,7 +120,7 @@ def test_orders_are_given_again_until_they_are_confirmed_and_taken_once() -> Non
     assert head.orders(membership, session.since, 1) is None
 
 
-def test_places_go_out_when_they_change() -> None:
+def test_addresses_are_sent_when_they_change() -> None:
     head, membership = head_with()
     session = HeadSession(LEASE_S, 0.0)
     head.set_address("queue/0", "tcp://10.0.0.1:7")
@@ -154,7 +154,7 @@ def test_reports_are_sent_again_until_confirmed_and_counted_once() -> None:
         head.report(membership, 9, 1)
 
 
-def test_progress_that_was_not_sent_gives_way_to_newer_one_of_its_slot() -> None:
+def test_unsent_progress_is_replaced_by_newer_progress_of_its_slot() -> None:
     session = HeadSession(LEASE_S, 0.0)
     session.add(SlotProgress("x/0", 1, extend_s=5.0))
     session.add(SlotProgress("y/0", 1))

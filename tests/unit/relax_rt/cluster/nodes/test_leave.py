@@ -66,7 +66,7 @@ async def test_an_agent_leaves_only_when_nothing_is_left(tmp_path: Path, left: l
 
 
 @pytest.mark.parametrize("left", [[], STUCK])
-async def test_an_executor_tells_what_it_could_not_kill(
+async def test_executor_reports_processes_that_it_could_not_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: list[int]
 ) -> None:
     monkeypatch.setattr(procfs, "kill_until_none", lambda find, reap: left)
@@ -103,7 +103,7 @@ def test_the_joining_process_leaves_only_when_nothing_is_left(
 
 
 @pytest.mark.parametrize("name", ["carrying out orders", "reporting", "housekeeping", "following events"])
-async def test_work_of_an_agent_that_fails_ends_its_part(name: str) -> None:
+async def test_failed_background_task_ends_the_membership(name: str) -> None:
     agent: Any = object.__new__(NodeAgent)
     told = Around([])
     agent._events, agent.membership, agent._log = told, MEMBERSHIP, structlog.get_logger()
@@ -120,7 +120,7 @@ async def test_work_of_an_agent_that_fails_ends_its_part(name: str) -> None:
     assert told.calls == ["supervisor_fault", "a/0"], "its roles are ended at once"
 
 
-async def test_work_that_is_called_off_is_no_fault() -> None:
+async def test_cancelled_background_task_is_no_fault() -> None:
     agent: Any = object.__new__(NodeAgent)
     agent._over = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(asyncio.sleep(60))

@@ -97,7 +97,7 @@ async def joined(api: HeadApi, token: str = "t") -> JoinReply:
     return await api.join(NodeFacts(name="b", host="10.0.0.2", cores=3, gpus=1), token)
 
 
-async def test_a_node_joins_takes_orders_and_reports(tmp_path: Path) -> None:
+async def test_node_joins_receives_orders_and_reports(tmp_path: Path) -> None:
     async with opened(tmp_path) as head, node(head) as api:
         membership = (await joined(api)).membership
         assert (await joined(api)).membership == membership
@@ -127,7 +127,7 @@ async def test_a_node_joins_takes_orders_and_reports(tmp_path: Path) -> None:
         assert len(head.heard) == 1
 
 
-async def test_a_silent_node_is_lost_fenced_and_told_so(tmp_path: Path) -> None:
+async def test_silent_node_is_lost_and_fenced(tmp_path: Path) -> None:
     async with opened(tmp_path) as head, node(head) as api:
         membership = (await joined(api)).membership
         await api.orders(membership, 0, 1, 0.0)
@@ -151,7 +151,7 @@ async def test_a_silent_node_is_lost_fenced_and_told_so(tmp_path: Path) -> None:
         assert (await joined(api, "again")).membership.epoch == membership.epoch + 1
 
 
-async def test_a_node_that_wants_to_leave_may_go_when_nothing_runs_there(tmp_path: Path) -> None:
+async def test_leaving_node_is_released_once_nothing_runs_there(tmp_path: Path) -> None:
     async with opened(tmp_path) as head, node(head) as api:
         membership = (await joined(api)).membership
         executor = head.fleet.executor("b")
@@ -168,7 +168,7 @@ async def test_a_node_that_wants_to_leave_may_go_when_nothing_runs_there(tmp_pat
         assert isinstance(head.posted[-1], NodeLost) and head.ended == []
 
 
-async def test_the_end_of_the_run_ends_the_nodes_and_lets_nobody_in(tmp_path: Path) -> None:
+async def test_end_of_the_run_ends_the_nodes_and_refuses_joins(tmp_path: Path) -> None:
     async with opened(tmp_path) as head, node(head) as api:
         membership = (await joined(api)).membership
         ending = asyncio.create_task(head.fleet.close(3, "all is done"))

@@ -280,7 +280,7 @@ def test_progress_alone_wakes_no_watcher() -> None:
     assert [m.policy_version for m in changes.members] == [7]
 
 
-def test_a_renewal_that_was_overtaken_takes_no_version_back() -> None:
+def test_overtaken_renewal_does_not_lower_the_version() -> None:
     core, (who,) = started()
     core.renew(who, "ready", 9, "", 7, 0.0)
     core.renew(who, "ready", 4, "", 5, 0.1)
@@ -288,7 +288,7 @@ def test_a_renewal_that_was_overtaken_takes_no_version_back() -> None:
     assert member is not None and (member.policy_version, member.progress) == (7, 9)
 
 
-def test_watch_tells_only_what_changed_unless_the_revision_is_not_its_own() -> None:
+def test_watch_returns_only_changes_unless_the_revision_is_unknown() -> None:
     core, members = started(3)
     revision = core.revision
     core.leave(members[1], "done")

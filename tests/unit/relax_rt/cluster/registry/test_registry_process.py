@@ -145,7 +145,7 @@ async def test_fencing_survives_the_registry(process: Process) -> None:
             assert await trainer.issue_version() > version
 
 
-async def test_a_stopped_registry_lets_nothing_lapse_that_renewed_meanwhile(process: Process) -> None:
+async def test_leases_renewed_while_the_registry_was_stopped_do_not_lapse(process: Process) -> None:
     ttl_s = 1.5
     async with connected(process, "agent/0", 0) as agent:
         epoch = await agent.issue_epoch("rollout/0")

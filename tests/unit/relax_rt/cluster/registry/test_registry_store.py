@@ -19,7 +19,7 @@ from relax_rt.transport.rpc.identity import Incarnation
 WHO = Incarnation("trainer/0", 3)
 
 
-async def test_everything_comes_back(tmp_path: Path) -> None:
+async def test_state_is_restored_from_the_file(tmp_path: Path) -> None:
     path = tmp_path / "registry.sqlite"
     entry = Entry(
         Member(WHO, 7, "unix:///x", "ready", 4, detail="é", before=IncarnationEnd(2, "killed: by SIGKILL")), 2.5
@@ -42,7 +42,7 @@ async def test_everything_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("turns", range(5))
-async def test_a_watch_that_is_cancelled_as_a_change_comes_ends_so(tmp_path: Path, turns: int) -> None:
+async def test_watch_cancelled_as_a_change_arrives_is_cancelled(tmp_path: Path, turns: int) -> None:
     """Else whoever watches again and again could not be ended."""
     service = RegistryService(Store(tmp_path / "registry.sqlite", "a"), identity=lambda: WHO)
     await service.start()
@@ -61,7 +61,7 @@ async def test_a_watch_that_is_cancelled_as_a_change_comes_ends_so(tmp_path: Pat
     await service.close()
 
 
-async def test_what_a_caller_who_is_gone_has_told_wakes_the_watchers(tmp_path: Path) -> None:
+async def test_change_of_a_caller_that_was_cancelled_wakes_the_watchers(tmp_path: Path) -> None:
     service = RegistryService(Store(tmp_path / "registry.sqlite", "a"), identity=lambda: WHO)
     await service.start()
     before = service.core.revision
@@ -97,7 +97,7 @@ async def watch_for_ever(service: RegistryService) -> None:
         revision = (await service.watch(revision, 60.0)).revision
 
 
-async def test_callers_share_transactions_and_a_cancelled_one_disturbs_nobody(tmp_path: Path) -> None:
+async def test_callers_share_transactions_and_a_cancelled_one_disturbs_no_other(tmp_path: Path) -> None:
     store = Store(tmp_path / "registry.sqlite", "a")
     await store.open()
 
@@ -169,7 +169,7 @@ async def test_nothing_is_acknowledged_once_a_write_has_failed(tmp_path: Path) -
     await again.close()
 
 
-async def test_an_asking_that_comes_twice_fences_nobody(tmp_path: Path) -> None:
+async def test_repeated_request_for_an_epoch_fences_no_incarnation(tmp_path: Path) -> None:
     told: list[str] = []
     service = RegistryService(
         Store(tmp_path / "registry.sqlite", "a"),
