@@ -1,4 +1,4 @@
-"""What hostile code might leave behind."""
+"""Processes and folders that untrusted code may leave behind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _sandbox_dirs() -> list[str]:
 
 
 def nothing_left(word: str) -> None:
-    """Wait until no process has the word any more, and no folder of a box is there."""
+    """Wait until no process has the word any more, and no folder of a sandbox is left."""
     end = time.monotonic() + DEADLINE_S
     while (left := [*with_word(word), *_sandbox_dirs()]) and time.monotonic() < end:
         time.sleep(0.02)
@@ -48,7 +48,7 @@ def nothing_left(word: str) -> None:
 
 
 def until_started(word: str) -> None:
-    """Wait until a process of a box has the word in its command line: the program itself, or what it is started by."""
+    """Wait until a process of a sandbox has the word in its command line: the program, or its guard."""
     end = time.monotonic() + DEADLINE_S
     while not with_word(word):
         assert time.monotonic() < end, "no program was started"

@@ -1,4 +1,4 @@
-"""Code that nobody vouches for, in a box: whatever it does, it ends in time, reaches nothing and leaves nothing."""
+"""Untrusted code in a sandbox: it ends in time, reaches nothing outside and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODES = {
 
 
 def works(kind: str) -> bool:
-    """Whether boxes of a kind can be made here."""
+    """Whether sandboxes of a kind work on this machine."""
     if kind == "bubblewrap" and sandbox.bubblewrap_missing():
         return False
     try:
@@ -53,13 +53,13 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root's programs run
 
 
 def shown_paths() -> list[str]:
-    """What a box of this interpreter shows besides system folders."""
+    """Paths that a sandbox of this interpreter shows besides system folders."""
     shown = sandbox_layout.shown([sys.executable])
     return [*shown.folders, *(path for path, _ in shown.links), *sandbox.package_dirs()]
 
 
 async def run(kind: str, program: str, limits: SandboxLimits = SMALL, **more: object) -> SandboxResult:
-    """In a box of its own; then, that nothing of it is left."""
+    """Run a program in a sandbox, and check that nothing of it is left."""
     word = secrets.token_hex(8)
     ran = await Sandbox(limits, MODES[kind]).run([interpreter(kind), "-I", "-S", "-c", program, word], **more)  # type: ignore[arg-type]
     nothing_left(word)
@@ -363,9 +363,9 @@ async def test_what_is_to_be_run_is_probed_and_not_this_interpreter(monkeypatch:
     tried: list[list[str]] = []
 
     async def record(
-        box: Sandbox, argv: list[str], files: object = None, stdin: str = "", *, wall_s: float = 0.0
+        sandbox_: Sandbox, argv: list[str], files: object = None, stdin: str = "", *, wall_s: float = 0.0
     ) -> SandboxResult:
-        tried.append([box.mode.backend if box.mode.level == "namespaces" else "limits", argv[0]])
+        tried.append([sandbox_.mode.backend if sandbox_.mode.level == "namespaces" else "limits", argv[0]])
         return SandboxResult("", 0, b"here", b"", 0.0)
 
     monkeypatch.setattr(Sandbox, "run", record)
