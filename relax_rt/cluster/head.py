@@ -492,6 +492,8 @@ class HeadAgent:
         status = self._end_asked or ("finished" if done.exit_code == 0 else "failed")
         if self._end_asked and done.diagnosis is not None:
             status = "failed"
+        # Other nodes before this one: their roles write to the queue and the registry here. The directories go when no
+        # process is left that could use them. run.json is last: who reads a final status may start the next run.
         await self._system.close()
         await server.close()
         await self._fleet.close(done.exit_code, done.reason)
