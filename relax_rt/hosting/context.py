@@ -133,21 +133,15 @@ class ProgressReporter:
             heartbeat_due = not self._changed.wait_for(
                 lambda: self._dirty, self._heartbeat_s if self._waiting else None
             )
-            if heartbeat_due and self._waiting and self._loop_answers():
-                return
-
-    def _loop_answers(self) -> bool:
-        """Whether the loop ran the last callback; schedules the next one."""
-        if self._loop is None:
-            return True
-        if not self._answered:
-            return False
-        self._answered = False
-        try:
-            self._loop.call_soon_threadsafe(self._answer)
-        except RuntimeError:
-            return False
-        return True
+            if heartbeat_due and self._waiting:
+                if self._loop is None:
+                    return
+                if self._answered:
+                    # The loop ran the last callback; the next heartbeat needs an answer to this one.
+                    self._answered = False
+                    with suppress(RuntimeError):
+                        self._loop.call_soon_threadsafe(self._answer)
+                        return
 
     def _answer(self) -> None:
         self._answered = True
@@ -308,14 +302,14 @@ class HostContext:
 
     def _client(self, slot: str) -> Client:
         if slot not in self._clients:
-            path = f"unix://{self._socket_dir / slot_file(slot, '.sock')}"
-            self._clients[slot] = self._remote_client(slot) if self._links else Client(path, self._hello)
+            if self._links is None or self._resolver is None:
+                client = Client(f"unix://{self._socket_dir / slot_file(slot, '.sock')}", self._hello)
+            else:
+                # A slot may move between nodes: its address is resolved before every connect.
+                find = functools.partial(self._resolver.resolve, slot)
+                client = Client(find, self._hello, curve=self._links.keys, slot=slot)
+            self._clients[slot] = client
         return self._clients[slot]
-
-    def _remote_client(self, slot: str) -> Client:
-        """A client of a slot that may move between nodes: its address is resolved before every connect."""
-        assert self._resolver is not None and self._links is not None
-        return Client(functools.partial(self._resolver.resolve, slot), self._hello, curve=self._links.keys, slot=slot)
 
     @property
     def node(self) -> str:
