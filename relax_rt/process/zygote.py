@@ -75,14 +75,12 @@ class ForkMsg(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", tag="for
         argv: command that `ps` shows.
         env: its whole environment; of a zygote, ignored.
         tags: names of variables of `env` that /proc/<pid>/environ shows.
-        owner: the pid that must become its parent.
     """
 
-    number: int
+    number: int = 0
     entry: str = ""
     argv: list[str]
     env: dict[str, str]
-    owner: int
     descriptors: tuple[str, ...] = ("RELAX_CONTROL_FD",)
     tags: tuple[str, ...] = ()
     limits: limits.ProcessLimits = limits.ProcessLimits()

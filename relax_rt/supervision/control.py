@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from relax_rt.config.problems import BadInput
 from relax_rt.config.version import RUN_FORMAT, VERSION
 from relax_rt.interfaces.agent import AgentApi, NodeStatus, RunStatus
 from relax_rt.supervision.rundir import RUNNING, RunPaths, owner_lives, read_run
@@ -26,7 +27,7 @@ CALL_TIMEOUT_S = 5.0
 POLL_S = 0.05
 
 
-class NoRun(RelaxError):
+class NoRun(BadInput):
     """No run lives in this directory."""
 
 

@@ -23,7 +23,8 @@ import structlog
 from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.process import child, limits
 from relax_rt.process.child import Child, Notifier, PacketReader, packet_pair
-from relax_rt.process.zygote_pool import EmitEvent, ForkFailed, ForkRequest, ZygotePool
+from relax_rt.process.zygote import ForkMsg
+from relax_rt.process.zygote_pool import EmitEvent, ForkFailed, ZygotePool
 from relax_rt.supervision.channel import MAX_PACKET_BYTES, AssignMsg, FromRole, PreparedMsg, decode_from_role, encode
 from relax_rt.supervision.diagnosis import KernelLog
 from relax_rt.supervision.role_process import (
@@ -153,19 +154,17 @@ class RoleSpawner:
     async def _fork(self, launch: Launch, log: int, control: int) -> int:
         if self.zygotes is None or launch.key is None:
             raise ForkFailed("its role has none")
+        fds = {"RELAX_CONTROL_FD": control, **launch.fds}
+        order = ForkMsg(
+            entry=HOST_ENTRY,
+            argv=launch.argv,
+            env=launch.env,
+            descriptors=tuple(fds),
+            tags=ROLE_TAGS,
+            limits=launch.limits,
+        )
         return await self.zygotes.fork(
-            ForkRequest(
-                key=launch.key,
-                entry=HOST_ENTRY,
-                argv=launch.argv,
-                env=launch.env,
-                log_fd=log,
-                fds={"RELAX_CONTROL_FD": control, **launch.fds},
-                target=launch.target,
-                needs=launch.preload,
-                tags=ROLE_TAGS,
-                limits=launch.limits,
-            )
+            launch.key, order, [log, *fds.values()], target=launch.target, needs=launch.preload
         )
 
     async def spawn_helper(

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_rt.config.job import GoldReport, WrongGold
+from relax_rt.config.job import AnswerReport, UnreadableAnswer
 from relax_rt.roles.data.index import RowIndex
 from relax_rt.roles.data.items import answer_text
 from relax_rt.roles.data.settings import DataTable
@@ -38,7 +38,7 @@ ANSWER = 1000
 
 def answer_reports(
     table: RewardTable | None, data: DataTable, config_dir: Path, *, every: bool = False
-) -> list[GoldReport]:
+) -> list[AnswerReport]:
     """Run check_answers with the reward functions and the data of a run.
 
     Raises:
@@ -50,7 +50,7 @@ def answer_reports(
     return check_answers(table, RowIndex.open(data, config_dir), config_dir, every=every)
 
 
-def check_answers(table: RewardTable, rows: RowIndex, config_dir: Path, *, every: bool = False) -> list[GoldReport]:
+def check_answers(table: RewardTable, rows: RowIndex, config_dir: Path, *, every: bool = False) -> list[AnswerReport]:
     """Score right answers of rows with each reward that compares with them.
 
     Args:
@@ -89,8 +89,8 @@ async def _check(
     rows: RowIndex,
     chosen: Iterable[int],
     config_dir: Path,
-) -> GoldReport:
-    report = GoldReport(str(one.label or one.name), len(rows))
+) -> AnswerReport:
+    report = AnswerReport(str(one.label or one.name), len(rows))
     workers = max(1, min(4, len(os.sched_getaffinity(0)))) if table.workers else 0
     # With weight 1, so that the total of a right answer is 1 whatever the component counts in the run.
     component = one.model_copy(update={"weight": 1.0})
@@ -112,7 +112,7 @@ async def _check(
                     report.wrong += 1
                     if len(report.examples) < KEPT:
                         shown = answer if len(answer := answer_text(item.answer)) <= ANSWER else f"{answer[:ANSWER]}…"
-                        report.examples.append(WrongGold(item.where, shown, why))
+                        report.examples.append(UnreadableAnswer(item.where, shown, why))
             if len(known) > 1_000_000:
                 known.clear()
     finally:

@@ -186,7 +186,7 @@ class RewardRole(RouterRole[RewardSettings]):
             ):
                 self._unreadable.add(item)
                 self.ctx.event(
-                    "gold_unreadable", item=item, items=len(self._unreadable), reason=result.unreadable[:500]
+                    "answer_unreadable", item=item, items=len(self._unreadable), reason=result.unreadable[:500]
                 )
 
     def _check_health(self, results: list[Score | Failed]) -> None:

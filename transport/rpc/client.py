@@ -370,6 +370,11 @@ class ClientConnection:
         self.going_away = False
         """The server sent GoAway: it starts nothing more on this connection."""
         self.pending: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._deadlines: dict[int, float] = {}
+        # One timer for all calls, armed for the earliest deadline known when it was set. Calls end long before their
+        # deadlines, so that it fires rarely; a timer of its own would be a good part of what a call costs.
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
         self.streams: dict[int, ItemBuffer] = {}
         self.greeted: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
@@ -430,6 +435,8 @@ class ClientConnection:
 
     def _fail(self, error: Exception) -> None:
         self.dead = True
+        if self._timer is not None:
+            self._timer.cancel()
         if not self.greeted.done():
             self.greeted.set_exception(error)
         # Whether or not someone still awaits the greeting, its error is known here.
@@ -557,14 +564,16 @@ class ClientConnection:
             left_s = max(0.0, deadline - self._loop.time())
             self._write(method, RequestFrame(number, method.api, method.name, left_s, msgspec.Raw(payload)))
             self.pending[number] = answer
-            timer = self._loop.call_at(deadline + grace_s, self._timed_out, number)
+            self._deadlines[number] = deadline + grace_s
+            if deadline + grace_s < self._timer_at:
+                self._arm(deadline + grace_s)
             try:
                 return cast(msgspec.Raw, await answer)
             except asyncio.CancelledError:
                 self._abandon(number)
                 raise
             finally:
-                timer.cancel()
+                del self._deadlines[number]
         finally:
             self._slots.release()
 
@@ -613,6 +622,21 @@ class ClientConnection:
                 hint="send less at once, or raise max_message_bytes on both ends",
             )
         self.channel.send(data)
+
+    def _arm(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_at = self._loop.call_at(at, self._check_deadlines), at
+
+    def _check_deadlines(self) -> None:
+        """Fail the calls whose deadline has passed, and set the timer for the next one."""
+        now, self._timer, self._timer_at = self._loop.time(), None, math.inf
+        for number, at in list(self._deadlines.items()):
+            if at <= now:
+                self._timed_out(number)
+        later = [at for number, at in self._deadlines.items() if number in self.pending]
+        if later:
+            self._arm(min(later))
 
     def _timed_out(self, number: int) -> None:
         answer = self.pending.get(number)

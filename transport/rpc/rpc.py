@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from relax_rt.transport.rpc.client import Client, ClientStatistics
 from relax_rt.transport.rpc.identity import CurveKeys
-from relax_rt.transport.rpc.interface import idempotent, tell
+from relax_rt.transport.rpc.interface import eager, idempotent, tell
 from relax_rt.transport.rpc.server import Server, ServerStatistics, caller
 from relax_rt.transport.rpc.wire import PROTOCOL, make_hello
 
@@ -38,6 +38,7 @@ __all__ = [
     "Server",
     "ServerStatistics",
     "caller",
+    "eager",
     "idempotent",
     "make_hello",
     "tell",

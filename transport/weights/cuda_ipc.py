@@ -97,7 +97,11 @@ class CudaStage:
         """
         number, pin = self._free_slot()
         try:
-            buffer = self._buffer(number, manifest.layout.nbytes)
+            buffer = self._slots.get(number)
+            if buffer is None or buffer.nbytes < manifest.layout.nbytes:
+                if buffer is not None:
+                    buffer.free()
+                buffer = self._slots[number] = DeviceBuffer(manifest.layout.nbytes)
             view = buffer.view.part(0, manifest.layout.nbytes)
             fill(view)
             buckets = _digests(manifest, view)
@@ -132,7 +136,8 @@ class CudaStage:
 
     def _free_slot(self) -> tuple[int, int]:
         """Lock the pin of a slot that nobody reads and withdraw what it held; the newest version's slot stays."""
-        shown = {path: _decoded(path) for path in sorted(self._folder.glob("v*.cuda"))}
+        paths = sorted(self._folder.glob("v*.cuda"))
+        shown = {path: msgspec.msgpack.decode(path.read_bytes(), type=Export) for path in paths}
         newest = max((e.version for e in shown.values()), default=0)
         for number in range(SLOTS):
             name = f"cuda{number}.pin"
@@ -149,14 +154,6 @@ class CudaStage:
                 path.unlink(missing_ok=True)
             return number, descriptor
         raise OutOfSpace("device memory for a version", why="readers hold every slot", hint="see `why`")
-
-    def _buffer(self, number: int, nbytes: int) -> DeviceBuffer:
-        buffer = self._slots.get(number)
-        if buffer is None or buffer.nbytes < nbytes:
-            if buffer is not None:
-                buffer.free()
-            buffer = self._slots[number] = DeviceBuffer(nbytes)
-        return buffer
 
 
 def _digests(manifest: Manifest, view: DeviceView) -> tuple[str, ...]:
@@ -178,10 +175,6 @@ def _digests(manifest: Manifest, view: DeviceView) -> tuple[str, ...]:
                     hint="fill them from the same weights, and wait until the device has them",
                 )
     return tuple(found)
-
-
-def _decoded(path: Path) -> Export:
-    return msgspec.msgpack.decode(path.read_bytes(), type=Export)
 
 
 class CudaIpcSource:

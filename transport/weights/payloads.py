@@ -134,7 +134,7 @@ def merge_lora(lora: Lora, layout: Layout, into: memoryview, *, workers: int = 0
     workers = workers or min(4, max(1, len(os.sched_getaffinity(0)) // 4))
     flat = torch.frombuffer(into, dtype=torch.uint8)
     blocks = (
-        _Block(_matrix(flat, entry)[at : at + rows], exact._replace(b=exact.b[at : at + rows]))
+        _Block(_tensor(flat, entry).view(entry.shape[0], -1)[at : at + rows], exact._replace(b=exact.b[at : at + rows]))
         for entry, exact in targets
         for rows in (max(1, _BLOCK_ELEMENTS // max(1, exact.a.shape[1])),)
         for at in range(0, exact.b.shape[0], rows)
@@ -362,7 +362,3 @@ def _tensor(flat: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
 
     dtype: torch.dtype = getattr(torch, entry.dtype)
     return flat[entry.offset : entry.offset + entry.nbytes].view(dtype).view(entry.shape)
-
-
-def _matrix(flat: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-    return _tensor(flat, entry).view(entry.shape[0], -1)

@@ -131,7 +131,17 @@ class StagedVersions:
         if found is None:
             raise Corrupt(f"{name[:64]!r} on the weight stage", why="that is no name of a version")
         kind, version, digest = found[1], int(found[2]), found[3]
-        whole = self._text(name, version, digest) if kind == "manifest" else self._bytes(name, kind, version, digest)
+        if kind == "manifest":
+            if self._manifest[0] != name:
+                text = msgspec.json.encode(self._read(version, digest))
+                self._manifest = (name, MANIFEST_HEAD.pack(MANIFEST_MAGIC, len(text)) + text)
+            whole = memoryview(self._manifest[1])
+        else:
+            if name not in self._pins:
+                self._pin(name, kind, version, digest)
+            self._used[name] = self._clock()
+            self._pins.move_to_end(name)
+            whole = self._pins[name].view
         if offset < 0 or nbytes < 0 or offset + nbytes > len(whole):
             raise Corrupt(f"{name} on the weight stage", why=f"bytes {offset} to {offset + nbytes} of {len(whole)}")
         return whole[offset : offset + nbytes]
@@ -147,46 +157,40 @@ class StagedVersions:
         for name in list(self._pins):
             self._unpin(name)
 
-    def _bytes(self, name: str, kind: str, version: int, digest: str) -> memoryview:
-        if name not in self._pins:
-            with contextlib.ExitStack() as entering:
-                try:
-                    view = self._map(entering, kind, version, digest)
-                except OSError as error:
-                    raise Gone(f"weights of policy version {version}", why=str(error)) from error
-                self._make_room(kind, len(view))
-                self._pins[name] = _Pinned(kind, view, entering.pop_all())
-        self._used[name] = self._clock()
-        self._pins.move_to_end(name)
-        return self._pins[name].view
+    def _pin(self, name: str, kind: str, version: int, digest: str) -> None:
+        """Map what has this name, and unpin the least recently read of its kind until all are within the limits."""
+        with contextlib.ExitStack() as entering:
+            try:
+                if kind == "delta":
+                    # The manifests of later versions name it as well; that of its own version may be retired.
+                    view = entering.enter_context(delta_view(self._folder, version, digest))
+                elif kind == "adapters":
+                    view = entering.enter_context(adapters_view(self._folder, self._read(version, digest)))
+                else:
+                    manifest = self._read(version, digest)
+                    view = entering.enter_context(pinned(self._folder, manifest))
+                    if kind == "wire":
+                        view = entering.enter_context(wire_view(self._folder, manifest))
+            except OSError as error:
+                raise Gone(f"weights of policy version {version}", why=str(error)) from error
+            beside = kind in _SIDE_FILES
+            alike = [name for name, pinned in self._pins.items() if (pinned.kind in _SIDE_FILES) == beside]
+            most = MAX_SIDE_FILES if beside else MAX_PINNED
+            most_bytes = MAX_SIDE_VERSIONS * self._version_bytes() if beside else math.inf
+            total = len(view) + sum(len(self._pins[name].view) for name in alike)
+            while alike and (len(alike) >= most or total > most_bytes):
+                oldest = alike.pop(0)
+                total -= len(self._pins[oldest].view)
+                self._unpin(oldest)
+            self._pins[name] = _Pinned(kind, view, entering.pop_all())
 
-    def _make_room(self, kind: str, nbytes: int) -> None:
-        """Unpin the least recently read of the same kind until another one is within the limits."""
-        beside = kind in _SIDE_FILES
-        alike = [name for name, pinned in self._pins.items() if (pinned.kind in _SIDE_FILES) == beside]
-        most = MAX_SIDE_FILES if beside else MAX_PINNED
-        most_bytes = MAX_SIDE_VERSIONS * _version_bytes(self._folder) if beside else math.inf
-        total = nbytes + sum(len(self._pins[name].view) for name in alike)
-        while alike and (len(alike) >= most or total > most_bytes):
-            oldest = alike.pop(0)
-            total -= len(self._pins[oldest].view)
-            self._unpin(oldest)
-
-    def _map(self, entering: contextlib.ExitStack, kind: str, version: int, digest: str) -> memoryview:
-        if kind == "delta":
-            # The manifests of later versions name it as well; that of its own version may be retired.
-            return entering.enter_context(delta_view(self._folder, version, digest))
-        manifest = self._read(version, digest)
-        if kind == "adapters":
-            return entering.enter_context(adapters_view(self._folder, manifest))
-        view = entering.enter_context(pinned(self._folder, manifest))
-        return entering.enter_context(wire_view(self._folder, manifest)) if kind == "wire" else view
-
-    def _text(self, name: str, version: int, digest: str) -> memoryview:
-        if self._manifest[0] != name:
-            text = msgspec.json.encode(self._read(version, digest))
-            self._manifest = (name, MANIFEST_HEAD.pack(MANIFEST_MAGIC, len(text)) + text)
-        return memoryview(self._manifest[1])
+    def _version_bytes(self) -> int:
+        """Size of a version on the stage, by its buffers; 0: there is none."""
+        found = 0
+        for path in self._folder.glob("w*.buf"):
+            with contextlib.suppress(FileNotFoundError):
+                found = max(found, path.stat().st_size)
+        return found
 
     def _read(self, version: int, digest: str) -> Manifest:
         what = f"weights of policy version {version}"
@@ -202,15 +206,6 @@ class StagedVersions:
         # A message that ZeroMQ still sends keeps the mapping, and so the pin, until it is sent or dropped.
         self._used.pop(name)
         self._pins.pop(name).release.close()
-
-
-def _version_bytes(folder: Path) -> int:
-    """Size of a version on a stage, by its buffers; 0: there is none."""
-    found = 0
-    for path in folder.glob("w*.buf"):
-        with contextlib.suppress(FileNotFoundError):
-            found = max(found, path.stat().st_size)
-    return found
 
 
 CHUNK_BYTES, WINDOW_BYTES = 1 << 20, 16 << 20
@@ -402,7 +397,12 @@ class StageMirror:
             if self._apply_in_time(reader, lambda: self._fetch_deltas(reader, manifest, held, into), until):
                 return "delta"
         if narrow and _missing_exceeds(manifest, into, narrow):
-            _widen(reader, manifest, into)
+            blob = bytearray(narrow)
+            try:
+                reader.read_all(wire_name(manifest.version, manifest.digest), memoryview(blob))
+                decode_wire(memoryview(blob), manifest.layout, into)
+            except (Gone, Corrupt, Refused):
+                reader.reset()
         adapters = manifest.adapter_bytes
         if not adapters or not _missing_exceeds(manifest, into, adapters):
             return "full"
@@ -550,60 +550,53 @@ class _Reader:
                 raise Corrupt(f"{what}, bytes {part.start}-{part.stop}", why="they do not match their digest")
 
     def _fetch_ranges(self, places: dict[tuple[int, int], memoryview], name: str) -> Generator[int]:
-        """Fetch ranges of a name into their places; yield the offset of each when it is complete."""
+        """Fetch ranges of a name into their places; yield the offset of each when it is complete.
+
+        All that is left is requested anew after the loss of all connections, and the address is asked for again: a
+        restarted server listens on another port.
+        """
         left = dict(places)
         while left:
-            entries = self._request(left, name)
+            self._check_time(name, left)
+            if self._peer is None:
+                try:
+                    address = self._locate()
+                except RelaxError as error:
+                    self._pause(f"where it is served is not known: {error}")
+                    continue
+                if not address:
+                    self._pause("it is served nowhere at the moment")
+                    continue
+                self._peer = Peer(address, self._settings, self._numbers, random.Random())
+            peer = self._peer
+            entries = [CacheEntry(peer.address, Extent(name, at, n), _BufferRegion(m)) for (at, n), m in left.items()]
+            for entry in entries:
+                peer.want(entry)
             while left and self._peer is not None:
-                self._poll_once(name, left, entries)
+                before = set(peer.links)
+                closed = peer.step(self._context, self._keys, time.monotonic())
+                for link in peer.links:
+                    if link not in before:
+                        self._poller.register(link.sock, zmq.POLLIN)
+                        self._poller.register(link.monitor, zmq.POLLIN)
+                for link in closed:
+                    self._end(link)
+                self._poller.poll(max(0, min(_POLL_MS, int((self._until - time.monotonic()) * 1000))))
+                peer.receive(self, time.monotonic())
+                if self._error is not None:
+                    failure, self._error = self._error, None
+                    raise failure
+                if peer.trouble and not any(link.up for link in peer.links):
+                    self._trouble = peer.trouble
+                    for entry in entries:
+                        entry.region = None
+                    self._disconnect()
+                    self._pause(self._trouble)
+                self._check_time(name, left)
                 for entry in self._arrived:
                     del left[(entry.extent.offset, entry.extent.nbytes)]
                     yield entry.extent.offset
                 self._arrived.clear()
-
-    def _request(self, left: dict[tuple[int, int], memoryview], name: str) -> list[CacheEntry]:
-        """Request all that is left from the server at its current address."""
-        self._check_time(name, left)
-        if self._peer is None:
-            try:
-                address = self._locate()
-            except RelaxError as error:
-                self._pause(f"where it is served is not known: {error}")
-                return []
-            if not address:
-                self._pause("it is served nowhere at the moment")
-                return []
-            self._peer = Peer(address, self._settings, self._numbers, random.Random())
-        entries = [CacheEntry(self._peer.address, Extent(name, at, n), _BufferRegion(m)) for (at, n), m in left.items()]
-        for entry in entries:
-            self._peer.want(entry)
-        return entries
-
-    def _poll_once(self, name: str, left: dict[tuple[int, int], memoryview], entries: list[CacheEntry]) -> None:
-        peer = self._peer
-        assert peer is not None
-        before = set(peer.links)
-        closed = peer.step(self._context, self._keys, time.monotonic())
-        for link in peer.links:
-            if link not in before:
-                self._poller.register(link.sock, zmq.POLLIN)
-                self._poller.register(link.monitor, zmq.POLLIN)
-        for link in closed:
-            self._end(link)
-        wait_ms = max(0, min(_POLL_MS, int((self._until - time.monotonic()) * 1000)))
-        self._poller.poll(wait_ms)
-        peer.receive(self, time.monotonic())
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        if peer.trouble and not any(link.up for link in peer.links):
-            # Ask for the address again: a restarted server listens on another port.
-            self._trouble = peer.trouble
-            for entry in entries:
-                entry.region = None
-            self._disconnect()
-            self._pause(self._trouble)
-        self._check_time(name, left)
 
     def arrived(self, entry: CacheEntry, nbytes: int) -> None:
         """For `FetchSink`."""
@@ -649,18 +642,7 @@ class _Reader:
         self._peer = None
 
 
-def _widen(reader: _Reader, manifest: Manifest, into: memoryview) -> None:
-    """Fill `into` from the version in the wire dtype, as far as possible."""
-    narrow = bytearray(manifest.wire_bytes)
-    try:
-        reader.read_all(wire_name(manifest.version, manifest.digest), memoryview(narrow))
-        decode_wire(memoryview(narrow), manifest.layout, into)
-    except (Gone, Corrupt, Refused):
-        reader.reset()
-
-
 def _mismatches(manifest: Manifest, data: memoryview) -> Iterator[slice]:
-    """Yield the buckets that do not match the version's digests."""
     parts = zip(bucket_slices(manifest.layout.nbytes), manifest.buckets, strict=True)
     return (part for part, digest in parts if bucket_digest(data[part]) != digest)
 

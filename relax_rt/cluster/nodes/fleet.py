@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 import psutil  # type: ignore[import-untyped]
 import structlog
@@ -44,14 +45,21 @@ from relax_rt.supervision.executor import (
     EmitEvent,
     Executor,
     GangRendezvous,
-    HeadAgent,
     InjectFault,
     SlotOrder,
     StartOrder,
 )
 from relax_rt.supervision.placement import Node
 from relax_rt.supervision.plan import RolePlan
-from relax_rt.supervision.protocol import DrainRequested, NodeJoined, NodeLost, SlotEvent, SlotExited, SlotSpawned
+from relax_rt.supervision.protocol import (
+    DrainRequested,
+    Event,
+    NodeJoined,
+    NodeLost,
+    SlotEvent,
+    SlotExited,
+    SlotSpawned,
+)
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, read_run
 from relax_rt.transport.rpc.channel import AddressError, parse_address
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
@@ -65,8 +73,24 @@ LEAVE_TIMEOUT_S = 5.0
 """How long the end of a run waits for its nodes to say that nothing is left there."""
 
 
+class NodeEvents(Protocol):
+    """What the fleet reports to: the head's agent."""
+
+    def post(self, event: Event) -> None:
+        """An event for the supervisor."""
+
+    def on_event(self, event: Event) -> None:
+        """Something happened to a slot on a node that joined."""
+
+    def on_address(self, slot: str, address: str, remote: str) -> None:
+        """Where a role on such a node serves."""
+
+    def on_gone(self, slot: str, epoch: int, reason: str) -> None:
+        """A process was lost with its node."""
+
+
 class NodeFleet:
-    """The nodes of a run: the head's own, and those that joined. Implements relax_rt.supervision.executor.Nodes.
+    """The nodes of a run: the head's own, and those that joined.
 
     Args:
         config: of the run; without [supervision.nodes] listen no other node can join.
@@ -92,13 +116,17 @@ class NodeFleet:
         """The order that ends every node; set once the run is over."""
 
     def pinned(self, plans: Sequence[RolePlan]) -> list[RolePlan]:
+        """Return the roles, those pinned to the head that cannot run elsewhere."""
         return pinned_plans(plans, self._config)
 
-    def attach(self, local: Executor, agent: HeadAgent, emit: EmitEvent) -> None:
+    def attach(self, local: Executor, agent: NodeEvents, emit: EmitEvent) -> None:
+        """Use this executor for the head's own node, and report to this agent. Call it once, before all others."""
         self._local, self._agent, self.emit = local, agent, emit
 
     async def open(self, kinds: Sequence[str]) -> str:
-        """See Nodes. Where any port will do, the one before: nodes that knew the head before it died find it there.
+        """Listen for nodes, which are told of these kinds of role; return the address, empty in a run of one node.
+
+        Where any port will do, use the one before: nodes that knew the head before it died find it there.
 
         Raises:
             AddressError: nothing can listen there.
@@ -222,6 +250,7 @@ class NodeFleet:
             self.wake()
 
     async def close(self, exit_code: int, reason: str) -> None:
+        """End all nodes that joined, wait until they are gone (or for a while), and stop listening."""
         self.ending = EndNode(exit_code, reason)
         for node in self._remote:
             assert self.table is not None
@@ -239,6 +268,7 @@ class NodeFleet:
             await self._listener.close()
 
     def status(self, slots: Sequence[str]) -> list[NodeStatus]:
+        """Return every node, the head's own first, with its slots of these."""
         elsewhere = {slot for executor in self._remote.values() for slot in executor.open}
         own = NodeStatus(
             node=self.here.name,

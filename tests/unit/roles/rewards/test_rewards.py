@@ -572,7 +572,7 @@ async def test_an_answer_that_cannot_be_read_counts_0_and_is_told_of_once(tokeni
     queue = await run_role(role, tokenizer, batches)
     assert [failures for _, failures in queue.completed] == [[], []]
     assert all(column["reward"] == 0 for columns, _ in queue.completed for column in columns.values())
-    (fields,) = [fields for kind, fields in told.events if kind == "gold_unreadable"]
+    (fields,) = [fields for kind, fields in told.events if kind == "answer_unreadable"]
     assert (fields["item"], fields["items"]) == ("i", 1) and "'2' cannot be read: it is no number" in fields["reason"]
     assert not any(kind in ("reward_failed", "reward_forgiven") for kind, _ in told.events)
     assert sum(record["unreadable"] for record in told.metrics) == 3 and told.metrics[0]["forgiven"] == 0

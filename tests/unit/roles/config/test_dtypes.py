@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from relax_rt.cli.run import choices
+from relax_rt.cli.display import choices
 from relax_rt.cluster import launch
 from relax_rt.config.loader import config_digest, load_config, read_resolved, write_resolved
 from relax_rt.config.problems import ConfigErrors
