@@ -9,8 +9,7 @@ import asyncio
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar, cast
 
-from relax_rt.interfaces.members import Members
-from relax_rt.interfaces.registry import RegistryApi
+from relax_rt.interfaces.registry import Members, RegistryApi
 from relax_rt.transport.rpc.channel import ConnectionLost
 from relax_rt.transport.rpc.client import (
     DEFAULT_WINDOW,

@@ -23,8 +23,7 @@ from relax_rt.actors.directory import CALL_TIMEOUT_S, Directory
 from relax_rt.cluster.nodes.join_key import FILE, curve_keys, read_key
 from relax_rt.cluster.nodes.links import AddressResolver
 from relax_rt.cluster.nodes.membership import RECORD, read_keys, read_record
-from relax_rt.interfaces.members import Members, watch_members
-from relax_rt.interfaces.registry import REGISTRY_SLOT, Member, RegistryApi
+from relax_rt.interfaces.registry import REGISTRY_SLOT, Member, Members, RegistryApi, watch_members
 from relax_rt.supervision.control import NoRun, find_run
 from relax_rt.supervision.rundir import slot_file
 from relax_rt.transport.rpc.client import DEFAULT_WINDOW

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from relax_rt.process import sandbox_layout
+from relax_rt.process import sandbox_setup
 from relax_rt.transport.rpc.errors import RelaxError
 
 PACKAGE = Path(__file__).parents[1]
@@ -45,7 +45,7 @@ LIMIT_MESSAGES = {
     "processes": "it had more than {processes} processes",
     "memory": "its processes took more than {memory_mib} MiB",
     "disk": "it wrote more than {disk_mib} MiB",
-    "files": f"it made more than {sandbox_layout.INODES} files",
+    "files": f"it made more than {sandbox_setup.INODES} files",
     "output": "it printed more than {output_kib} KiB",
 }
 
@@ -195,7 +195,7 @@ class Sandbox:
         limits = self.limits
         if wall_s:
             limits = msgspec.structs.replace(limits, wall_s=min(limits.wall_s, wall_s))
-        shown = sandbox_layout.shown([argv[0]])
+        shown = sandbox_setup.shown([argv[0]])
         if self.mode.backend == "bubblewrap":
             shown.folders.extend(package_dirs())
         order = {
@@ -207,7 +207,7 @@ class Sandbox:
             "env": environment(),
             "backend": self.mode.backend,
             "shown": shown,
-            "needed": sandbox_layout.needed(argv),
+            "needed": sandbox_setup.needed(argv),
             "prefix": DIR_PREFIX,
             "limits": {**msgspec.to_builtins(limits), "total_mib": limits.memory_mib},
         }
@@ -239,7 +239,7 @@ def package_dirs() -> list[str]:
 def environment() -> dict[str, str]:
     """Return the environment of sandboxed programs: nothing of ours."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return {"PATH": sandbox_layout.command_path(), "LANG": "C.UTF-8", **threads}
+    return {"PATH": sandbox_setup.command_path(), "LANG": "C.UTF-8", **threads}
 
 
 async def probe(command: Sequence[str] = ()) -> SandboxMode:
@@ -251,10 +251,10 @@ async def probe(command: Sequence[str] = ()) -> SandboxMode:
     Raises:
         SandboxFailed: none works; `why` says for each what failed, `hint` what to do.
     """
-    if command and shutil.which(command[0], path=sandbox_layout.command_path()) is None:
+    if command and shutil.which(command[0], path=sandbox_setup.command_path()) is None:
         hint = "install it, or name it with its whole path in the option command"
         raise SandboxFailed(
-            f"running {command[0]} in a sandbox", why=f"no such program in {sandbox_layout.command_path()}", hint=hint
+            f"running {command[0]} in a sandbox", why=f"no such program in {sandbox_setup.command_path()}", hint=hint
         )
     failed = []
     if lacking := await asyncio.to_thread(bubblewrap_missing):
@@ -401,7 +401,7 @@ def bubblewrap_missing() -> str:
     return f"{path} is older than 0.8: it has no {lacking[0]}" if lacking else ""
 
 
-def bubblewrap_argv(shown: sandbox_layout.ExposedPaths, disk_mib: int, inside: Sequence[str]) -> list[str]:
+def bubblewrap_argv(shown: sandbox_setup.ExposedPaths, disk_mib: int, inside: Sequence[str]) -> list[str]:
     """Return the command line that runs `inside` as process 1 of the same root as `sandbox_setup.own_root` makes.
 
     bubblewrap makes namespaces where this process may not: installed with its AppArmor profile or set-uid. The guard
@@ -414,20 +414,20 @@ def bubblewrap_argv(shown: sandbox_layout.ExposedPaths, disk_mib: int, inside: S
     words += [word for path in ("/proc/_", "/etc/_", "/dev/shm") for word in _make_parents(path)]
     if os.geteuid() != 0:
         words += ["--unshare-user", "--disable-userns", "--proc", "/proc"]
-    for path in (*sandbox_layout.SYSTEM, *(one for one in shown.folders if not sandbox_layout.is_late(one))):
-        if path in sandbox_layout.SYSTEM and Path(path).is_symlink():
+    for path in (*sandbox_setup.SYSTEM, *(one for one in shown.folders if not sandbox_setup.is_late(one))):
+        if path in sandbox_setup.SYSTEM and Path(path).is_symlink():
             words += ["--symlink", str(Path(path).readlink()), path]
         else:
             words += [*_make_parents(path), "--ro-bind-try", path, path]
-    for name in sandbox_layout.ETC:
+    for name in sandbox_setup.ETC:
         words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-    for name in sandbox_layout.DEVICES:
+    for name in sandbox_setup.DEVICES:
         words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    for name, target in sandbox_layout.LINKS.items():
+    for name, target in sandbox_setup.LINKS.items():
         words += ["--symlink", target, f"/dev/{name}"]
-    for path in sandbox_layout.WRITABLE:
+    for path in sandbox_setup.WRITABLE:
         words += ["--perms", "1777", "--size", str(disk_mib << 20), "--tmpfs", path]
-    for path in filter(sandbox_layout.is_late, shown.folders):
+    for path in filter(sandbox_setup.is_late, shown.folders):
         words += [*_make_parents(path), "--ro-bind-try", path, path]
     for path, target in shown.links:
         words += [*_make_parents(path), "--symlink", target, path]

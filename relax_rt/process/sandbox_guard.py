@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from relax_rt.process import procfs, sandbox_layout, sandbox_setup
+from relax_rt.process import procfs, sandbox_setup
 
 CONTROL, REPORT = 0, 1
 TICK_S = 0.05
@@ -105,10 +105,10 @@ def _init_process(order: dict[str, Any], life: int) -> int:
     try:
         procfs.prctl(procfs.PR_SET_PDEATHSIG, signal.SIGKILL)
         if order["kind"] == "code":
-            sandbox_setup.own_root(sandbox_layout.ExposedPaths(*order["shown"]), order["limits"]["disk_mib"])
+            sandbox_setup.own_root(sandbox_setup.ExposedPaths(*order["shown"]), order["limits"]["disk_mib"])
             if os.geteuid() != 0:
                 sandbox_setup.forbid_user_namespaces()
-            folder = sandbox_layout.HOME
+            folder = sandbox_setup.HOME
         else:
             sandbox_setup.mount_own_proc()
             folder = order["folder"]
@@ -126,7 +126,7 @@ def _in_bubblewrap(order: dict[str, Any]) -> int:
     if os.geteuid() == 0:
         sandbox_setup.mount_proc()
     procfs.prctl(sandbox_setup.PR_SET_DUMPABLE, 0)
-    return Watch(order, sandbox_layout.HOME, _all_but_us, _kill_all_but_us, alone=True, ends=(CONTROL,)).run()
+    return Watch(order, sandbox_setup.HOME, _all_but_us, _kill_all_but_us, alone=True, ends=(CONTROL,)).run()
 
 
 def _all_but_us() -> list[int]:
@@ -317,7 +317,7 @@ class Watch:
 
     def _refuse_closed(self, *, sure: bool) -> None:
         """Raise if the program's user may not read what it needs. `sure`: PATH has no other candidate."""
-        if sure and (closed := sandbox_layout.first_closed(self.order.get("needed", ()))):
+        if sure and (closed := sandbox_setup.first_closed(self.order.get("needed", ()))):
             raise _PathClosed(closed)
 
     def _process_limit(self) -> int | None:
@@ -357,9 +357,9 @@ class Watch:
         if not self.alone:
             return "disk" if _held(self.folder) > self.limits["disk_mib"] * MIB else ""
         # bubblewrap cannot bound the files of a file system in memory, and each takes the kernel's memory.
-        for path in sandbox_layout.WRITABLE:
+        for path in sandbox_setup.WRITABLE:
             found = os.statvfs(path)
-            if found.f_files - found.f_ffree > sandbox_layout.INODES:
+            if found.f_files - found.f_ffree > sandbox_setup.INODES:
                 return "files"
         return ""
 

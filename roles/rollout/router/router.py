@@ -13,8 +13,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from relax_rt.interfaces.members import Members, watch_members
-from relax_rt.interfaces.registry import RegistryApi
+from relax_rt.interfaces.registry import Members, RegistryApi, watch_members
 from relax_rt.roles.rollout.router.admission import FleetLoad
 from relax_rt.roles.rollout.router.core import (
     CancelAttempt,

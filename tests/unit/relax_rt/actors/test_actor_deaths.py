@@ -287,7 +287,7 @@ async def test_connections_lost_to_members_that_live_are_no_deaths(tmp_path: pat
 
 async def test_members_are_followed_after_any_failure(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that nobody foresaw, and a cancelled task, cost news for a while and not for good."""
-    monkeypatch.setattr("relax_rt.interfaces.members.RETRY_S", 0.05)
+    monkeypatch.setattr("relax_rt.interfaces.registry.RETRY_S", 0.05)
 
     class Faulty(Registry):
         wrong: Exception | None = ValueError("half an answer")

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from sandbox_leftovers import nothing_left, until_started
 
-from relax_rt.process import sandbox, sandbox_layout
+from relax_rt.process import sandbox, sandbox_setup
 from relax_rt.process.sandbox import Sandbox, SandboxFailed, SandboxLimits, SandboxMode, SandboxResult, try_mode
 
 SMALL = SandboxLimits(wall_s=20.0, memory_mib=256, disk_mib=4, processes=12, output_kib=64)
@@ -54,7 +54,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root's programs run
 
 def shown_paths() -> list[str]:
     """Paths that a sandbox of this interpreter shows besides system folders."""
-    shown = sandbox_layout.shown([sys.executable])
+    shown = sandbox_setup.shown([sys.executable])
     return [*shown.folders, *(path for path, _ in shown.links), *sandbox.package_dirs()]
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_rt.interfaces.members import watch_members
-from relax_rt.interfaces.registry import RegistryApi
+from relax_rt.interfaces.registry import RegistryApi, watch_members
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import ActorDied, DeadlineExceeded, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
