@@ -253,7 +253,9 @@ class Injector:
         if kind.means == "inside":
             self._inject_inside(fault, kind, slot)
             return slot.pid
-        self._check_local(status, slot)
+        here = status.nodes[0].node if status.nodes else ""
+        if slot.node not in ("", here):
+            raise FaultSkipped(f"it runs on node {slot.node}: signals reach processes of this node only")
         if fault.fault == "kill":
             pidfd = os.pidfd_open(slot.pid)
             try:
@@ -274,11 +276,6 @@ class Injector:
             self._budget.update(event)
         if self._budget.remaining(slot, time.monotonic()) < 1:
             raise FaultSkipped("it has used up its restarts: one more failure would escalate (--beyond-intensity)")
-
-    def _check_local(self, status: RunStatus, slot: SlotStatus) -> None:
-        here = status.nodes[0].node if status.nodes else ""
-        if slot.node not in ("", here):
-            raise FaultSkipped(f"it runs on node {slot.node}: signals reach processes of this node only")
 
     def _inject_inside(self, fault: ScheduledFault, kind: FaultKind, slot: SlotStatus) -> None:
         fault = self._above_memory_limit(fault)

@@ -241,7 +241,7 @@ def check_files() -> Finding:
 def check_locked() -> Finding:
     """Pinned host memory, which transfers to GPUs and between nodes use."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    low = 0 <= soft < 64 * MIB and _has_gpu_device()
+    low = 0 <= soft < 64 * MIB and Path("/dev/nvidia0").exists()
     value = "unlimited" if soft < 0 else byte_size(soft)
     return judged("limits", "locked memory", value, warn="ulimit -l unlimited, for transfers to GPUs" if low else "")
 
@@ -322,10 +322,6 @@ def _chosen(text: str | None) -> str:
 
 def _limit(value: int) -> str:
     return "unlimited" if value < 0 else f"{value:,}"
-
-
-def _has_gpu_device() -> bool:
-    return Path("/dev/nvidia0").exists()
 
 
 # --- software and GPUs

@@ -76,34 +76,31 @@ class Trace:
             case "slot_recovered":
                 self._begin(slot, "ready", t, {"epoch": event.get("epoch")})
             case "slot_exited":
-                self._exited(slot, t, event)
+                diagnosis = event.get("diagnosis")
+                diagnosis = diagnosis if isinstance(diagnosis, dict) else {}
+                why = f"{diagnosis.get('kind', 'unknown')}: {diagnosis.get('cause', '')}"
+                self._close(slot, t, {"ended": clip(why, 200)})
+                if diagnosis.get("kind") != "clean":
+                    self._instant(
+                        slot,
+                        f"died ({diagnosis.get('kind', 'unknown')})",
+                        t,
+                        {"cause": str(diagnosis.get("cause", ""))},
+                    )
             case "slot_restarting":
                 self._begin(slot, "back-off", t, _plain(event))
             case "fault_injected":
-                self._fault(slot, t, event)
+                seconds = event.get("seconds")
+                track = f"{slot} faults" if slot else RUN
+                if isinstance(seconds, int | float) and seconds > 0:
+                    self._span(track, f"fault: {event.get('name')}", t + seconds, seconds, _plain(event))
+                self._instant(slot or RUN, f"fault: {event.get('name')}", t, _plain(event), scope="p")
             case "checkpoint":
                 self._span(
                     f"{slot} checkpoints", str(event.get("folder", kind)), t, event.get("seconds"), _plain(event)
                 )
             case _ if kind not in QUIET:
                 self._instant(slot or RUN, kind, t, _plain(event))
-
-    def _exited(self, slot: str, t: float, event: Record) -> None:
-        diagnosis = event.get("diagnosis")
-        diagnosis = diagnosis if isinstance(diagnosis, dict) else {}
-        why = f"{diagnosis.get('kind', 'unknown')}: {diagnosis.get('cause', '')}"
-        self._close(slot, t, {"ended": clip(why, 200)})
-        if diagnosis.get("kind") != "clean":
-            self._instant(
-                slot, f"died ({diagnosis.get('kind', 'unknown')})", t, {"cause": str(diagnosis.get("cause", ""))}
-            )
-
-    def _fault(self, slot: str, t: float, event: Record) -> None:
-        seconds = event.get("seconds")
-        track = f"{slot} faults" if slot else RUN
-        if isinstance(seconds, int | float) and seconds > 0:
-            self._span(track, f"fault: {event.get('name')}", t + seconds, seconds, _plain(event))
-        self._instant(slot or RUN, f"fault: {event.get('name')}", t, _plain(event), scope="p")
 
     def _metric(self, t: float, kind: str, record: Record) -> None:
         who = _sender(record)

@@ -28,9 +28,6 @@ from relax_rt.transport.base.versions import ROOT, VersionRecord
 
 if TYPE_CHECKING:
     from relax_rt.roles.data.items import PromptItem
-    from relax_rt.roles.data.source import PromptSource
-    from relax_rt.roles.evaluation.judge import JudgedCompletion, SetJudge
-    from relax_rt.roles.evaluation.sampling import HeldOutSampler
     from relax_rt.roles.evaluation.sets import EvaluationSchedule, SetSpec
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.rollout.engines.base import Engine
@@ -109,7 +106,6 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
 
     def _load_sets(self) -> None:
         """Load the sets' items and judges, and read back what an earlier incarnation has evaluated."""
-
         folder = self.config_dir
         self.items[MAIN] = self.source.held_out
         for table in self.table(EvaluationTable).sets:
@@ -196,7 +192,6 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
         before: dict[str, Any] | None,
     ) -> dict[str, Any]:
         """Complete the items and judge the completions."""
-
         texts = await self._generate(spec, items, samples, temperature)
         judge, verdict = self._judges.get(spec.name), None
         if judge is not None:
@@ -223,7 +218,6 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
         self, spec: SetSpec, items: Sequence[PromptItem], samples: int, temperature: float
     ) -> list[JudgedCompletion]:
         """Sample the completions, item by item."""
-
         requests = requests_of(
             items,
             samples=samples,

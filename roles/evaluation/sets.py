@@ -122,7 +122,6 @@ def load_set(
     Raises:
         RelaxError: bad data, or no item is left.
     """
-
     data = set_data(table, config.table(DataTable))
     kept, left_out = read_prompts(data, tokenizer, config_dir, split=MAIN, without=source.train.questions)
     if not len(kept):

@@ -94,7 +94,10 @@ def preflight(config: RLConfig, config_dir: Path, *, answers: bool = True) -> li
         ("checking that model and prompts fit together", lambda: _context(config, folder, longest)),
         ("", lambda: check_reference(config, config_dir, tokenizer, longest + config.sampling.max_new_tokens)),
         ("", lambda: _epochs(config, source)),
-        ("calling the reward on a prompt", lambda: _try_reward(config, config_dir, source)),
+        (
+            "calling the reward on a prompt",
+            lambda: dry_run(config.reward, config_dir, source.train, task_of(config.data)),
+        ),
         *([_answers_stage(config, config_dir)] if answers else []),
         ("", lambda: preflight_judge(config, config_dir, source.train)),
         ("checking the evaluation", lambda: preflight_evaluation(config, config_dir, source, tokenizer, positions)),
@@ -142,10 +145,6 @@ def _of_model(config: RLConfig, folder: Path) -> list[Problem]:
         *check_packing(config, folder),
         *check_images(config, folder),
     ]
-
-
-def _try_reward(config: RLConfig, config_dir: Path, source: PromptSource) -> Iterable[Problem]:
-    return dry_run(config.reward, config_dir, source.train, task_of(config.data))
 
 
 def _model(config: RLConfig, config_dir: Path, problems: list[Problem]) -> tuple[Path, ChatTokenizer | None]:

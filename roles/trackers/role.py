@@ -15,7 +15,7 @@ from relax_rt.roles.trackers.settings import WriterSettings
 from relax_rt.roles.trackers.sinks import TensorBoardSink, WandbSink
 
 if TYPE_CHECKING:
-    from relax_rt.roles.trackers.feed import Feed, Sink
+    from relax_rt.roles.trackers.feed import Sink
 
 POLL_EVERY_S = 1.0
 OPEN_ALLOWANCE_S = 120.0
