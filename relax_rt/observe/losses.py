@@ -18,7 +18,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class ReportedLoss(Loss, frozen=True, kw_only=True):
-    """Samples lost for one cause, as last reported: every few seconds while the run lives, and when the queue ends.
+    """Samples lost for one cause, as last reported: every few seconds while the run is live, and when the queue ends.
 
     Attributes:
         hint: the setting that helps.

@@ -47,17 +47,17 @@ class Trace:
             if isinstance(t, int | float) and math.isfinite(t):
                 self._last = max(self._last, float(t))
                 self._event(float(t), str(event.get("kind", "")), event)
-                yield from self._take()
+                yield from self._pop_records()
         for record in metrics:
             t = record.get("t")
             if isinstance(t, int | float) and math.isfinite(t):
                 self._metric(float(t), str(record.get("kind", "")), record)
-                yield from self._take()
+                yield from self._pop_records()
         for slot in list(self._open):
             self._close(slot, self._last, {"ended": "not in the log"})
-        yield from self._take()
+        yield from self._pop_records()
 
-    def _take(self) -> list[Record]:
+    def _pop_records(self) -> list[Record]:
         fresh, self._fresh = self._fresh, []
         return fresh
 
@@ -114,8 +114,8 @@ class Trace:
                 self._span(f"{who} steps", part.removesuffix("_s"), end, seconds, {"step": record.get("step")})
                 end -= seconds
         elif kind == "evaluation":
-            told = {key: record.get(key) for key in ("when", "step", "version", "exact")}
-            self._span(f"{who} evaluations", f"evaluation {record.get('when', '')}", t, record.get("seconds"), told)
+            details = {key: record.get(key) for key in ("when", "step", "version", "exact")}
+            self._span(f"{who} evaluations", f"evaluation {record.get('when', '')}", t, record.get("seconds"), details)
         for key in COUNTERS.get(kind, ()):
             value = record.get(key)
             if isinstance(value, int | float) and math.isfinite(value):

@@ -10,7 +10,7 @@ from typing import Any
 
 from relax_rt.roles.report.history import Evaluation, History, SlotLife, StepRecord
 
-# Okabe and Ito's palette: told apart with any colour vision.
+# Okabe and Ito's palette: distinguishable with any colour vision.
 COLOURS = {
     "registry": "#7f7f7f",
     "queue": "#CC79A7",
