@@ -224,7 +224,7 @@ def _lower(text: str) -> str:
 
 
 def repair(model: type[M], data: Any, problems: Sequence[Problem], at: KeyPath = ()) -> M | None:
-    """Return the model from the data without the wrong keys, with placeholders for missing keys; None if the rest is not
+    """Return the model from the data without the wrong keys, with placeholders for missing ones; None if the rest is not
     a valid model.
 
     Args:
