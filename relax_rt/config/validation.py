@@ -224,8 +224,7 @@ def _lower(text: str) -> str:
 
 
 def repair(model: type[M], data: Any, problems: Sequence[Problem], at: KeyPath = ()) -> M | None:
-    """Return the model from the data without the wrong keys, with placeholders for missing ones; None if the rest is not
-    a valid model.
+    """Return the model without the wrong keys and with placeholders for missing ones; None if there is no such model.
 
     Args:
         problems: what `validate` found, with paths from the config's root.

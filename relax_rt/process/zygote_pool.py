@@ -1,7 +1,7 @@
 """The owner's side of zygotes: a light and a heavy one for each interpreter and environment, restarted when they die.
 
-The light one knows what every process needs, and is up soon. The heavy one is forked from it and goes on importing what
-the other processes need, while the light one stays free. A process that needs no heavy import never waits for them.
+The light one imports what every process needs, and is ready soon. The heavy one is forked from it and imports the rest,
+while the light one stays free. A process that needs no heavy import never waits for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from relax_rt.process.child import Child, Notifier, PacketReader, describe_exit, packet_pair
-from relax_rt.process.limits import ProcessLimits
 from relax_rt.process.zygote import (
     GO,
     MAX_FDS,
@@ -65,30 +64,6 @@ class ZygoteKey(NamedTuple):
 
     python: str
     env: tuple[tuple[str, str], ...]
-
-
-class ForkRequest(NamedTuple):
-    """Request to fork a process.
-
-    Attributes:
-        key: its zygotes.
-        entry: ``module:function`` that it runs.
-        target: what it will import for sure, if a zygote knows it.
-        needs: modules that it must not have to import itself.
-        fds: descriptors by the environment variable that carries their number.
-        tags: names of variables of `env` that /proc/<pid>/environ shows.
-    """
-
-    key: ZygoteKey
-    entry: str
-    argv: list[str]
-    env: dict[str, str]
-    log_fd: int
-    fds: dict[str, int]
-    target: str = ""
-    needs: Sequence[str] = ()
-    tags: tuple[str, ...] = ()
-    limits: ProcessLimits = ProcessLimits()
 
 
 class SpawnProcess(Protocol):
@@ -146,11 +121,7 @@ class ZygoteProcess:
         self._send(encode(order), [])
 
     async def fork(self, order: ForkMsg, fds: Sequence[int]) -> int:
-        """Have a process forked; return its pid.
-
-        Raises:
-            ForkFailed: the zygote refused, died or did not answer.
-        """
+        """Have a process forked; return its pid. Raises ForkFailed: the zygote refused, died or did not answer."""
         self._last_number += 1
         number = self._last_number
         reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -226,7 +197,7 @@ class ZygoteProcess:
         self._changed.notify()
 
 
-class KeptZygote:
+class SupervisedZygote:
     """Starts a zygote, and starts it again with back-off when it dies.
 
     It is given up when it becomes unsafe to fork again and again, with nothing that the next one could leave out.
@@ -324,8 +295,8 @@ class ZygotePair:
         self._skipped: set[str] = set()
         self._pool = pool
         number, changed, emit = len(pool.pairs), pool.changed, pool.emit
-        self.light = KeptZygote(f"light-{number}", self._start_light, changed, emit, tries=LIGHT_TRIES)
-        self.heavy = KeptZygote(f"heavy-{number}", self._start_heavy, changed, emit, tries=1, learn=self._skip)
+        self.light = SupervisedZygote(f"light-{number}", self._start_light, changed, emit, tries=LIGHT_TRIES)
+        self.heavy = SupervisedZygote(f"heavy-{number}", self._start_heavy, changed, emit, tries=1, learn=self._skip)
 
     def start(self) -> None:
         """Start both; the heavy one only if anything is to be imported."""
@@ -335,19 +306,16 @@ class ZygotePair:
         else:
             self.heavy.absent = "nothing to preload"
 
-    async def choose(self, request: ForkRequest) -> ZygoteProcess:
-        """Return the zygote that has most of what a process needs, waiting for it as long as that pays.
-
-        Raises:
-            ForkFailed: there is none.
-        """
+    async def choose(self, target: str, needs: Sequence[str]) -> ZygoteProcess:
+        """Return the zygote that has most of what a process needs, waiting for it as long as that pays. Raises
+        ForkFailed: there is none."""
         changed, light, heavy = self._pool.changed, self.light, self.heavy
 
         def fit() -> ZygoteProcess | None:
-            needs = [module for module in request.needs if module not in self._skipped]
-            return heavy.living if heavy.living is not None and heavy.living.knows(needs) else None
+            wanted = [module for module in needs if module not in self._skipped]
+            return heavy.living if heavy.living is not None and heavy.living.knows(wanted) else None
 
-        if request.needs:
+        if needs:
             # The heavy one is forked from the light one: without both, none comes soon.
             await changed.wait_for(
                 lambda: heavy.absent or (light.absent and not heavy.living) or fit(), HEAVY_TIMEOUT_S
@@ -355,7 +323,7 @@ class ZygotePair:
             if zygote := fit():
                 return zygote
         await changed.wait_for(lambda: light.absent or light.ready, LIGHT_TIMEOUT_S)
-        if heavy.ready and request.target in self.targets and heavy.ready.knows([request.target]):
+        if heavy.ready and target in self.targets and heavy.ready.knows([target]):
             return heavy.ready
         if light.ready:
             return light.ready
@@ -401,7 +369,7 @@ class ZygotePair:
         try:
             with theirs, pool.log.open("ab", buffering=0) as log:
                 argv = zygote_argv(self.key.python, self.heavy.name)
-                order = ForkMsg(number=0, argv=argv, env={}, owner=os.getpid())
+                order = ForkMsg(argv=argv, env={})
                 pid = await light.fork(order, [log.fileno(), theirs.fileno()])
             zygote = ZygoteProcess(self.heavy.name, pid, ours, pool.changed)
         except BaseException:
@@ -443,7 +411,7 @@ class ZygotePool:
         self.pairs: dict[ZygoteKey, ZygotePair] = {}
         self.changed = Notifier()
         self.starting = 0
-        """Forks in progress: a process may exist that nobody watches yet."""
+        """Forks in progress: a process may exist that is not watched yet."""
 
     @property
     def pids(self) -> set[int]:
@@ -470,24 +438,22 @@ class ZygotePool:
             await pair.heavy.close()
             await pair.light.close()
 
-    async def fork(self, request: ForkRequest) -> int:
+    async def fork(
+        self, key: ZygoteKey, order: ForkMsg, fds: Sequence[int], *, target: str = "", needs: Sequence[str] = ()
+    ) -> int:
         """Fork a process; return its pid.
+
+        Args:
+            key: its zygotes.
+            order: what it is.
+            fds: its log, then those that `order.descriptors` names.
+            target: what it will import for sure, if a zygote knows it.
+            needs: modules that it must not have to import itself.
 
         Raises:
             ForkFailed: the process must be spawned, and why.
         """
-        pair = self.pairs.get(request.key)
+        pair = self.pairs.get(key)
         if pair is None:
             raise ForkFailed("no zygote for its interpreter and environment")
-        zygote = await pair.choose(request)
-        order = ForkMsg(
-            number=0,
-            entry=request.entry,
-            argv=request.argv,
-            env=request.env,
-            owner=os.getpid(),
-            descriptors=tuple(request.fds),
-            tags=request.tags,
-            limits=request.limits,
-        )
-        return await zygote.fork(order, [request.log_fd, *request.fds.values()])
+        return await (await pair.choose(target, needs)).fork(order, fds)

@@ -1,19 +1,17 @@
-"""Interfaces between the supervisor's decisions and processes: orders, executors (one a node), pending starts, nodes.
+"""Interfaces between the supervisor's decisions and processes: orders, executors (one a node), pending starts.
 
-local.py implements Executor for this node, cluster/nodes/fleet.py implements it for others, and Nodes.
+local.py implements Executor for this node, cluster/nodes/fleet.py for others.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 import msgspec
 
-from relax_rt.interfaces.agent import Diagnosis, NodeStatus
-from relax_rt.supervision.placement import Node
-from relax_rt.supervision.plan import RolePlan
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.supervision.protocol import DumpStacks, Event, Kill, NodeMessage, StartGang, Stop
 
 
@@ -110,7 +108,7 @@ class PendingStart:
 class PendingStarts:
     """Starts that were decided and that no executor knows of yet: the newest attempt of each slot. Pure.
 
-    Between the decision and the order lies a wait (for epochs, for a gang's socket) in which the slot may be asked to
+    Between the decision and the order the agent waits (for epochs, for a gang's socket), and the slot may be asked to
     stop, its node may be lost, and the next start of the same slot may be decided. The result of an attempt concerns a
     slot only while it is the slot's newest one.
     """
@@ -170,18 +168,12 @@ class Executor(Protocol):
     """Its name; empty is the head's own node in a run of one node."""
 
     def carry_out(self, order: SlotOrder) -> None:
-        """Carry out an order.
-
-        Raises:
-            Refused: a fault cannot be injected: there is no such fault, or the slot has no process.
-        """
+        """Carry out an order. Raises Refused: a fault cannot be injected: there is no such fault, or the slot has no
+        process."""
 
     async def rendezvous(self, slot: str, generation: int) -> GangRendezvous:
-        """Bind the socket that the gang's next rank 0 serves on; the next start of `slot` passes it on.
-
-        Raises:
-            OSError: no port can be bound.
-        """
+        """Bind the socket that the gang's next rank 0 serves on; the next start of `slot` passes it on. Raises OSError:
+        no port can be bound."""
 
     async def close(self) -> object:
         """End whatever still runs on the node."""
@@ -195,57 +187,3 @@ OnAddress = Callable[[str, str, str], None]
 
 EmitEvent = Callable[..., None]
 """Appends to the run's event log: emit(kind, **fields)."""
-
-
-class HeadAgent(Protocol):
-    """What `Nodes` reports to: the head's agent."""
-
-    def post(self, event: Event) -> None:
-        """An event for the supervisor."""
-
-    def on_event(self, event: Event) -> None:
-        """Something happened to a slot on a node that joined."""
-
-    def on_address(self, slot: str, address: str, remote: str) -> None:
-        """Where a role on such a node serves."""
-
-    def on_gone(self, slot: str, epoch: int, reason: str) -> None:
-        """A process was lost with its node."""
-
-
-class Nodes(Protocol):
-    """The nodes of a run: the head's own and those that joined. See relax_rt.cluster.nodes.fleet.NodeFleet."""
-
-    here: Node
-    """The head's own node; its name is empty in a run of one node."""
-    host: str
-    """Address at which other nodes reach it."""
-    environment: dict[str, str]
-    """Variables of its roles."""
-
-    def pinned(self, plans: Sequence[RolePlan]) -> list[RolePlan]:
-        """The roles, those pinned to the head that cannot run elsewhere."""
-
-    def attach(self, local: Executor, agent: HeadAgent, emit: EmitEvent) -> None:
-        """Use this executor for the head's own node, and report to this agent. Call it once, before all others."""
-
-    async def open(self, kinds: Sequence[str]) -> str:
-        """Listen for nodes, which are told of these kinds of role; the address, or empty in a run of one node."""
-
-    async def close(self, exit_code: int, reason: str) -> None:
-        """End all nodes that joined, wait until they are gone (or for a while), and stop listening."""
-
-    def executor(self, node: str) -> Executor | None:
-        """The executor of a node; None when the node is gone."""
-
-    def put(self, slot: str, remote: str) -> None:
-        """Set the address at which a slot serves other nodes; empty: none."""
-
-    def where(self, slot: str) -> str:
-        """The address at which a slot serves other nodes; empty: none."""
-
-    def log(self, node: str, slot: str) -> str:
-        """A slot's log on a node that joined, as ``node:path``; empty for the head's own."""
-
-    def status(self, slots: Sequence[str]) -> list[NodeStatus]:
-        """Every node, the head's own first, with its slots of these."""

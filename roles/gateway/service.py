@@ -14,7 +14,7 @@ import msgspec
 
 from relax_rt.roles.agentic.tokens.images import new_images, process_images, replace_images
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger, budget_exhausted
-from relax_rt.roles.agentic.tokens.types import PromptPlan, Reply, Sampled
+from relax_rt.roles.agentic.tokens.types import LedgerReply, PromptPlan, SampledCompletion
 from relax_rt.roles.data.media.image_processor import ImageProcessor, ProcessedImage
 from relax_rt.roles.gateway.calls import (
     Answer,
@@ -384,7 +384,7 @@ class Service:
 
     # --- sequences, for _RunningCall
 
-    def reasoning_tokens(self, reply: Reply, tokens: Sequence[int]) -> int:
+    def reasoning_tokens(self, reply: LedgerReply, tokens: Sequence[int]) -> int:
         """Count the tokens of an answer's reasoning, its opening marker included."""
         reasoning = str(reply.message.get("reasoning_content") or "")
         begin = reply.text.find(reasoning) if reasoning else -1
@@ -509,11 +509,13 @@ class _RunningCall:
             sink.choice(choice)
         return choice
 
-    async def _record(self, one: _Sequence, sampled: Sampled, reader: AnswerReader) -> Choice:
+    async def _record(self, one: _Sequence, sampled: SampledCompletion, reader: AnswerReader) -> Choice:
         """Record a completion in the session's ledger, and return it as the caller gets it."""
         session, finish = self._session, sampled.finish_reason
         if one.plan is None:
-            reply = Reply(f"{self._head.id}-{one.index}", {"role": "assistant", "content": reader.visible}, finish, "")
+            reply = LedgerReply(
+                f"{self._head.id}-{one.index}", {"role": "assistant", "content": reader.visible}, finish, ""
+            )
             message = _visible_message(reply, reader)
         else:
             instructed = bool(self._call.instructions)
@@ -553,7 +555,7 @@ class _RunningCall:
             self.versions = (min(self.versions[0] or low, low), max(self.versions[1], high))
 
 
-def _visible_message(reply: Reply, reader: AnswerReader) -> Message:
+def _visible_message(reply: LedgerReply, reader: AnswerReader) -> Message:
     """Return the message as the caller gets it: cut before the stop string, and with the text that was streamed."""
     message = dict(reply.message)
     content = message.get("content")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger
-from relax_rt.roles.agentic.tokens.types import Message, PromptPlan, Reply, Sampled
+from relax_rt.roles.agentic.tokens.types import LedgerReply, Message, PromptPlan, SampledCompletion
 from relax_rt.roles.gateway.api import LEASE_S, ClosedSession, Exhausted, GivenAnswer, SessionLimits
 from relax_rt.roles.gateway.calls import CallError
 from relax_rt.roles.gateway.reading import SampledTokens, Spell
@@ -118,10 +118,12 @@ class Session:
         self.exhausted = self.exhausted or "tokens"
         return CallError(status, message, param="messages", code=code)
 
-    def sampled(self, ledger: TokenLedger, plan: PromptPlan, sampled: Sampled, choice: int = 0) -> Reply:
+    def sampled(
+        self, ledger: TokenLedger, plan: PromptPlan, sampled: SampledCompletion, choice: int = 0
+    ) -> LedgerReply:
         """Record a completion; one that ends after its session is not recorded."""
         self.check_open()
-        reply = ledger.sampled(plan, sampled, choice)
+        reply = ledger.record(plan, sampled, choice)
         if sampled.versions:
             oldest = min(span.kv_version for span in sampled.versions)
             self.oldest = min(self.oldest or oldest, oldest)
@@ -131,7 +133,7 @@ class Session:
         self,
         ledger: TokenLedger,
         response: str,
-        reply: Reply,
+        reply: LedgerReply,
         message: Message,
         *,
         choice: int = 0,
@@ -152,7 +154,7 @@ class Session:
             self._answers[reply.id] = GivenAnswer(reply.id, dict(message), reply.finish_reason, response, choice)
         if message.get("content") != reply.message.get("content"):
             # Cut before a stop string, or as it was streamed.
-            ledger.told(reply.id, message)
+            ledger.record_delivered(reply.id, message)
 
     def reply(self, response: str) -> str:
         """Return the ledger's id of a response.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_rt.roles.data.settings import DataTable
-from relax_rt.roles.data.source import Places, PromptSource
+from relax_rt.roles.data.source import PromptPositions, PromptSource
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
 from relax_rt.roles.training.algorithms.registry import bind
@@ -66,7 +66,7 @@ class PromptCurriculum:
         source = PromptSource.load(config.table(DataTable), tokenizer, seed=seed, config_dir=base, run_dir=ctx.run_dir)
         known = PromptHistory() if history is None else history
         ids = source.train.ids
-        sampler = PromptSampler(rule, ids, source.place, seed=seed, history=known, places=Places(ids))
+        sampler = PromptSampler(rule, ids, source.place, seed=seed, history=known, places=PromptPositions(ids))
         lookahead = PromptLookahead(sampler, known, places=lookahead_places(table), end=source.limit)
         return cls(queue, objective, lookahead, recorded=history is not None)
 

@@ -171,7 +171,7 @@ class Box:
 
 
 class Agent(Process):
-    """The head's agent: carries out what the supervisor decides, as `supervision/agent.py` does."""
+    """The head's agent: carries out what the supervisor decides, as `cluster/head.py` does."""
 
     def __init__(self, world: World, host: Host) -> None:
         super().__init__(world, f"agent of run {world.run}", host)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 import psutil  # type: ignore[import-untyped]
 import structlog
@@ -44,19 +45,26 @@ from relax_rt.supervision.executor import (
     EmitEvent,
     Executor,
     GangRendezvous,
-    HeadAgent,
     InjectFault,
     SlotOrder,
     StartOrder,
 )
 from relax_rt.supervision.placement import Node
 from relax_rt.supervision.plan import RolePlan
-from relax_rt.supervision.protocol import DrainRequested, NodeJoined, NodeLost, SlotEvent, SlotExited, SlotSpawned
+from relax_rt.supervision.protocol import (
+    DrainRequested,
+    Event,
+    NodeJoined,
+    NodeLost,
+    SlotEvent,
+    SlotExited,
+    SlotSpawned,
+)
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, read_run
 from relax_rt.transport.rpc.channel import AddressError, parse_address
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import CurveKeys, Server, make_hello
+from relax_rt.transport.rpc.rpc import CurveKeys, RpcServer, make_hello
 
 MIB = 1 << 20
 BIND_TIMEOUT_S = 10.0
@@ -65,8 +73,24 @@ LEAVE_TIMEOUT_S = 5.0
 """How long the end of a run waits for its nodes to say that nothing is left there."""
 
 
+class NodeEvents(Protocol):
+    """What the fleet reports to: the head's agent."""
+
+    def post(self, event: Event) -> None:
+        """An event for the supervisor."""
+
+    def on_event(self, event: Event) -> None:
+        """Something happened to a slot on a node that joined."""
+
+    def on_address(self, slot: str, address: str, remote: str) -> None:
+        """Where a role on such a node serves."""
+
+    def on_gone(self, slot: str, epoch: int, reason: str) -> None:
+        """A process was lost with its node."""
+
+
 class NodeFleet:
-    """The nodes of a run: the head's own, and those that joined. Implements relax_rt.supervision.executor.Nodes.
+    """The nodes of a run: the head's own, and those that joined.
 
     Args:
         config: of the run; without [supervision.nodes] listen no other node can join.
@@ -92,13 +116,17 @@ class NodeFleet:
         """The order that ends every node; set once the run is over."""
 
     def pinned(self, plans: Sequence[RolePlan]) -> list[RolePlan]:
+        """Return the roles, those pinned to the head that cannot run elsewhere."""
         return pinned_plans(plans, self._config)
 
-    def attach(self, local: Executor, agent: HeadAgent, emit: EmitEvent) -> None:
+    def attach(self, local: Executor, agent: NodeEvents, emit: EmitEvent) -> None:
+        """Use this executor for the head's own node, and report to this agent. Call it once, before all others."""
         self._local, self._agent, self.emit = local, agent, emit
 
     async def open(self, kinds: Sequence[str]) -> str:
-        """See Nodes. Where any port will do, the one before: nodes that knew the head before it died find it there.
+        """Listen for nodes, which get these kinds of role; return the address, empty in a run of one node.
+
+        Where any port will do, use the one before: nodes that knew the head before it died find it there.
 
         Raises:
             AddressError: nothing can listen there.
@@ -216,12 +244,13 @@ class NodeFleet:
                     self._release_if_empty(executor)
 
     def _release_if_empty(self, executor: RemoteExecutor) -> None:
-        """End a node that wants to leave once nothing runs on it."""
+        """End a node that has asked to leave once nothing runs on it."""
         if self.table is not None and not executor.open and self.table.is_leaving(executor.membership):
             self.table.order(executor.node, EndNode(0, "it was asked to leave, and nothing runs on it any more"))
             self.wake()
 
     async def close(self, exit_code: int, reason: str) -> None:
+        """End all nodes that joined, wait until they are gone (or for a while), and stop listening."""
         self.ending = EndNode(exit_code, reason)
         for node in self._remote:
             assert self.table is not None
@@ -239,6 +268,7 @@ class NodeFleet:
             await self._listener.close()
 
     def status(self, slots: Sequence[str]) -> list[NodeStatus]:
+        """Return every node, the head's own first, with its slots of these."""
         elsewhere = {slot for executor in self._remote.values() for slot in executor.open}
         own = NodeStatus(
             node=self.here.name,
@@ -363,17 +393,13 @@ class NodeListener:
         self._fleet, self._table = fleet, table
         self._config, self._system = config, system
         self._log = structlog.get_logger()
-        self._server = Server(make_hello(HELLO_NAME, Incarnation(f"{HEAD}/0", 0)), curve=keys)
+        self._server = RpcServer(make_hello(HELLO_NAME, Incarnation(f"{HEAD}/0", 0)), curve=keys)
         self._server.offer(HeadApi, self)
         self._ticking: asyncio.Task[None] | None = None
         self.address = ""
 
     async def open(self, listen: str) -> str:
-        """Listen at an address; returns it with its real port.
-
-        Raises:
-            AddressError: nothing can listen there.
-        """
+        """Listen at an address; returns it with its real port. Raises AddressError: nothing can listen there."""
         self.address = await self._server.listen(listen)
         self._ticking = asyncio.create_task(self._tick())
         return self.address

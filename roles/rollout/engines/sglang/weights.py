@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_rt.roles.models.experts import Stack
+from relax_rt.roles.models.experts import ExpertStack
 from relax_rt.roles.rollout.engines.sglang.options import Device
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused
 from relax_rt.transport.weights.manifest import ALIGNMENT, Layout, TensorEntry
@@ -125,7 +125,7 @@ def by_expert(layout: Layout) -> Layout:
     the rows of `gate_proj` before those of `up_proj`."""
     entries: list[TensorEntry] = []
     for entry in layout.entries:
-        stack = Stack.of(entry.name, entry.shape)
+        stack = ExpertStack.of(entry.name, entry.shape)
         if stack is None:
             entries.append(entry)
             continue

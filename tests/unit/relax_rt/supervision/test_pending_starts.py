@@ -10,8 +10,8 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_rt.cluster.head import HeadAgent
 from relax_rt.interfaces.agent import Diagnosis
-from relax_rt.supervision.agent import Agent
 from relax_rt.supervision.executor import (
     GangOrder,
     GangRendezvous,
@@ -132,7 +132,7 @@ class Far:
         return [fields["diagnosis"]["cause"] for kind, fields in self.events if kind == "slot_exited"]
 
 
-class BareAgent(Agent):
+class BareAgent(HeadAgent):
     """The part of an agent that starts slots, over nodes `head` (one core) and `b`."""
 
     def __init__(self, far: Far, count: int, *, gang: bool) -> None:

@@ -21,7 +21,7 @@ from relax_rt.roles.agentic.loading import load_factory
 from relax_rt.roles.agentic.program import Program, load_program, parse_result
 from relax_rt.roles.agentic.program_episodes import ProgramPlayer
 from relax_rt.roles.agentic.program_host import ProgramHost
-from relax_rt.roles.agentic.tokens.types import Branch, BranchTurn, Counts, Episode
+from relax_rt.roles.agentic.tokens.types import Branch, BranchTurn, Episode, SessionCounts
 from relax_rt.roles.gateway.api import Access, ClosedSession, GivenAnswer, SessionLimits
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused, RelaxError
@@ -214,7 +214,7 @@ def said(*ids: str, **changes: Any) -> ClosedSession:
     tokens = tuple(range(len(ids)))
     branch = Branch(tokens, (1,) * len(ids), (-1.0,) * len(ids), (VersionSpan(0, len(ids), 1, 1),), turns, "stop")
     answers = tuple(GivenAnswer(name, {"role": "assistant", "content": name}, "stop", f"r-{name}") for name in ids)
-    episode = Episode((branch,) if ids else (), Counts())
+    episode = Episode((branch,) if ids else (), SessionCounts())
     return ClosedSession(episode=episode, answers=answers, **changes)
 
 
