@@ -191,8 +191,8 @@ class RoleSettings(Table):
     nice: Annotated[int, Field(ge=0, le=19)] = 0
     """Niceness of the process, and of its session if the kernel groups processes by session (autogroup)."""
     hang_after_s: Seconds = 120.0
-    """A role hangs if it is busy without progress, or idle without a sign of life, for this long: its stacks are dumped to
-    the log, then it is killed."""
+    """A role hangs if it is busy without progress, or idle without a sign of life, for this long. Its stacks are dumped
+    to the log, then it is killed."""
     start_timeout_s: Seconds | None = None
     """Time in which the role must become ready; unset: that of [supervision]."""
     live_every_s: Seconds | None = None
