@@ -69,22 +69,12 @@ def user_code(who: str, place: KeyPath, arguments: Sequence[Any]) -> Iterator[No
         raise
     except (Exception, SystemExit) as error:
         # It may raise anything.
-        if _is_machine_failure(error):
+        from relax_rt.roles.models.device import out_of_memory
+
+        if classify_exception(error) in ("cuda", "oom") or out_of_memory(error):
             raise
         why = f"{type(error).__name__}: {error} at {user_line(error)}"
         raise UserPartFailed(who, place, why, describe(arguments), raised=True) from error
-
-
-def _is_machine_failure(error: BaseException) -> bool:
-    from relax_rt.roles.models.device import out_of_memory
-
-    return classify_exception(error) in ("cuda", "oom") or out_of_memory(error)
-
-
-def definition_line(function: Callable[..., Any]) -> str:
-    """`file:line` where it is defined."""
-    code = getattr(function, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "an unknown line"
 
 
 def describe(arguments: Sequence[Any]) -> str:
@@ -207,7 +197,9 @@ class BoundPart:
         if not self.target:
             return Refused(self.who(extra), why=why)
         function = self.part.extras[extra] if extra else self.part.function
-        return UserPartFailed(self.who(extra), self.place, f"{why} ({definition_line(function)})", describe(arguments))
+        code = getattr(function, "__code__", None)
+        line = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "an unknown line"
+        return UserPartFailed(self.who(extra), self.place, f"{why} ({line})", describe(arguments))
 
 
 _PARTS: dict[str, dict[str, ObjectivePart]] = {kind: {} for kind in get_args(Kind)}

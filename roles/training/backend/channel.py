@@ -185,7 +185,9 @@ def _gloo_errors(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:  # gloo has one kind for a peer that is gone and for one that is late
         hint = "the trainer's gang begins again at its last checkpoint; was a rank killed, or did it hang?"
-        raise Unreachable(f"the weights of the gang: {what}", why=_gloo_message(error), hint=hint) from error
+        # Without the source location before gloo's message and the advice on logs after it.
+        why = re.sub(r"^\[/\S+\] ", "", str(error)).partition(". ")[0]
+        raise Unreachable(f"the weights of the gang: {what}", why=why, hint=hint) from error
 
 
 def _encode_text(text: str) -> torch.Tensor:
@@ -195,11 +197,6 @@ def _encode_text(text: str) -> torch.Tensor:
 
 def _decode_text(word: torch.Tensor) -> str:
     return word.numpy().tobytes().rstrip(b"\0").decode(errors="ignore")
-
-
-def _gloo_message(error: RuntimeError) -> str:
-    """Return gloo's message without the source location before it and the advice on logs after it."""
-    return re.sub(r"^\[/\S+\] ", "", str(error)).partition(". ")[0]
 
 
 @contextmanager

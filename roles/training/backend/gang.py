@@ -82,16 +82,14 @@ class GangRanks(Protocol):
 
 class RankBackend(Protocol):
     """One rank of a backend; `TrainerBackend` documents the calls. All ranks make the same calls in the same order;
-    each gets its share of a batch, which may be empty.
-
-    Attributes:
-        takes_branches: whether it computes the branches of a sample as what they are, sequences of their own.
-    """
+    each gets its share of a batch, which may be empty."""
 
     objective: Objective
 
     @property
-    def takes_branches(self) -> bool: ...
+    def takes_branches(self) -> bool:
+        """Whether it computes the branches of a sample as what they are, sequences of their own."""
+
     @property
     def ranks(self) -> GangRanks: ...
     def keeps_groups_together(self, samples: Sequence[Sample]) -> bool:
@@ -104,11 +102,7 @@ class RankBackend(Protocol):
     def layout(self, dtype: str) -> Layout: ...
     def export(self, into: memoryview | None, dtype: str, copied: Callable[[], None] = ...) -> None:
         """Write the weights of all ranks into rank 0's buffer; the others pass None. It runs beside the other calls, so
-        it uses none of their process groups.
-
-        Args:
-            copied: called once this rank's weights may change.
-        """
+        it uses none of their process groups."""
 
     def snapshot(self) -> None: ...
     def write(self, folder: Path) -> None: ...
@@ -250,7 +244,7 @@ class Leader(GangMember):
         self._exporting = threading.Lock()
 
     @contextmanager
-    def _order(
+    def _command(
         self,
         name: str,
         samples: Sequence[Sample] = (),
@@ -260,8 +254,8 @@ class Leader(GangMember):
     ) -> Iterator[None]:
         """Send a command; this rank carries it out within the context."""
         with self._turn:
-            order = GangCommand(name, encode_samples(samples), dict(options or {}), dict(table or {}), list(parts))
-            send_command(order, self.ranks.control)
+            command = GangCommand(name, encode_samples(samples), dict(options or {}), dict(table or {}), list(parts))
+            send_command(command, self.ranks.control)
             yield
 
     def read(self, lease: LeasedBatch, begin: bool) -> tuple[list[Sample], dict[str, int]]:
@@ -281,7 +275,7 @@ class Leader(GangMember):
         replicas = assign_replicas(lease.samples, count, whole_groups=whole, updates=objective.updates_per_step)
         by_key = dict(zip(lease.keys, replicas, strict=True))
         parts = [lease.part([key for key, replica in by_key.items() if replica == place]) for place in range(count)]
-        with self._order("read", options={"begin": int(begin)}, parts=parts):
+        with self._command("read", options={"begin": int(begin)}, parts=parts):
             reports = self._read_share(parts, begin=begin)
         for rank, report in enumerate(reports):
             if report.failed:
@@ -310,12 +304,9 @@ class Leader(GangMember):
 
     def use(self, objective: Objective, table: AlgorithmTable, *, temperature: float | None = None) -> None:
         """Have every rank use another objective, which is of the table, from now on."""
-        options: dict[str, str | int | float] = {"base": str(objective.base)}
-        if objective.longest is not None:
-            options["longest"] = objective.longest
-        if temperature is not None:
-            options["temperature"] = temperature
-        with self._order("use", options=options, table=table.model_dump()):
+        given = {"base": str(objective.base), "longest": objective.longest, "temperature": temperature}
+        options = {name: value for name, value in given.items() if value is not None}
+        with self._command("use", options=options, table=table.model_dump()):
             self.backend.use(objective, table, temperature=temperature)
 
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
@@ -325,7 +316,7 @@ class Leader(GangMember):
             BadInput: one has branches, and the backend takes none.
         """
         self._check(samples)
-        with self._order("log_probabilities", samples):
+        with self._command("log_probabilities", samples):
             return self._log_probabilities(samples)
 
     def accumulate(self, samples: Sequence[Sample]) -> GradientPart:
@@ -337,14 +328,14 @@ class Leader(GangMember):
         """
         self._check(samples)
         objective = self.backend.objective
-        with self._order("accumulate", samples, objective.state()):
+        with self._command("accumulate", samples, objective.state()):
             self._accumulate(samples)
         return GradientPart(objective.count(samples), sum(int(sample.loss_mask.sum()) for sample in samples))
 
     def apply(self, count: float, number: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
         """Take the optimizer's step. `before_update` comes first: what it waits for may need commands of its own."""
         before_update()
-        with self._order("apply", options={"count": count, "number": number}):
+        with self._command("apply", options={"count": count, "number": number}):
             return self.backend.apply(count, number, self._weights_may_change)
 
     def layout(self, dtype: str) -> Layout:
@@ -358,13 +349,13 @@ class Leader(GangMember):
             Unreachable: a rank is gone, or did not send its part in time. RelaxError: one could not copy it.
         """
         with self._exporting:
-            with self._order("export", options={"dtype": dtype}):
+            with self._command("export", options={"dtype": dtype}):
                 self._copied.clear()
             self._export(into, dtype, copied)
 
     def export_base(self, into: memoryview | None, dtype: str) -> None:
         """Write the model's own weights, without the adapters."""
-        with self._order("export_base", options={"dtype": dtype}):
+        with self._command("export_base", options={"dtype": dtype}):
             self._adapted.export_base(into, dtype)
 
     @property
@@ -375,17 +366,17 @@ class Leader(GangMember):
 
     def adapters(self) -> Lora:
         """Return a copy of the adapters, whole."""
-        with self._order("adapters"):
+        with self._command("adapters"):
             return self._adapted.adapters()
 
     def snapshot(self) -> None:
         """Have every rank copy its state aside."""
-        with self._order("snapshot"):
+        with self._command("snapshot"):
             self.backend.snapshot()
 
     def write(self, folder: Path) -> None:
         """Have every rank write its part of the last snapshot, beside the commands that follow."""
-        with self._order("write", options={"folder": str(folder)}):
+        with self._command("write", options={"folder": str(folder)}):
             pass
         self.backend.write(folder)
 
@@ -395,12 +386,12 @@ class Leader(GangMember):
         Raises:
             Refused: one of them could not; none must continue without another `restore`.
         """
-        with self._order("restore", options={"folder": str(folder)}):
+        with self._command("restore", options={"folder": str(folder)}):
             self._restore(folder)
 
     def close(self) -> None:
         """End the other ranks' wait for commands."""
-        with self._exporting, self._order("end"):
+        with self._exporting, self._command("end"):
             pass
 
 
@@ -426,23 +417,17 @@ class Follower(GangMember):
     def run(self) -> None:
         """Follow rank 0. Raises what a command, or work beside the commands, raised."""
         self._doing("")
-        while (order := receive_command(self.ranks.control)).name != "end":
-            self._raise_failure()
-            self._doing(order.name)
-            self._carry_out(order)
+        while (command := receive_command(self.ranks.control)).name != "end":
+            if self._failed is not None:
+                raise self._failed
+            self._doing(command.name)
+            self._carry_out(command)
             self._doing("")
-        for name in self._threads:
-            self._end_of(name)
-        self._raise_failure()
-
-    def _raise_failure(self) -> None:
+        for thread in self._threads.values():
+            # Its own deadlines bound it.
+            thread.join()
         if self._failed is not None:
             raise self._failed
-
-    def _end_of(self, name: str) -> None:
-        """Wait for the work beside the commands of this name; its own deadlines bound it."""
-        if name in self._threads:
-            self._threads[name].join()
 
     def _beside(self, name: str, work: Callable[[], None]) -> None:
         """Run the work in a thread, beside the commands that follow."""
@@ -450,19 +435,23 @@ class Follower(GangMember):
         def guarded() -> None:
             try:
                 work()
-            except BaseException as error:  # noqa: BLE001 - raised when the next order comes
+            except BaseException as error:  # noqa: BLE001 - raised when the next command comes
                 self._failed = error
 
         self._threads[name] = threading.Thread(target=guarded, name=name, daemon=True)
         self._threads[name].start()
 
-    def _carry_out(self, order: GangCommand) -> None:
-        samples, options = decode_samples(order.samples, self._held), order.options
-        match order.name:
+    def _carry_out(self, command: GangCommand) -> None:
+        samples, options = decode_samples(command.samples, self._held), command.options
+        match command.name:
             case "use":
-                self._use(order)
+                table, longest = AlgorithmTable(**command.table), options.get("longest")
+                temperature = options.get("temperature")
+                length = int(longest) if longest is not None else None
+                objective = Objective.of(table, base=Path(str(options["base"])), longest=length)
+                self.backend.use(objective, table, temperature=float(temperature) if temperature is not None else None)
             case "read":
-                self._read_share(order.parts, begin=bool(options["begin"]))
+                self._read_share(command.parts, begin=bool(options["begin"]))
             case "log_probabilities":
                 self._log_probabilities(samples)
             case "accumulate":
@@ -472,7 +461,8 @@ class Follower(GangMember):
                 self.backend.apply(float(options["count"]), int(options["number"]), self._weights_may_change)
             case "export":
                 dtype = str(options["dtype"])
-                self._end_of("export")
+                if "export" in self._threads:
+                    self._threads["export"].join()
                 self._copied.clear()
                 self._beside("export", lambda: self._export(None, dtype))
             case "export_base":
@@ -490,15 +480,7 @@ class Follower(GangMember):
                 except Refused:
                     pass  # rank 0 reports it, and sends another restore
             case _:
-                raise Refused(f"order {order.name!r}", why="this rank does not know it: are all of one version?")
-
-    def _use(self, order: GangCommand) -> None:
-        table, longest = AlgorithmTable(**order.table), order.options.get("longest")
-        temperature = order.options.get("temperature")
-        objective = Objective.of(
-            table, base=Path(str(order.options["base"])), longest=int(longest) if longest is not None else None
-        )
-        self.backend.use(objective, table, temperature=float(temperature) if temperature is not None else None)
+                raise Refused(f"command {command.name!r}", why="this rank does not know it: are all of one version?")
 
     def _write(self, folder: Path) -> None:
         try:
@@ -599,9 +581,9 @@ def decode_samples(
     return found
 
 
-def send_command(order: GangCommand, group: dist.ProcessGroup) -> None:
+def send_command(command: GangCommand, group: dist.ProcessGroup) -> None:
     """Send a command from rank 0 to all others of the group."""
-    data = bytearray(msgspec.msgpack.encode(order))
+    data = bytearray(msgspec.msgpack.encode(command))
     dist.broadcast(torch.tensor([len(data)]), 0, group=group)
     dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), 0, group=group)
 

@@ -231,7 +231,9 @@ class CheckpointStore:
         partial.mkdir()
         try:
             write(partial)
-            _write_state(partial / STATE_FILE, replace(state, files=collect_digests(partial, self._count_digested)))
+            state = replace(state, files=collect_digests(partial, self._count_digested))
+            state = replace(state, own=_own_digest(msgspec.json.encode(state)))
+            (partial / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
             for path in partial.rglob("*"):
                 _sync(path, self._count)
             _sync(partial)
@@ -338,11 +340,6 @@ def newest_step(folder: Path) -> int:
         return next((one.state.step for one in find_checkpoints(folder) if one.state is not None), 0)
     except OSError as error:
         raise RelaxError(f"the checkpoints in {folder}", why=str(error)) from error
-
-
-def _write_state(path: Path, state: CheckpointState) -> None:
-    own = _own_digest(msgspec.json.encode(state))
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(replace(state, own=own))))
 
 
 def _own_digest(raw: bytes) -> str:

@@ -190,26 +190,14 @@ class CriticClient:
         async with self._waiting("a copy of its state") as api:
             await api.snapshot(TrainingPosition(self._epoch, step))
 
-    async def write(self, step: int) -> CriticFiles:
-        """Have the critic write its snapshot of this step to disk. Training may continue meanwhile."""
+    async def write(self, step: int) -> Path:
+        """Have the critic write its snapshot of this step into a scratch folder of the run; training may continue
+        meanwhile. The checkpoint that it belongs to takes the files over."""
         folder = self._scratch / f"step-{step:06d}-{self._epoch}"
         shutil.rmtree(self._scratch, ignore_errors=True)
         folder.mkdir(parents=True)
         await (await self._api()).write(TrainingPosition(self._epoch, step), str(folder))
-        return CriticFiles(folder)
-
-
-class CriticFiles:
-    """The files of a critic's snapshot, in a scratch folder of the run."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def move(self, into: Path) -> None:
-        """Move the files into a checkpoint that is being written, on the same file system."""
-        for path in self._folder.iterdir():
-            path.rename(into / path.name)
-        shutil.rmtree(self._folder)
+        return folder
 
 
 def _piece(sample: Sample) -> CriticSample:

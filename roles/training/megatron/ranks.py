@@ -19,7 +19,7 @@ from relax_rt.transport.rpc.errors import Refused
 T = TypeVar("T")
 
 TIMEOUT_S = 1800.0
-"""For one collective: after that a rank is taken for hung. Ranks wait for the next order without it."""
+"""For one collective: after that a rank is taken for hung. Ranks wait for the next command without it."""
 IDLE = timedelta(days=365)
 GENERATOR = "generator_"
 """Before the kind of a device, or Megatron's name, in the name of a random generator's state."""

@@ -27,7 +27,7 @@ from relax_rt.transport.weights.manifest import BUCKET_BYTES
 T = TypeVar("T")
 
 TIMEOUT_S = 1800.0
-"""For one collective: after that a rank is taken for hung. Ranks wait for the next order without it."""
+"""For one collective: after that a rank is taken for hung. Ranks wait for the next command without it."""
 IDLE = timedelta(days=365)
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """What ranks on such devices talk over."""
