@@ -397,7 +397,7 @@ class TrainerRole(RLRole[TrainerSettings]):
             self.backend,
             self.objective,
             critic=self.critic,
-            sampling=self._group_filter or (self._curriculum.lookahead if self._curriculum is not None else None),
+            sampling=self._group_filter or (self._curriculum.sampler if self._curriculum is not None else None),
             every_steps=table.every_steps,
         )
         self._empty_steps = EmptySteps(self.ctx, self.objective)
