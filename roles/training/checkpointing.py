@@ -112,7 +112,7 @@ class Checkpointer:
             return
         why = f"the queue knows of no step after {known}: its journal has lost what came then, as if its host went down"
         hint = (
-            f"move the checkpoints of steps after {known} out of {folder.parent}, and `relax-rt up` goes on from the "
+            f"move the checkpoints of steps after {known} out of {folder.parent}, and `relax-rt up` resumes from the "
             f"one before; if there is none, begin a run of another run.name with model.path = {str(folder)!r}"
         )
         raise GivenUp(f"checkpoint {folder.name} of step {step}", why=why, hint=hint)

@@ -263,7 +263,7 @@ def take_updates(
 
     Advantages are of the whole batch, and so are the proximal log-probabilities, where they are needed: both are
     computed before the first update, and what the latter say of trainer and engine stands in the result. Each update
-    is divided by the count of its own mini-batch. One that is not finite is thrown away, and the others are taken.
+    is divided by the count of its own mini-batch. One that is not finite is skipped, the others are applied.
 
     Args:
         version: the published one that the step begins with. number: of the step; all its updates have its rate.
@@ -292,8 +292,7 @@ def take_updates(
 def combine_results(results: Sequence[StepResult]) -> StepResult:
     """The result of a step with these updates.
 
-    Of updates that were thrown away only that they were: what they measured may be no numbers. If all were, the step
-    was.
+    Skipped updates are only counted: what they measured may not be finite. If all were skipped, the step was.
 
     Args:
         results: of at least one update.

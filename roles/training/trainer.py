@@ -240,8 +240,8 @@ class TrainerRole(RLRole[TrainerSettings]):
         self._skipped += 1
         self.ctx.event("update_skipped" if result.applied else "step_skipped", step=self.step + 1, why=result.why)
         if self._skipped >= SKIPPED_IN_A_ROW:
-            which = "had an update that was thrown away" if result.applied else "were thrown away"
-            hint = "lower the learning rate (algorithm.learning_rate); `relax-rt up` goes on from a checkpoint"
+            which = "had a skipped update" if result.applied else "were skipped"
+            hint = "lower the learning rate (algorithm.learning_rate); `relax-rt up` resumes from a checkpoint"
             raise GivenUp(f"{self._skipped} steps in a row {which}", why=result.why, hint=hint)
 
     @asynccontextmanager
@@ -273,7 +273,7 @@ class TrainerRole(RLRole[TrainerSettings]):
     @property
     def _quarantine_note(self) -> str:
         names = self.checkpoints.quarantined
-        return f" (skipped, and set aside: {', '.join(names)})" if names else ""
+        return f" (skipped and quarantined: {', '.join(names)})" if names else ""
 
     def _record(self, batch: StepBatch, result: StepResult) -> None:
         """Write the step's metrics and a log line."""
@@ -403,7 +403,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         self._empty_steps = EmptySteps(self.ctx, self.objective)
 
     async def _start(self) -> bool:
-        """Resume from the newest checkpoint, tell the queue, and publish these weights as a new version.
+        """Resume from the newest checkpoint, roll the queue back to it, and publish these weights as a new version.
 
         The version is a re-publication of the checkpoint's: it adds nothing to any distance.
 

@@ -33,7 +33,7 @@ class CapOptions(Table):
 
 
 class SequenceCapOptions(CapOptions):
-    """An upper bound, of sequences unless told otherwise."""
+    """An upper bound, of sequences by default."""
 
     level: Literal["token", "sequence"] = "sequence"
     """rho of the token, or the product over its sequence."""

@@ -34,8 +34,8 @@ from relax_rt.supervision.diagnosis import classify_exception
 from relax_rt.transport.base.targets import did_you_mean
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
-MEND = "mend it there; `relax-rt up` goes on from the last checkpoint"
-MEND_CALLED = "mend it there; `relax-rt validate` calls it, and `relax-rt up` goes on from the last checkpoint"
+MEND = "mend it there; `relax-rt up` resumes from the last checkpoint"
+MEND_CALLED = "mend it there; `relax-rt validate` calls it, and `relax-rt up` resumes from the last checkpoint"
 ONLY_LOADED = ("filter", "sampler")
 """Kinds of parts that no dry run calls."""
 MAX_CHARS = 600
@@ -47,9 +47,9 @@ class UserPartFailed(BadInput):
     """A user's own part raised, or returned what it may not (`raised` says which)."""
 
     def __init__(self, who: str, place: KeyPath, why: str, on: str, *, raised: bool = False) -> None:
-        self.who, self.place, self.told, self.raised = who, place, f"{why}; it was given {on}", raised
+        self.who, self.place, self.detail, self.raised = who, place, f"{why}; it was given {on}", raised
         hint = MEND if who.startswith(ONLY_LOADED) else MEND_CALLED
-        super().__init__(f"{who} ({dotted(place)})", why=self.told, hint=hint)
+        super().__init__(f"{who} ({dotted(place)})", why=self.detail, hint=hint)
 
 
 @contextmanager
@@ -98,8 +98,8 @@ def _one(value: Any) -> str:
         return f"{value!r:.{SHOWN_CHARS}}"
     else:
         return type(value).__name__
-    told = [f"{name} {_one(found)}" for name in names if (found := getattr(value, name)) is not None]
-    return f"{type(value).__name__}({', '.join(told)})"
+    fields = [f"{name} {_one(found)}" for name in names if (found := getattr(value, name)) is not None]
+    return f"{type(value).__name__}({', '.join(fields)})"
 
 
 Kind = Literal["advantage", "loss", "aggregation", "correction", "kl", "entropy", "filter", "sampler"]
@@ -265,7 +265,7 @@ def bind(
             options.
         place: the key in roles.toml.
         base: what a relative file is relative to.
-        defaults: options of these names that the table does not give; other names are passed over.
+        defaults: options of these names that the table does not give; other names are ignored.
     """
     table = {"name": given} if isinstance(given, str) else dict(given)
     name = table.pop("name", None)

@@ -111,7 +111,7 @@ def bonus(coefficient: float, entropy: float, options: BonusOptions) -> tuple[fl
     equation 9).
 
     Returns:
-        The coefficient that counts in the next update, and the one to go on from.
+        The coefficient that counts in the next update, and the one carried on.
     """
     return options.coefficient, options.coefficient
 
@@ -123,10 +123,10 @@ def adaptive(coefficient: float, entropy: float, options: AdaptiveOptions) -> tu
     at most the target.
 
     Args:
-        coefficient: the one to go on from. entropy: mean of the last update, nats a token.
+        coefficient: the one carried on. entropy: mean of the last update, nats a token.
 
     Returns:
-        The coefficient that counts in the next update, and the one to go on from.
+        The coefficient that counts in the next update, and the one carried on.
     """
     moved = coefficient + options.step if entropy < options.target else coefficient - options.step
     moved = min(max(moved, 0.0), options.most)

@@ -29,7 +29,7 @@ SEND_WAIT_S = 86_400.0
 """Limit of the other ranks' sends: gloo sends when rank 0 receives. A rank 0 that is gone ends the wait; one that
 hangs is ended by its supervisor."""
 TEXT_BYTES = 512
-STARTED, COPIED = "word of the order to copy its weights aside", "word of its copy aside"
+STARTED, COPIED = "the start of its copy of the weights", "the end of its copy of the weights"
 
 
 def all_gather_values(value: T, group: dist.ProcessGroup) -> list[T]:

@@ -284,12 +284,12 @@ class Leader(GangMember):
         received: dict[str, int] = {}
         for report in reports:
             received[report.node] = received.get(report.node, 0) + report.received
-        told = {(one.meta.group, one.meta.member): one for report in reports for one in report.samples}
+        summaries = {(one.meta.group, one.meta.member): one for report in reports for one in report.samples}
         samples: list[Sample] = []
         for leased in lease.samples:
             place, replica = (leased.key.group, leased.key.member), by_key[leased.key]
             mine = replica == self.ranks.replica
-            samples.append(self._held[place] if mine else from_summary(told[place], leased, replica))
+            samples.append(self._held[place] if mine else from_summary(summaries[place], leased, replica))
         return samples, received
 
     def _check(self, samples: Sequence[Sample]) -> None:
@@ -299,7 +299,7 @@ class Leader(GangMember):
             raise BadInput(
                 f"an episode of {most} branches",
                 why="gangs of Megatron-Core compute a sample as one sequence: a branch would see those before it",
-                hint='set roles.trainer.backend = "torch", with which the queue has taken it; `relax-rt up` goes on',
+                hint='set roles.trainer.backend = "torch", with which the queue has taken it; `relax-rt up` resumes',
             )
 
     def use(self, objective: Objective, table: AlgorithmTable, *, temperature: float | None = None) -> None:
@@ -396,7 +396,7 @@ class Leader(GangMember):
 
 
 class Follower(GangMember):
-    """Any other rank: carries out rank 0's commands until it is told to end.
+    """Any other rank: carries out rank 0's commands until the command to end.
 
     Args:
         doing: called with the name of each command when it comes, and with "" when it is done.

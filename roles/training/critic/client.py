@@ -48,7 +48,7 @@ class CriticReport(msgspec.Struct, frozen=True):
     """One step of the critic, which has as many updates as the policy's.
 
     Attributes:
-        applied: False when it was thrown away (a loss or gradient that is not finite); of several updates, when all
+        applied: False when it was skipped (a loss or gradient that is not finite); of several updates, when all
             were. updates_skipped: how many were.
         loss: mean over the trained tokens. grad_norm: before clipping; the mean of the updates that were taken.
         value, returned: mean value before the step, and mean return. clipped: share of tokens whose gradient the
@@ -180,9 +180,9 @@ class CriticClient:
             report = await api.learn(at)
         self._skipped = self._skipped + 1 if report.updates_skipped else 0
         if self._skipped >= SKIPPED_IN_A_ROW:
-            which = "had an update that was thrown away" if report.applied else "were thrown away"
+            which = "had a skipped update" if report.applied else "were skipped"
             why = f"a loss or gradient is not finite; of the last step: {report.loss} and {report.grad_norm}"
-            hint = "lower roles.critic.learning_rate; `relax-rt up` goes on from a checkpoint"
+            hint = "lower roles.critic.learning_rate; `relax-rt up` resumes from a checkpoint"
             raise GivenUp(f"{self._skipped} steps of the critic in a row {which}", why=why, hint=hint)
 
     async def snapshot(self, step: int) -> None:

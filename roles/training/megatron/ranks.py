@@ -125,8 +125,8 @@ class MegatronRanks:
         return {f"{self._place}|{GENERATOR}{kind}": state.clone() for kind, state in states.items()}
 
     def set_generators(self, find: Callable[[str, str], torch.Tensor | None]) -> None:
-        """Go on from `generators`, as far as they are found: of ranks divided in another way there are none to go on
-        from, for Megatron draws by a rank's place in the division.
+        """Resume from `generators`, as far as they are found: for ranks divided in another way there are none, for
+        Megatron draws by a rank's place in the division.
 
         Args:
             find: gives what a checkpoint has under a name and a kind.

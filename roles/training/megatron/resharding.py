@@ -252,7 +252,7 @@ Shards = Sequence[Mapping[str, torch.Tensor]]
 
 
 def check_shards(plan: ReshardPlan, rank: int, shards: Shards) -> None:
-    """Hold a rank's parameters against the plan, before the first bucket.
+    """Check a rank's parameters against the plan, before the first bucket.
 
     Raises:
         Refused: one is missing, of another shape, or not known; it is named.

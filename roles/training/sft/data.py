@@ -300,9 +300,9 @@ class UnusableRows(RelaxError):
     """Rows that cannot be used. `each` has them, one by one."""
 
     def __init__(self, each: Sequence[RelaxError]) -> None:
-        told = "; ".join(f"{one.what}: {one.why}" for one in each[:LISTED_FAULTS])
+        listed = "; ".join(f"{one.what}: {one.why}" for one in each[:LISTED_FAULTS])
         more = f"; and {len(each) - LISTED_FAULTS} more" if len(each) > LISTED_FAULTS else ""
-        super().__init__("cold_start.path has rows that cannot be used", why=told + more, hint="mend or remove them")
+        super().__init__("cold_start.path has rows that cannot be used", why=listed + more, hint="mend or remove them")
         self.each = list(each)
 
 

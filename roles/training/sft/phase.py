@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 READ_ALLOWANCE_S = 600.0
 SAVE_ALLOWANCE_S = 120.0
 SKIPPED_IN_A_ROW = 5
-"""Steps thrown away one after the other before the run ends, as in RL."""
+"""Consecutive skipped steps before the run ends, as in RL."""
 LOGPROB_ROWS = 64
 """Rows whose log-probabilities are computed together; between them a request to stop is seen."""
 
@@ -130,7 +130,7 @@ class ColdStartPhase:
             folder, items = cold_start_folder(ctx.run_dir), [*self._data.train, *self._data.validation]
             values = await asyncio.to_thread(read_reference_logprobs, folder, self._data.digest)
             if values is None:
-                # A process begins with the model's own weights, whatever checkpoint it takes up next.
+                # A process begins with the model's own weights, whichever checkpoint it resumes from next.
                 what = "cold start: log-probabilities of the reference"
                 values = await self._log_probabilities(sft_samples(items), what)
                 await asyncio.to_thread(write_reference_logprobs, folder, values, self._data.digest)
@@ -219,7 +219,7 @@ class ColdStartPhase:
             self._ctx.event("cold_start_step_skipped", step=number, why=result.why)
             if self._in_a_row >= SKIPPED_IN_A_ROW:
                 raise GivenUp(
-                    f"{self._in_a_row} steps of the cold start in a row were thrown away",
+                    f"{self._in_a_row} steps of the cold start in a row were skipped",
                     why=result.why,
                     hint="lower cold_start.learning_rate",
                 )

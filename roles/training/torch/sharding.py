@@ -115,7 +115,7 @@ class LogprobModule(torch.nn.Module):
 
 
 def shard_model(scored: LogprobModule, ranks: TorchRanks) -> None:
-    """Cut the model over the ranks: each layer is gathered when it is computed, forward and backward, and let go of
+    """Cut the model over the ranks: each layer is gathered when it is computed, forward and backward, and freed
     after it. Gradients are added up over the ranks, divided by nothing.
 
     Raises:

@@ -1,7 +1,7 @@
 """Checkpoints of the torch backend: a Hugging Face folder, the adapters, and each rank's part of the optimizer's state.
 
 The moments are blocks of Hugging Face tensors (`checkpoints/optimizer_state.py`), so that any number of ranks, and the
-Megatron backend, can go on from them. Beside them each rank keeps the states of its random generators: nothing here
+Megatron backend, can resume from them. Beside them each rank keeps the states of its random generators: nothing here
 draws from them, a loss of the user's may.
 """
 
@@ -48,7 +48,7 @@ K = TypeVar("K")
 GENERATOR = "generator_"
 """Before the kind of a device, in the name of a random generator's state."""
 DTYPE = "float32"
-"""Of the weights in a checkpoint: what the optimizer goes on from."""
+"""Of the weights in a checkpoint: what the optimizer resumes with."""
 
 
 class StateSnapshots:
@@ -212,7 +212,7 @@ def _copy_into_buffer(kept: dict[K, torch.Tensor], name: K, values: torch.Tensor
 
 
 def _check(files: TensorFiles, wanted: Iterable[Mapping[str, tuple[int, ...]]]) -> None:
-    """See that files hold every one of these tensors.
+    """Check that files hold every one of these tensors.
 
     Raises:
         Refused: one is missing or of another shape; it is named.

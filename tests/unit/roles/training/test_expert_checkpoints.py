@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_backend import torch_backend
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -16,7 +17,6 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from test_megatron_blocks import GANGS, divided, planned  # noqa: E402
 
 from relax_rt.roles.models.shape import shape_of  # noqa: E402
-from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.checkpoints.optimizer_state import (  # noqa: E402
     MASTER,
     MOMENTS,
@@ -69,15 +69,7 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def backend(folder: Path) -> TorchBackend:
-    return TorchBackend(
-        folder,
-        AlgorithmTable(learning_rate=1e-2),
-        dtype="float32",
-        threads=1,
-        tokens_per_micro_batch=4096,
-        temperature=1.0,
-        on_progress=lambda _: None,
-    )
+    return torch_backend(folder, learning_rate=1e-2, max_grad_norm=1.0)
 
 
 def trained(folder: Path, into: Path, steps: int = 2) -> TorchBackend:
