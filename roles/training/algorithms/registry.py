@@ -303,15 +303,3 @@ def _find(kind: Kind, name: str, place: KeyPath, base: Path) -> ObjectivePart | 
     if not callable(function):
         return Problem(place, f"{name} is a {type(function).__name__}, not a function")
     return ObjectivePart(kind, name, function, FreeOptions, lambda _: frozenset(), {}, frozenset())
-
-
-def bound(kind: Kind, given: str | Mapping[str, Any], **defaults: Any) -> BoundPart:
-    """A part by name, for code and tests.
-
-    Raises:
-        Refused: there is none of that name, or its options are wrong.
-    """
-    found = bind(kind, given, ("algorithm", kind), defaults=defaults)
-    if isinstance(found, list):
-        raise Refused(f"algorithm.{kind}", why="; ".join(p.message for p in found), hint=found[0].hint)
-    return found

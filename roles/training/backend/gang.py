@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from relax_rt.config.problems import BadInput
 from relax_rt.roles.base.sample import Sample, SampleMeta, bare_meta
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.backend.channel import COMMAND_S, GATHER_S
+from relax_rt.roles.training.backend.channel import COMMAND_S, GATHER_S, GangRanks
 from relax_rt.roles.training.backend.interface import AdapterBackend, GradientPart, StepResult
 from relax_rt.roles.training.backend.shares import (
     LeaseReader,
@@ -48,36 +48,10 @@ from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError,
 from relax_rt.transport.weights.manifest import Layout
 from relax_rt.transport.weights.payloads import Lora
 
-T = TypeVar("T")
-
 COPY_WAIT_S = COMMAND_S + GATHER_S
 """Limit of a rank's copy of its weights: others may have to begin theirs first."""
 UNREADABLE = (SafetensorError, OSError, Refused)
 """Raised by a checkpoint that cannot be used."""
-
-
-class GangRanks(Protocol):
-    """This process's place among the ranks of a gang.
-
-    Attributes:
-        rank: among all. replica, replicas: its place among those that have samples of their own.
-        reports_loss: whether its losses are counted: one of those that compute the same ones.
-    """
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def replica(self) -> int: ...
-    @property
-    def replicas(self) -> int: ...
-    @property
-    def reports_loss(self) -> bool: ...
-    @property
-    def control(self) -> dist.ProcessGroup:
-        """Process group for commands, over CPU memory; it waits without a timeout."""
-
-    def gather(self, value: T) -> list[T]:
-        """Gather a small plain value of each rank, by rank, on all of them."""
 
 
 class RankBackend(Protocol):

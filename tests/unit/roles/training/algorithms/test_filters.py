@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from algorithm_samples import bound
 from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_rt.roles.training.algorithms.filters import FilteredGroup, RefillPolicy, ScoredGroup
 from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
-from relax_rt.roles.training.algorithms.registry import BoundPart, bind, bound, part
+from relax_rt.roles.training.algorithms.registry import BoundPart, bind, part
 from relax_rt.roles.training.algorithms.samplers import PromptSampler, uniform
 from relax_rt.roles.training.algorithms.settings import RefillOptions
 from relax_rt.transport.rpc.errors import Refused

@@ -6,9 +6,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from algorithm_samples import bound
 
 from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
-from relax_rt.roles.training.algorithms.registry import bound
 from relax_rt.roles.training.algorithms.samplers import PromptSampler
 from relax_rt.transport.rpc.errors import Refused
 
