@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from relax_rt.cli.runs import resolved_config
+from relax_rt.cli.time_left import Estimator
 from relax_rt.config.job import load_job, pacing_of
-from relax_rt.observe.estimate import Estimator
 from relax_rt.observe.metrics import read_metrics
 from relax_rt.observe.text import duration
 from relax_rt.supervision.rundir import read_run
@@ -23,7 +23,7 @@ def errors(run_dir: Path) -> list[tuple[int, float, float]]:
     estimator = Estimator(load_job(config.run.job).steps(config) or 0, pacing_of(config))
     found = []
     for record in read_metrics(run_dir):
-        estimator.take(record)
+        estimator.update(record)
         if record.get("kind") == "step" and record["t"] >= run["started_at"]:
             estimate = estimator.estimate(record["t"])
             if estimate.left_s is not None:

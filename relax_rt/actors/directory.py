@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
-from typing import Any, Protocol, TypeVar, cast
-
-import msgspec
+from typing import Any, TypeVar, cast
 
 from relax_rt.interfaces.members import Members
 from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.transport.rpc.channel import ConnectionLost
 from relax_rt.transport.rpc.client import (
     DEFAULT_WINDOW,
-    Client,
     DeathLimit,
     ItemBuffer,
     RemoteStream,
+    RpcClient,
     check_options,
     describe,
     died_of,
@@ -45,7 +43,7 @@ DEATHS = 3
 class Target:
     """A slot's connection, and whether its incarnation failed lately."""
 
-    def __init__(self, slot: str, client: Client) -> None:
+    def __init__(self, slot: str, client: RpcClient) -> None:
         self.slot = slot
         self.client = client
         self.outstanding = 0
@@ -69,7 +67,7 @@ class Directory:
         registry: None in a run without one; then only single slots can be referred to.
     """
 
-    def __init__(self, client: Callable[[str], Client], registry: RegistryApi | None) -> None:
+    def __init__(self, client: Callable[[str], RpcClient], registry: RegistryApi | None) -> None:
         self._client = client
         self._registry = registry
         self._targets: dict[str, Target] = {}
@@ -94,7 +92,7 @@ class Directory:
         if not role or (slash and not index.isdecimal()):
             raise Refused(f"a reference to {name!r}", why="it names no slot and no role", hint="as reward/0, or reward")
         route: Route = SlotRoute(self, name) if slash else RoleRoute(self, name)
-        return cast(T, Reference(route, api, Options(timeout_s, window)))
+        return cast(T, Reference(route, api, timeout_s, window))
 
     def target(self, slot: str) -> Target:
         """The target of a slot, shared by all references."""
@@ -192,7 +190,7 @@ class SlotRoute:
         deaths = DeathLimit(DEATHS, known.alive)
         return self._target.client.stream(method, values, timeout_s, window, known.explained, deaths)
 
-    async def all(self, timeout_s: float) -> list[Route]:
+    async def all(self, timeout_s: float) -> list[SlotRoute]:
         """Itself."""
         return [self]
 
@@ -257,7 +255,7 @@ class RoleRoute:
         known = self._directory
         return RemoteStream(method, opener, budget_s, known.explained, DeathLimit(DEATHS, known.alive))
 
-    async def all(self, timeout_s: float) -> list[Route]:
+    async def all(self, timeout_s: float) -> list[SlotRoute]:
         """A route to each ready member.
 
         Raises:
@@ -338,40 +336,27 @@ def _report_wait_s(left_s: float) -> float:
     return min(DIAGNOSIS_WAIT_S, max(left_s, DIAGNOSIS_WAIT_AT_LEAST_S))
 
 
-class Options(msgspec.Struct, frozen=True):
-    """How a reference calls.
+Route = SlotRoute | RoleRoute
+"""Sends calls to a slot, or to a member of a role."""
 
-    Attributes:
+
+class Reference:
+    """A proxy with the methods of actor class `api`, created at their first use.
+
+    Args:
         timeout_s: deadline of a call, and of each item of a stream.
         window: items of a stream that may be in flight.
     """
 
-    timeout_s: float
-    window: int = DEFAULT_WINDOW
-
-
-class Route(Protocol):
-    """Sends calls to a slot or to a member of a role."""
-
-    name: str
-
-    async def call(self, method: Method, values: tuple[Any, ...], timeout_s: float) -> Any: ...
-
-    def stream(self, method: Method, values: tuple[Any, ...], timeout_s: float, window: int) -> RemoteStream[Any]: ...
-
-    async def all(self, timeout_s: float) -> list[Route]: ...
-
-
-class Reference:
-    """A proxy with the methods of actor class `api`, created at their first use."""
-
-    def __init__(self, route: Route, api: type, options: Options) -> None:
-        check_options(f"a reference to {route.name}", options.timeout_s, options.window)
+    def __init__(self, route: Route, api: type, timeout_s: float, window: int = DEFAULT_WINDOW) -> None:
+        check_options(f"a reference to {route.name}", timeout_s, window)
         methods_of(api)
-        self.__dict__["_relax_of"] = (route, api, options)
+        # Any attribute may be the name of an actor's method, so that all of ours are in one.
+        self.__dict__["_relax_reference"] = (route, api, timeout_s, window)
 
     def __getattr__(self, name: str) -> Any:
-        route, api, options = self.__dict__["_relax_of"]
+        parts: tuple[Route, type, float, int] = self.__dict__["_relax_reference"]
+        route, api, timeout_s, window = parts
         method = methods_of(api).get(name)
         if method is None:
             if not name.startswith("_") and callable(getattr(api, name, None)):
@@ -379,39 +364,30 @@ class Reference:
                     f"{api.__name__}.{name} cannot be called from afar: it is not a public async method"
                 )
             raise AttributeError(f"{api.__name__} has no method {name}: {did_you_mean(name, methods_of(api))}")
-        function = describe(
-            _streamer(route, method, options) if method.stream else _caller(route, method, options), method
-        )
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return await route.call(method, method.bind(args, kwargs), timeout_s)
+
+        def stream(*args: Any, **kwargs: Any) -> RemoteStream[Any]:
+            return route.stream(method, method.bind(args, kwargs), timeout_s, window)
+
+        function = describe(stream if method.stream else call, method)
         self.__dict__[name] = function
         return function
 
     def with_options(self, *, timeout_s: float | None = None, window: int | None = None) -> Reference:
-        route, api, options = self.__dict__["_relax_of"]
-        changed = Options(
-            options.timeout_s if timeout_s is None else timeout_s, options.window if window is None else window
+        route, api, old_timeout_s, old_window = self.__dict__["_relax_reference"]
+        return Reference(
+            route,
+            api,
+            old_timeout_s if timeout_s is None else timeout_s,
+            old_window if window is None else window,
         )
-        return Reference(route, api, changed)
 
     async def all(self) -> list[Reference]:
-        route, api, options = self.__dict__["_relax_of"]
-        return [Reference(one, api, options) for one in await route.all(options.timeout_s)]
+        route, api, timeout_s, window = self.__dict__["_relax_reference"]
+        return [Reference(one, api, timeout_s, window) for one in await route.all(timeout_s)]
 
     def __repr__(self) -> str:
-        route, api, _ = self.__dict__["_relax_of"]
+        route, api, *_ = self.__dict__["_relax_reference"]
         return f"<reference to {api.__name__} {route.name}>"
-
-
-def _caller(route: Route, method: Method, options: Options) -> Callable[..., Any]:
-    timeout_s = options.timeout_s
-
-    async def call(*args: Any, **kwargs: Any) -> Any:
-        return await route.call(method, method.bind(args, kwargs), timeout_s)
-
-    return call
-
-
-def _streamer(route: Route, method: Method, options: Options) -> Callable[..., Any]:
-    def stream(*args: Any, **kwargs: Any) -> RemoteStream[Any]:
-        return route.stream(method, method.bind(args, kwargs), options.timeout_s, options.window)
-
-    return stream

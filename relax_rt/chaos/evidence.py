@@ -1,4 +1,4 @@
-"""The independent records of a run that a verdict rests on, and how they are read from its directory."""
+"""The independent records of a run that a verdict is based on, read from its directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.chaos.timeline import Event, line
+from relax_rt.chaos.timeline import Event, describe_event
 from relax_rt.observe.events import read_events, segments
 from relax_rt.observe.metrics import read_metrics
 from relax_rt.supervision.control import FoundRun, find_run
@@ -23,7 +23,7 @@ from relax_rt.transport.rpc.errors import RelaxError
 MAX_SHOWN = 12
 
 
-class Write(msgspec.Struct, frozen=True):
+class JournaledWrite(msgspec.Struct, frozen=True):
     """A change that the queue accepted, from its journal.
 
     Attributes:
@@ -52,13 +52,13 @@ class Evidence(msgspec.Struct, kw_only=True):
 
     Attributes:
         events: the event log, in order. complete: none of its segments was removed.
-        steps: the trainer's records, in order. made: the rollouts' records of the samples they produced.
+        steps: the trainer's records, in order. produced: the rollouts' records of the samples they produced.
         evaluations: the evaluator's records.
         writes: the changes that the queue's journal still holds.
         checkpoints: the folders on disk.
         has_journal: the queue wrote a journal. journal_error: why it cannot be read.
-        ended: the run is over. status: of run.json.
-        recovered: of a living run: every slot is ready or has ended; None: not checked.
+        ended: the run has ended. status: of run.json.
+        recovered: of a live run: every slot is ready or has ended; None: not checked.
         target: steps of the job; batch: samples of a step; max_staleness: its bound; None for a job without them.
         leftovers: what an ended run left behind.
     """
@@ -66,9 +66,9 @@ class Evidence(msgspec.Struct, kw_only=True):
     events: list[Event]
     complete: bool = True
     steps: list[Event] = []
-    made: list[Event] = []
+    produced: list[Event] = []
     evaluations: list[Event] = []
-    writes: list[Write] = []
+    writes: list[JournaledWrite] = []
     has_journal: bool = True
     journal_error: str = ""
     checkpoints: list[Checkpoint] = []
@@ -80,9 +80,9 @@ class Evidence(msgspec.Struct, kw_only=True):
     max_staleness: float | None = None
     leftovers: list[str] = []
 
-    def lines(self, numbers: Iterable[int]) -> list[str]:
-        """Events by position, as evidence."""
-        return [line(n, self.events[n]) for n in numbers]
+    def describe(self, numbers: Iterable[int]) -> list[str]:
+        """Describe the events at these positions."""
+        return [describe_event(n, self.events[n]) for n in numbers]
 
     @property
     def reached(self) -> bool:
@@ -100,12 +100,12 @@ class Evidence(msgspec.Struct, kw_only=True):
         return max((int(record["step"]) for record in self.steps), default=0)
 
 
-class Breach(msgspec.Struct, frozen=True):
+class Violation(msgspec.Struct, frozen=True):
     """A broken guarantee.
 
     Attributes:
-        check: the name of the check. what: what is wrong.
-        events: the events and records that show it.
+        check: name of the check. what: description.
+        events: the events and records that prove it.
     """
 
     check: str
@@ -113,39 +113,39 @@ class Breach(msgspec.Struct, frozen=True):
     events: list[str] = []
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one check.
 
     Attributes:
-        looked_at: how many things it judged; of: of which kind. why_not: why it could judge nothing.
-        not_shown: faults that did not show what they were injected for; no guarantee is broken by that.
+        judged: number of things that were judged; unit: their kind. not_judged: why there was nothing to judge.
+        unconfirmed: faults whose effect was not observed; that breaks no guarantee.
     """
 
     check: str
-    promise: str
-    looked_at: int
-    of: str
-    breaches: list[Breach] = []
-    why_not: str = ""
-    not_shown: list[str] = []
+    guarantee: str
+    judged: int
+    unit: str
+    violations: list[Violation] = []
+    not_judged: str = ""
+    unconfirmed: list[str] = []
 
 
 FIRST_SEGMENT = 1
 STATE_FILE = "relax_rt.json"
 SEGMENTS, SNAPSHOTS = "segment-*.log", "snapshot-*"
 JOURNAL_TRIES, JOURNAL_PAUSE_S = 20, 0.1
-END_TOLD_WITHIN_S = 10.0
-GONE = "gone without a word"
+END_RECORDED_WITHIN_S = 10.0
+UNRECORDED_END = "ended without a record"
 
 
-def gather(run_dir: Path) -> Evidence:
+def read_evidence(run_dir: Path) -> Evidence:
     """Read the records of a run, alive or ended.
 
     Raises:
         NoRun: the directory holds no run.
     """
-    run, ended, status = _how_it_is(run_dir)
-    has_journal, writes, journal_error = queue_writes(run_dir / "queue", patient=not ended)
+    run, ended, status = _final_status(run_dir)
+    has_journal, writes, journal_error = read_queue_writes(run_dir / "queue", retry=not ended)
     records: dict[str, list[dict[str, Any]]] = {"step": [], "produced": [], "evaluation": []}
     for record in read_metrics(run_dir):
         if record.get("kind") in records:
@@ -155,33 +155,33 @@ def gather(run_dir: Path) -> Evidence:
         events=list(read_events(run_dir)),
         complete=not closed or int(closed[0].stem.rpartition("-")[2]) == FIRST_SEGMENT,
         steps=records["step"],
-        made=records["produced"],
+        produced=records["produced"],
         evaluations=records["evaluation"],
         writes=writes,
         has_journal=has_journal,
         journal_error=journal_error,
-        checkpoints=checkpoints(run_dir / "checkpoints"),
+        checkpoints=read_checkpoints(run_dir / "checkpoints"),
         ended=ended,
         status=status,
-        leftovers=leftovers(run.paths) if ended else [],
-        **job(read_json(run_dir / RESOLVED_CONFIG) or {}),
+        leftovers=find_leftovers(run.paths) if ended else [],
+        **job_settings(read_json(run_dir / RESOLVED_CONFIG) or {}),
     )
 
 
-def _how_it_is(run_dir: Path) -> tuple[FoundRun, bool, str]:
-    """The run, whether it is over, and its status. Waits a moment for the keeper of a dead agent to write the end."""
-    end = time.monotonic() + END_TOLD_WITHIN_S
+def _final_status(run_dir: Path) -> tuple[FoundRun, bool, str]:
+    """The run, whether it has ended, and its status. Waits for the keeper of a dead agent to record the end."""
+    end = time.monotonic() + END_RECORDED_WITHIN_S
     while True:
         run = find_run(run_dir)
         status = str(run.record.get("status", ""))
         if run.alive or status not in RUNNING:
             return run, not run.alive, status
         if time.monotonic() > end:
-            return run, True, GONE
+            return run, True, UNRECORDED_END
         time.sleep(JOURNAL_PAUSE_S)
 
 
-def job(config: dict[str, Any]) -> dict[str, Any]:
+def job_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Target, batch and staleness bound of a resolved config, where its job has them."""
     table = config.get("algorithm")
     if not isinstance(table, dict):
@@ -195,7 +195,7 @@ def job(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def checkpoints(folder: Path) -> list[Checkpoint]:
+def read_checkpoints(folder: Path) -> list[Checkpoint]:
     """The checkpoint folders whose state can be read."""
     found = []
     for path in sorted(folder.glob("step-*")):
@@ -208,25 +208,25 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
     return found
 
 
-def queue_writes(folder: Path, *, patient: bool) -> tuple[bool, list[Write], str]:
+def read_queue_writes(folder: Path, *, retry: bool) -> tuple[bool, list[JournaledWrite], str]:
     """Whether there is a journal, the changes it still holds, and why it cannot be read.
 
     Args:
-        patient: the queue may be alive and replacing a segment: read again after an error.
+        retry: the queue may be live and replace a segment meanwhile: read again after an error.
     """
     if not any(folder.glob(SEGMENTS)):
         return False, [], ""
     why = ""
-    for _ in range(JOURNAL_TRIES if patient else 1):
+    for _ in range(JOURNAL_TRIES if retry else 1):
         try:
             return True, _read_copy(folder), ""
         except (OSError, RelaxError, msgspec.MsgspecError) as error:
             why = str(error) or type(error).__name__
-            time.sleep(JOURNAL_PAUSE_S if patient else 0.0)
+            time.sleep(JOURNAL_PAUSE_S if retry else 0.0)
     return True, [], why
 
 
-def _read_copy(folder: Path) -> list[Write]:
+def _read_copy(folder: Path) -> list[JournaledWrite]:
     """Read a copy of the journal, because opening a journal repairs it."""
     decode = msgspec.msgpack.Decoder(JournalEntry).decode
     with tempfile.TemporaryDirectory(prefix="relax-chaos-journal-") as copy:
@@ -241,14 +241,14 @@ def _read_copy(folder: Path) -> list[Write]:
         return [_write(decode(data)) for _, data in records]
 
 
-def _write(entry: JournalEntry) -> Write:
+def _write(entry: JournalEntry) -> JournaledWrite:
     tag = type(entry.event).__struct_config__.tag
     about = getattr(entry.event, "who", None)
     who = str(entry.who) if entry.who is not None else ""
-    return Write(entry.n, who, str(tag), str(about) if about is not None else "")
+    return JournaledWrite(entry.n, who, str(tag), str(about) if about is not None else "")
 
 
-def leftovers(paths: RunPaths) -> list[str]:
+def find_leftovers(paths: RunPaths) -> list[str]:
     """Processes, sockets and shared memory that still carry the run's id."""
     found = [str(path) for path in (paths.socket_dir, paths.shm_dir) if path.exists()]
     return found + [f"process {pid}" for pid in sorted(members_of_run(paths.run_id))]

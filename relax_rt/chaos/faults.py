@@ -1,9 +1,8 @@
-"""Faults that can be injected, and schedules of them. Pure. Used by the injector, the checks and `relax-rt chaos`."""
+"""Kinds of faults that can be injected, and schedules of them. Pure."""
 
 from __future__ import annotations
 
 import random
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
@@ -12,20 +11,22 @@ import msgspec
 from msgspec.structs import replace
 
 from relax_rt.config.problems import BadInput, did_you_mean
+from relax_rt.observe.text import parse_duration
 
 Means = Literal["signal", "inside", "disk", "epoch"]
 
 
-class Fault(msgspec.Struct, frozen=True):
+class FaultKind(msgspec.Struct, frozen=True):
     """A kind of fault.
 
     Attributes:
-        what: one line for people.
-        means: signal, to the role's process group; inside, carried out by the role's own host; disk, on the run
-            directory's file system; epoch, by issuing a newer epoch for the slot while its process is stopped.
+        what: description, one line.
+        means: signal, to the process group of the role; inside, carried out by the host process of the role; disk, on
+            the file system of the run directory; epoch, by issuing a newer epoch for the slot while its process is
+            stopped.
         seconds: default duration; 0: instantaneous.
-        longest_s: upper limit.
-        amount, unit: its size, where it has one.
+        max_s: longest duration.
+        amount, unit: its size, if it has one.
         order: its name in the message to the role, for means inside.
     """
 
@@ -33,60 +34,45 @@ class Fault(msgspec.Struct, frozen=True):
     what: str
     means: Means
     seconds: float = 0.0
-    longest_s: float = 600.0
+    max_s: float = 600.0
     amount: float = 0.0
     unit: str = ""
     order: str = ""
 
 
 _ALL = (
-    Fault("kill", "SIGKILL", "signal"),
-    Fault("stop", "SIGSTOP for a while, then SIGCONT", "signal", seconds=3.0),
-    Fault("overtake", "stopped while a newer epoch is issued for its slot, then continued", "epoch", seconds=1.0),
-    Fault("hang_loop", "its event loop is blocked", "inside", seconds=3.0, order="hang_loop"),
-    Fault("hold_gil", "native code holds its interpreter", "inside", seconds=3.0, order="hold_gil"),
-    Fault(
+    FaultKind("kill", "SIGKILL", "signal"),
+    FaultKind("stop", "SIGSTOP for a while, then SIGCONT", "signal", seconds=3.0),
+    FaultKind("overtake", "SIGSTOP while a newer epoch is issued for the slot, then SIGCONT", "epoch", seconds=1.0),
+    FaultKind("hang_loop", "the event loop of the role is blocked", "inside", seconds=3.0, order="hang_loop"),
+    FaultKind("hold_gil", "native code holds the GIL of the role", "inside", seconds=3.0, order="hold_gil"),
+    FaultKind(
         "memory",
-        "it takes memory, beyond the role's memory_mib if it has one",
+        "the role allocates memory, beyond its memory_mib if it has one",
         "inside",
         5.0,
         amount=256.0,
         unit="MiB",
         order="eat_memory",
     ),
-    Fault(
+    FaultKind(
         "clock_jump",
-        "time.time and time.time_ns of its Python code jump; no other clock does",
+        "time.time and time.time_ns of the role jump; no other clock does",
         "inside",
         5.0,
         amount=3600.0,
         unit="s",
         order="clock_jump",
     ),
-    Fault("delay", "its messages are late", "inside", 5.0, amount=0.2, unit="s", order="delay"),
-    Fault("partition", "its messages are lost", "inside", 3.0, order="partition"),
-    Fault("disk", "the run directory's file system is full", "disk", seconds=3.0, longest_s=60.0),
+    FaultKind("delay", "messages of the role are delayed", "inside", 5.0, amount=0.2, unit="s", order="delay"),
+    FaultKind("partition", "messages of the role are lost", "inside", 3.0, order="partition"),
+    FaultKind("disk", "the run directory's file system is full", "disk", seconds=3.0, max_s=60.0),
 )
-FAULTS: dict[str, Fault] = {fault.name: fault for fault in _ALL}
+FAULTS: dict[str, FaultKind] = {fault.name: fault for fault in _ALL}
 ALIASES = {"eat_memory": "memory", "pause": "stop", "sigkill": "kill", "sigstop": "stop", "gil": "hold_gil"}
 
-_TIME = re.compile(r"^(\d+(?:\.\d*)?|\.\d+)(ms|s|m|h)?$")
-_UNIT_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 
-
-def seconds(text: str) -> float:
-    """Parse a duration: ``500ms``, ``5s``, ``2.5m``, ``1h``, or seconds.
-
-    Raises:
-        BadInput: it is not a duration.
-    """
-    found = _TIME.match(text.strip())
-    if found is None:
-        raise BadInput(f"{text!r} is no duration", hint="as 500ms, 5s, 2m, 1h")
-    return float(found[1]) * _UNIT_S[found[2]]
-
-
-def fault_named(name: str) -> Fault:
+def find_fault(name: str) -> FaultKind:
     """The fault of a name.
 
     Raises:
@@ -99,7 +85,7 @@ def fault_named(name: str) -> Fault:
     return known
 
 
-def faults_named(text: str) -> list[Fault]:
+def parse_faults(text: str) -> list[FaultKind]:
     """Faults of a comma-separated list, in its order, each once.
 
     Raises:
@@ -108,18 +94,18 @@ def faults_named(text: str) -> list[Fault]:
     names = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     if not names:
         raise BadInput("no fault is named", hint=f"faults: {', '.join(FAULTS)}")
-    return list({fault.name: fault for fault in map(fault_named, names)}.values())
+    return list({fault.name: fault for fault in map(find_fault, names)}.values())
 
 
-class Once(msgspec.Struct, frozen=True):
+class RequestedFault(msgspec.Struct, frozen=True):
     """A fault given on the command line: ``stop:rollout/0:12s``."""
 
-    fault: Fault
+    fault: FaultKind
     target: str
     seconds: float
 
 
-def once_named(text: str, slots: Sequence[str]) -> Once:
+def parse_fault(text: str, slots: Sequence[str]) -> RequestedFault:
     """Parse ``fault:slot`` or ``fault:slot:duration``; a role's name means its first slot.
 
     Raises:
@@ -127,26 +113,26 @@ def once_named(text: str, slots: Sequence[str]) -> Once:
     """
     name, _, rest = text.partition(":")
     target, _, lasts = rest.partition(":")
-    fault = fault_named(name)
+    fault = find_fault(name)
     if fault.means == "disk":
         target, lasts = "", rest or lasts
     else:
-        target = _slot_named(target, slots)
-    return Once(fault, target, lasting(fault, seconds(lasts) if lasts else fault.seconds))
+        target = _find_slot(target, slots)
+    return RequestedFault(fault, target, checked_duration(fault, parse_duration(lasts) if lasts else fault.seconds))
 
 
-def lasting(fault: Fault, wanted_s: float) -> float:
+def checked_duration(fault: FaultKind, wanted_s: float) -> float:
     """Check a fault's duration.
 
     Raises:
         BadInput: it is longer than the fault allows.
     """
-    if wanted_s > fault.longest_s:
-        raise BadInput(f"{fault.name} for {wanted_s:g} s", why=f"it lasts at most {fault.longest_s:g} s")
+    if wanted_s > fault.max_s:
+        raise BadInput(f"{fault.name} for {wanted_s:g} s", why=f"it may last at most {fault.max_s:g} s")
     return wanted_s
 
 
-def _slot_named(target: str, slots: Sequence[str]) -> str:
+def _find_slot(target: str, slots: Sequence[str]) -> str:
     if target in slots:
         return target
     of_role = [slot for slot in slots if slot.partition("/")[0] == target]
@@ -156,7 +142,7 @@ def _slot_named(target: str, slots: Sequence[str]) -> str:
     raise BadInput(f"there is no slot {target!r}", hint=did_you_mean(target, names) or f"slots: {', '.join(slots)}")
 
 
-def roles_named(text: str, slots: Iterable[str]) -> dict[str, list[str]]:
+def parse_roles(text: str, slots: Iterable[str]) -> dict[str, list[str]]:
     """The slots of each role in a comma-separated list of roles and slots; all roles if it is empty.
 
     Raises:
@@ -180,18 +166,18 @@ def roles_named(text: str, slots: Iterable[str]) -> dict[str, list[str]]:
     return chosen
 
 
-MAX_STRIKES = 100_000
-AT_LEAST = 2
-"""Strikes for each kind of role, in a schedule that is long enough."""
+MAX_FAULTS = 100_000
+MIN_PER_ROLE = 2
+"""Faults for each kind of role, in a schedule that is long enough."""
 
 
-class Strike(msgspec.Struct, frozen=True, kw_only=True):
+class ScheduledFault(msgspec.Struct, frozen=True, kw_only=True):
     """One fault of a schedule.
 
     Attributes:
-        number: from 1; together with the seed it identifies the strike.
+        number: from 1; together with the seed it identifies the fault.
         at_s: time since the schedule began, for schedules by time.
-        at_step: the training step at which it is due, for schedules by step; 0: by time.
+        at_step: training step at which it is due, for schedules by step; 0: by time.
         slot: empty for a fault of the whole run (disk).
         seconds: its duration. amount: its size, in the fault's unit.
     """
@@ -206,8 +192,8 @@ class Strike(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def poisson(
-    seed: int, mean_s: float, for_s: float, faults: Sequence[Fault], slots: Mapping[str, Sequence[str]]
-) -> list[Strike]:
+    seed: int, mean_s: float, for_s: float, faults: Sequence[FaultKind], slots: Mapping[str, Sequence[str]]
+) -> list[ScheduledFault]:
     """Faults at exponentially distributed intervals: a role is drawn uniformly, then one of its slots, then a fault.
 
     Args:
@@ -219,20 +205,20 @@ def poisson(
     """
     if mean_s <= 0 or for_s <= 0:
         raise BadInput(f"faults every {mean_s:g} s for {for_s:g} s", why="both must be longer than nothing")
-    if for_s / mean_s > MAX_STRIKES:
-        raise BadInput(f"{for_s / mean_s:.0f} faults", why=f"a schedule has at most {MAX_STRIKES}")
+    if for_s / mean_s > MAX_FAULTS:
+        raise BadInput(f"{for_s / mean_s:.0f} faults", why=f"a schedule has at most {MAX_FAULTS}")
     times, draw = random.Random(f"times {seed}"), _Draw(seed, faults, slots)
-    strikes: list[Strike] = []
+    planned: list[ScheduledFault] = []
     at_s = times.expovariate(1 / mean_s)
-    while at_s < for_s and len(strikes) < MAX_STRIKES:
-        strikes.append(draw.strike(len(strikes) + 1, at_s=round(at_s, 3)))
+    while at_s < for_s and len(planned) < MAX_FAULTS:
+        planned.append(draw.draw(len(planned) + 1, at_s=round(at_s, 3)))
         at_s += times.expovariate(1 / mean_s)
-    return _evened(seed, strikes, slots)
+    return _balanced(seed, planned, slots)
 
 
 def by_steps(
-    seed: int, share: float, first: int, last: int, faults: Sequence[Fault], slots: Mapping[str, Sequence[str]]
-) -> list[Strike]:
+    seed: int, share: float, first: int, last: int, faults: Sequence[FaultKind], slots: Mapping[str, Sequence[str]]
+) -> list[ScheduledFault]:
     """Faults in a share of the training steps, drawn without repetition.
 
     Args:
@@ -249,55 +235,57 @@ def by_steps(
     count = max(1, round(share * len(steps)))
     chosen = sorted(random.Random(f"times {seed}").sample(steps, count))
     draw = _Draw(seed, faults, slots)
-    return _evened(seed, [draw.strike(number, at_step=step) for number, step in enumerate(chosen, 1)], slots)
+    return _balanced(seed, [draw.draw(number, at_step=step) for number, step in enumerate(chosen, 1)], slots)
 
 
-def at_once(seed: int, wanted: Sequence[Once]) -> list[Strike]:
+def immediate_faults(seed: int, wanted: Sequence[RequestedFault]) -> list[ScheduledFault]:
     """The faults given on the command line, all at the start."""
-    signs = random.Random(f"amounts {seed}")
+    rng = random.Random(f"amounts {seed}")
     return [
-        Strike(number=n, fault=one.fault.name, slot=one.target, seconds=one.seconds, amount=_amount(one.fault, signs))
+        ScheduledFault(
+            number=n, fault=one.fault.name, slot=one.target, seconds=one.seconds, amount=_amount(one.fault, rng)
+        )
         for n, one in enumerate(wanted, 1)
     ]
 
 
-def _evened(seed: int, strikes: list[Strike], slots: Mapping[str, Sequence[str]]) -> list[Strike]:
-    """The same strikes, with at least two for each kind of role if there are enough.
+def _balanced(seed: int, planned: list[ScheduledFault], slots: Mapping[str, Sequence[str]]) -> list[ScheduledFault]:
+    """The same faults, with at least MIN_PER_ROLE for each kind of role if there are enough.
 
-    A kind with too few takes them at random from the kind that has most; times and faults stay as drawn.
+    A kind with too few gets faults at random from the kind that has most. Times and kinds of faults stay as drawn.
     """
     roles = {role: list(found) for role, found in sorted(slots.items()) if found}
     counts = Counter(dict.fromkeys(roles, 0))
-    counts.update(strike.slot.partition("/")[0] for strike in strikes if strike.slot)
-    if counts.total() < AT_LEAST * len(roles):
-        return strikes
-    dice, evened = random.Random(f"evened {seed}"), list(strikes)
+    counts.update(fault.slot.partition("/")[0] for fault in planned if fault.slot)
+    if counts.total() < MIN_PER_ROLE * len(roles):
+        return planned
+    rng, balanced = random.Random(f"evened {seed}"), list(planned)
     for role, of_role in roles.items():
-        while counts[role] < AT_LEAST:
+        while counts[role] < MIN_PER_ROLE:
             most = max(counts, key=lambda name: (counts[name], name))
-            place = dice.choice([n for n, s in enumerate(evened) if s.slot.partition("/")[0] == most])
-            evened[place] = replace(evened[place], slot=of_role[int(dice.random() * len(of_role))])
+            place = rng.choice([n for n, s in enumerate(balanced) if s.slot.partition("/")[0] == most])
+            balanced[place] = replace(balanced[place], slot=of_role[int(rng.random() * len(of_role))])
             counts[most] -= 1
             counts[role] += 1
-    return evened
+    return balanced
 
 
 class _Draw:
-    """Draws targets and faults from separate random streams: another list of faults leaves the targets alone."""
+    """Draws targets and kinds from separate random streams: another list of kinds gives the same targets."""
 
-    def __init__(self, seed: int, faults: Sequence[Fault], slots: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, seed: int, faults: Sequence[FaultKind], slots: Mapping[str, Sequence[str]]) -> None:
         if not faults or not any(slots.values()):
             raise BadInput("a schedule without faults or without slots", hint="name at least one of each")
         self._faults = list(faults)
         self._slots = {role: list(found) for role, found in sorted(slots.items()) if found}
-        self._whom, self._what = random.Random(f"targets {seed}"), random.Random(f"faults {seed}")
+        self._targets, self._kinds = random.Random(f"targets {seed}"), random.Random(f"faults {seed}")
         self._amounts = random.Random(f"amounts {seed}")
 
-    def strike(self, number: int, *, at_s: float = 0.0, at_step: int = 0) -> Strike:
-        of_role = self._slots[self._whom.choice(list(self._slots))]
-        slot = of_role[int(self._whom.random() * len(of_role))]
-        fault = self._what.choice(self._faults)
-        return Strike(
+    def draw(self, number: int, *, at_s: float = 0.0, at_step: int = 0) -> ScheduledFault:
+        of_role = self._slots[self._targets.choice(list(self._slots))]
+        slot = of_role[int(self._targets.random() * len(of_role))]
+        fault = self._kinds.choice(self._faults)
+        return ScheduledFault(
             number=number,
             fault=fault.name,
             slot="" if fault.means == "disk" else slot,
@@ -308,7 +296,7 @@ class _Draw:
         )
 
 
-def _amount(fault: Fault, dice: random.Random) -> float:
-    """Clocks jump in either direction."""
-    back = dice.random() < 0.5
+def _amount(fault: FaultKind, rng: random.Random) -> float:
+    """The amount of a fault; clocks jump forward or back."""
+    back = rng.random() < 0.5
     return -fault.amount if fault.name == "clock_jump" and back else fault.amount

@@ -1,7 +1,7 @@
-"""``python guard.py``: continues stopped process groups when the one who stopped them is gone, however it ended.
+"""``python guard.py``: continues stopped process groups when the process that stopped them has ended, in any way.
 
-Reads lines ``+PGID`` and ``-PGID``; at the end of its input every group that is still noted is continued. Standard
-library only, and started by path, so that it is there at once and nothing of the runtime can take it down.
+Reads lines ``+PGID`` and ``-PGID``; at the end of its input every group that is still listed is continued. Standard
+library only, and started by path, so that it starts at once and does not depend on the runtime.
 """
 
 from __future__ import annotations

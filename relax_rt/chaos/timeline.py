@@ -1,4 +1,4 @@
-"""What happened in a run, from its events: lives of processes, recoveries, effective training time ratio. Pure."""
+"""What happened in a run, from its events: process lives, recoveries, effective training time ratio. Pure."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ REGISTRY = "registry/0"
 """The only slot whose processes are started before an epoch can be issued."""
 
 
-def line(number: int, event: Event) -> str:
+def describe_event(number: int, event: Event) -> str:
     """An event as one line with its position in the log, for evidence."""
     who = str(event.get("slot") or event.get("role") or "")
     epoch = event.get("epoch")
     name = who + (f"#{epoch}" if who and epoch else "")
     extra = {k: event[k] for k in ("pid", "version", "step", "name", "reason", "wait_s") if event.get(k) is not None}
-    told = " ".join(f"{k}={v}" for k, v in extra.items())
+    details = " ".join(f"{k}={v}" for k, v in extra.items())
     return " ".join(
-        word for word in (f"[{number}]", f"{event.get('m', 0.0):.3f}", str(event.get("kind")), name, told) if word
+        word for word in (f"[{number}]", f"{event.get('m', 0.0):.3f}", str(event.get("kind")), name, details) if word
     )
 
 
-class Life(msgspec.Struct, kw_only=True):
+class ProcessLife(msgspec.Struct, kw_only=True):
     """One process of a slot, in seconds of the machine's monotonic clock; None where the log has no such event.
 
     Attributes:
-        session: which `up` of the run it belongs to, from 0.
-        diagnosis: of its end. lines: positions of its events in the log.
-        over: its agent died with it, and no exit was reported.
+        session: index of the `up` of the run that it belongs to.
+        diagnosis: of its exit. lines: positions of its events in the log.
+        agent_ended: its agent ended first, and no exit was reported.
     """
 
     slot: str
@@ -47,29 +47,29 @@ class Life(msgspec.Struct, kw_only=True):
     first_work: float | None = None
     diagnosis: dict[str, Any] | None = None
     finished: bool = False
-    over: bool = False
+    agent_ended: bool = False
     lines: list[int] = []
 
     @property
     def failed(self) -> bool:
-        """It ended, and not in order."""
+        """Whether it exited, and not in order."""
         return self.diagnosis is not None and self.diagnosis.get("kind") != "clean"
 
 
-def lives(events: Sequence[Event]) -> list[Life]:
+def process_lives(events: Sequence[Event]) -> list[ProcessLife]:
     """Every process in the log, in order of their starts."""
-    found: list[Life] = []
-    present: dict[str, Life] = {}
+    found: list[ProcessLife] = []
+    present: dict[str, ProcessLife] = {}
     session = -1
     for number, event in enumerate(events):
         kind, slot, m = event.get("kind"), str(event.get("slot", "")), float(event.get("m", 0.0))
         if kind in ("run_started", "agent_died"):
             session += kind == "run_started"
             for life in present.values():
-                life.over = True
+                life.agent_ended = True
             present = {}
         elif kind == "slot_spawned":
-            life = Life(
+            life = ProcessLife(
                 slot=slot,
                 epoch=int(event.get("epoch", 0)),
                 pid=int(event.get("pid", 0)),
@@ -88,13 +88,13 @@ def lives(events: Sequence[Event]) -> list[Life]:
             life.diagnosis = event.get("diagnosis") or {}
             life.lines.append(number)
         elif kind == "first_work":
-            life_now = present.get(str(event.get("by", "")).partition("#")[0])
-            if life_now is not None and life_now.first_work is None and _is_by(event, life_now):
-                life_now.first_work = m
+            current = present.get(str(event.get("by", "")).partition("#")[0])
+            if current is not None and current.first_work is None and _is_from(event, current):
+                current.first_work = m
     return found
 
 
-def _is_by(event: Event, life: Life) -> bool:
+def _is_from(event: Event, life: ProcessLife) -> bool:
     return life.slot == REGISTRY or str(event.get("by")) == f"{life.slot}#{life.epoch}"
 
 
@@ -123,10 +123,10 @@ class Recovery(msgspec.Struct, kw_only=True):
         return self.slot.partition("/")[0]
 
 
-def recoveries(events: Sequence[Event]) -> list[Recovery]:
-    """The recovery from each fault that ended a process: of several, the last fault before the end counts."""
-    by_slot: dict[str, list[Life]] = {}
-    for life in lives(events):
+def find_recoveries(events: Sequence[Event]) -> list[Recovery]:
+    """The recovery from each fault that ended a process; of several faults, the last one before the exit."""
+    by_slot: dict[str, list[ProcessLife]] = {}
+    for life in process_lives(events):
         by_slot.setdefault(life.slot, []).append(life)
     waits = _waits(events)
     found: dict[tuple[str, int], Recovery] = {}
@@ -143,13 +143,13 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
             one.exited_s = dead.exited - at
             one.cause = str((dead.diagnosis or {}).get("cause", ""))
             one.wait_s = waits.get((dead.slot, dead.exited), 0.0)
-        _come_back(one, of_slot[place + 1 :])
+        _time_recovery(one, of_slot[place + 1 :])
         found[dead.slot, dead.pid] = one
     return list(found.values())
 
 
-def _come_back(one: Recovery, after: Sequence[Life]) -> None:
-    """The first process that was ready, and the first that worked; one may die before it works."""
+def _time_recovery(one: Recovery, after: Sequence[ProcessLife]) -> None:
+    """Set the time of the first ready process and of the first that worked; one may die before it works."""
     for life in after:
         if life.ready is not None and one.ready_s is None:
             one.ready_s = life.ready - one.at
@@ -159,10 +159,10 @@ def _come_back(one: Recovery, after: Sequence[Life]) -> None:
 
 
 def _injected(events: Sequence[Event]) -> list[Event]:
-    return [e for _, e in carried_out(events) if e.get("pid")]
+    return [e for _, e in injected_faults(events) if e.get("pid")]
 
 
-def carried_out(events: Sequence[Event]) -> list[tuple[int, Event]]:
+def injected_faults(events: Sequence[Event]) -> list[tuple[int, Event]]:
     """The injected faults by position in the log, without those that were reported as failed."""
     found: dict[int, Event] = {}
     by_number: dict[Any, int] = {}
@@ -174,24 +174,24 @@ def carried_out(events: Sequence[Event]) -> list[tuple[int, Event]]:
             if "number" in event:
                 found.pop(by_number.get((event.get("seed"), event.get("number")), -1), None)
             else:
-                found.pop(_asked_for(event, found), None)
+                found.pop(_position_of(event, found), None)
     return list(found.items())
 
 
-def begun(events: Sequence[Event]) -> set[int]:
-    """Positions of the faults that a role has confirmed by its own event."""
+def confirmed_faults(events: Sequence[Event]) -> set[int]:
+    """Positions of the faults that the role confirmed by an event of its own."""
     found: dict[int, Event] = {}
-    told: set[int] = set()
+    confirmed: set[int] = set()
     for number, event in enumerate(events):
         if event.get("kind") == "fault_injected":
             found[number] = event
         elif event.get("kind") == "fault_started":
-            told.add(_asked_for(event, found))
-    return told - {-1}
+            confirmed.add(_position_of(event, found))
+    return confirmed - {-1}
 
 
-def _asked_for(word: Event, found: dict[int, Event]) -> int:
-    """Position of the newest fault that a role's event is about; the event has the order, not the number."""
+def _position_of(word: Event, found: dict[int, Event]) -> int:
+    """Position of the newest fault that an event of a role is about; the event has the order, not the number."""
     for number, event in reversed(found.items()):
         fault = FAULTS.get(str(event.get("name")))
         same = (event.get("slot"), event.get("epoch")) == (word.get("slot"), word.get("epoch"))
@@ -213,7 +213,7 @@ def _waits(events: Iterable[Event]) -> dict[tuple[str, float], float]:
     return found
 
 
-def over(durations: Sequence[float]) -> dict[str, float | int]:
+def percentiles(durations: Sequence[float]) -> dict[str, float | int]:
     """n, median, and the 99th percentile where there are at least 200, else the maximum; seconds."""
     if not durations:
         return {"n": 0}
@@ -228,7 +228,7 @@ def over(durations: Sequence[float]) -> dict[str, float | int]:
 
 Record = dict[str, Any]
 MIN_GAPS = 5
-"""Undisturbed steps that an estimate needs."""
+"""Minimum number of undisturbed steps for an estimate."""
 
 
 class Ettr(msgspec.Struct, frozen=True, kw_only=True):
@@ -251,7 +251,7 @@ class Ettr(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
 
 
-def path_of(steps: Sequence[Record]) -> dict[int, Record]:
+def final_path(steps: Sequence[Record]) -> dict[int, Record]:
     """The records on the path to the last step: a higher epoch's steps replace those that they repeat."""
     path: dict[int, Record] = {}
     for record in sorted(steps, key=lambda r: r.get("epoch", 0)):
@@ -261,18 +261,18 @@ def path_of(steps: Sequence[Record]) -> dict[int, Record]:
     return path
 
 
-def at(record: Record) -> float:
+def record_time(record: Record) -> float:
     """Time of a record in seconds: by the monotonic clock where it has one, because a role's wall clock may jump."""
     return float(record["m"] if "m" in record else record["t"])
 
 
 def elapsed_s(steps: Sequence[Record], first: int, last: int) -> float | None:
     """Wall-clock from the first completion of step `first` to the final completion of `last`."""
-    path = path_of(steps)
-    began = [at(r) for r in steps if r["step"] == first]
+    path = final_path(steps)
+    began = [record_time(r) for r in steps if r["step"] == first]
     if last not in path or not began:
         return None
-    return at(path[last]) - min(began)
+    return record_time(path[last]) - min(began)
 
 
 def ettr(steps: Sequence[Record], baseline: Sequence[Record] | None, faults: Sequence[tuple[float, float]]) -> Ettr:
@@ -281,14 +281,14 @@ def ettr(steps: Sequence[Record], baseline: Sequence[Record] | None, faults: Seq
     Args:
         steps: its step records, in order.
         baseline: those of an undisturbed run of the same config; None: estimate.
-        faults: begin and end of each disturbance, recovery included, on the clock of the records (see `at`).
+        faults: begin and end of each disturbance, recovery included, on the clock of the records (see record_time).
     """
-    path = path_of(steps)
+    path = final_path(steps)
     if len(path) < 2:
         return Ettr(why="fewer than two steps were made")
     first, last = min(path), max(path)
     if baseline is not None:
-        last = min(last, max(path_of(baseline), default=0))
+        last = min(last, max(final_path(baseline), default=0))
         undisturbed_s = elapsed_s(baseline, first, last)
         if not undisturbed_s or last <= first:
             return Ettr(why="the baseline run has not made the same steps")
@@ -311,11 +311,11 @@ def ettr(steps: Sequence[Record], baseline: Sequence[Record] | None, faults: Seq
 
 
 def _undisturbed_gaps(steps: Sequence[Record], faults: Sequence[tuple[float, float]]) -> list[float]:
-    ordered = sorted(steps, key=at)
+    ordered = sorted(steps, key=record_time)
     return [
-        at(b) - at(a)
+        record_time(b) - record_time(a)
         for a, b in pairwise(ordered)
         if b.get("epoch") == a.get("epoch")
         and b["step"] == a["step"] + 1
-        and not any(begin < at(b) and end > at(a) for begin, end in faults)
+        and not any(begin < record_time(b) and end > record_time(a) for begin, end in faults)
     ]

@@ -8,90 +8,95 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.chaos import process_checks as processes
-from relax_rt.chaos import training_checks as training
-from relax_rt.chaos.evidence import MAX_SHOWN, Breach, Evidence, Finding
-from relax_rt.chaos.timeline import Ettr, Recovery, carried_out, ettr, over, recoveries
+from relax_rt.chaos import checks
+from relax_rt.chaos.evidence import MAX_SHOWN, CheckResult, Evidence, Violation
+from relax_rt.chaos.timeline import Ettr, Recovery, ettr, find_recoveries, injected_faults, percentiles
 
-Check = Callable[[Evidence], Iterator[int | Breach | str]]
+Check = Callable[[Evidence], Iterator[int | Violation | str]]
 
 CHECKS: dict[str, tuple[Check, str]] = {
-    "one_incarnation": (processes.one_incarnation, "processes"),
-    "epochs_grow": (processes.epochs_grow, "epochs"),
-    "deaths_answered": (processes.deaths_answered, "deaths"),
-    "faults_seen": (processes.faults_seen, "faults"),
-    "late_writes": (processes.late_writes, "accepted writes"),
-    "supervisor_sound": (processes.supervisor_sound, "sessions"),
-    "steps_once": (training.steps_once, "steps"),
-    "trained_once": (training.trained_once, "samples"),
-    "trained_what_was_made": (training.trained_what_was_made, "samples"),
-    "staleness_held": (training.staleness_held, "samples"),
-    "versions_grow": (training.versions_grow, "versions"),
-    "checkpoint_stands": (training.checkpoint_stands, "checkpoints"),
-    "run_recovered": (processes.run_recovered, "run"),
-    "nothing_left": (processes.nothing_left, "run"),
+    "single_incarnation": (checks.single_incarnation, "processes"),
+    "epochs_increase": (checks.epochs_increase, "epochs"),
+    "deaths_handled": (checks.deaths_handled, "deaths"),
+    "faults_observed": (checks.faults_observed, "faults"),
+    "fencing": (checks.fencing, "accepted writes"),
+    "supervisor_consistent": (checks.supervisor_consistent, "sessions"),
+    "steps_once": (checks.steps_once, "steps"),
+    "trained_once": (checks.trained_once, "samples"),
+    "trained_as_produced": (checks.trained_as_produced, "samples"),
+    "staleness_bounded": (checks.staleness_bounded, "samples"),
+    "versions_increase": (checks.versions_increase, "versions"),
+    "checkpoint_recovery": (checks.checkpoint_recovery, "checkpoints"),
+    "run_recovered": (checks.run_recovered, "run"),
+    "no_leftovers": (checks.no_leftovers, "run"),
 }
-OF_TRAINING = {"steps_once", "trained_once", "trained_what_was_made", "staleness_held", "checkpoint_stands"}
-MUST_SEE = {"one_incarnation", "supervisor_sound"}
-MUST_SEE_OF_TRAINING = {"steps_once", "trained_once", "trained_what_was_made", "staleness_held", "versions_grow"}
+TRAINING_CHECKS = {"steps_once", "trained_once", "trained_as_produced", "staleness_bounded", "checkpoint_recovery"}
+REQUIRED = {"single_incarnation", "supervisor_consistent"}
+REQUIRED_TRAINING_CHECKS = {
+    "steps_once",
+    "trained_once",
+    "trained_as_produced",
+    "staleness_bounded",
+    "versions_increase",
+}
 
 
-def check(evidence: Evidence) -> list[Finding]:
-    """Run every check on the records of a run; a check that has nothing to judge says why."""
-    return [_finding(name, *how, evidence) for name, how in CHECKS.items()]
+def run_checks(evidence: Evidence) -> list[CheckResult]:
+    """Run every check on the records of a run."""
+    return [_run_check(name, *check, evidence) for name, check in CHECKS.items()]
 
 
-def breaches(findings: list[Finding]) -> list[Breach]:
-    """All breaches of these findings."""
-    return [breach for finding in findings for breach in finding.breaches]
+def violations(results: list[CheckResult]) -> list[Violation]:
+    """All violations in these results."""
+    return [violation for result in results for violation in result.violations]
 
 
-def _finding(name: str, judge: Check, of: str, evidence: Evidence) -> Finding:
-    promise = (judge.__doc__ or "").strip().splitlines()[0]
-    if why_not := _not_to_judge(name, evidence):
-        return Finding(check=name, promise=promise, looked_at=0, of=of, why_not=why_not)
-    looked_at, found, not_shown = 0, list[Breach](), list[str]()
-    for one in judge(evidence):
-        if isinstance(one, Breach):
+def _run_check(name: str, check: Check, unit: str, evidence: Evidence) -> CheckResult:
+    guarantee = (check.__doc__ or "").strip().splitlines()[0]
+    if reason := _not_applicable(name, evidence):
+        return CheckResult(check=name, guarantee=guarantee, judged=0, unit=unit, not_judged=reason)
+    judged, found, unconfirmed = 0, list[Violation](), list[str]()
+    for one in check(evidence):
+        if isinstance(one, Violation):
             found.append(one)
         elif isinstance(one, str):
-            not_shown.append(one)
+            unconfirmed.append(one)
         else:
-            looked_at += one
-    why_not = "" if looked_at or found else "nothing judged"
-    if why_not and _must_see(name, evidence):
-        found.append(Breach(name, f"nothing judged: the run has recorded no {of} that this check could look at"))
-    return Finding(
+            judged += one
+    reason = "" if judged or found else "nothing judged"
+    if reason and _is_required(name, evidence):
+        found.append(Violation(name, f"nothing judged: the run has recorded no {unit} that this check could judge"))
+    return CheckResult(
         check=name,
-        promise=promise,
-        looked_at=looked_at,
-        of=of,
-        breaches=found,
-        why_not=why_not,
-        not_shown=not_shown,
+        guarantee=guarantee,
+        judged=judged,
+        unit=unit,
+        violations=found,
+        not_judged=reason,
+        unconfirmed=unconfirmed,
     )
 
 
-def _not_to_judge(name: str, evidence: Evidence) -> str:
+def _not_applicable(name: str, evidence: Evidence) -> str:
     """Why a check does not apply; empty: it does."""
-    if name in OF_TRAINING and not evidence.steps:
+    if name in TRAINING_CHECKS and not evidence.steps:
         return "no training step is recorded"
-    if name == "staleness_held" and evidence.max_staleness is None:
-        return "the job has no bound"
-    if name == "nothing_left" and not evidence.ended:
-        return "the run goes on"
+    if name == "staleness_bounded" and evidence.max_staleness is None:
+        return "the job has no staleness bound"
+    if name == "no_leftovers" and not evidence.ended:
+        return "the run is live"
     if name == "run_recovered" and evidence.ended and evidence.status == "stopped":
         return f"it was stopped at step {evidence.last_step}" if evidence.trains else "it was stopped"
     if name == "run_recovered" and not evidence.ended and evidence.recovered is None:
-        return "nobody looked"
+        return "not checked"
     return ""
 
 
-def _must_see(name: str, evidence: Evidence) -> bool:
-    """A check that saw nothing where there had to be something is not passed: the records are missing."""
-    if name in MUST_SEE_OF_TRAINING and evidence.trains and evidence.steps:
-        return evidence.complete or name not in ("staleness_held", "versions_grow")
-    return name in MUST_SEE and evidence.complete
+def _is_required(name: str, evidence: Evidence) -> bool:
+    """Whether a check that judged nothing fails, because the records that it needs are missing."""
+    if name in REQUIRED_TRAINING_CHECKS and evidence.trains and evidence.steps:
+        return evidence.complete or name not in ("staleness_bounded", "versions_increase")
+    return name in REQUIRED and evidence.complete
 
 
 Figures = dict[str, float | int]
@@ -120,93 +125,93 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ok: no guarantee was broken.
-        recovered: of a living run: every slot has come back; None: it has ended, or this was not checked.
-        left: strikes that were never due, because the run ended before.
-        injected: faults by name, without the `failed` ones that were not carried out.
-        struck: by kind of role, how often each fault; kinds that were never struck are included.
+        recovered: of a live run: every slot is ready or has ended; None: the run has ended, or this was not checked.
+        not_injected: scheduled faults that were never due, because the run ended before.
+        injected: faults by name, without the `failed` ones.
+        faults_by_role: number of faults by kind of role and name; kinds of role without faults are included.
     """
 
     ok: bool
     status: str
     ended: bool
     recovered: bool | None
-    left: int
+    not_injected: int
     injected: dict[str, int]
-    struck: dict[str, dict[str, int]]
-    withheld: int
+    faults_by_role: dict[str, dict[str, int]]
+    skipped: int
     failed: int
     roles: list[RoleFigures]
     ettr: Ettr
-    findings: list[Finding]
+    results: list[CheckResult]
 
     @property
-    def shown(self) -> bool:
-        """No guarantee was broken, and every fault was injected and shown."""
-        return self.ok and not self.left
+    def passed(self) -> bool:
+        """No guarantee was broken, and every scheduled fault was due."""
+        return self.ok and not self.not_injected
 
 
-def judge(evidence: Evidence, baseline: Sequence[dict[str, Any]] | None = None, *, left: int = 0) -> Verdict:
+def judge(evidence: Evidence, baseline: Sequence[dict[str, Any]] | None = None, *, not_injected: int = 0) -> Verdict:
     """The verdict on the records of a run.
 
     Args:
         baseline: step records of an undisturbed run of the same config.
-        left: strikes that were never due.
+        not_injected: scheduled faults that were never due.
     """
-    findings = check(evidence)
-    came_back = recoveries(evidence.events)
+    results = run_checks(evidence)
+    recovered = find_recoveries(evidence.events)
     kinds = Counter(str(e.get("kind")) for e in evidence.events)
-    injected = Counter(str(e.get("name")) for _, e in carried_out(evidence.events))
+    injected = Counter(str(e.get("name")) for _, e in injected_faults(evidence.events))
     return Verdict(
-        ok=not breaches(findings),
+        ok=not violations(results),
         status=evidence.status,
         ended=evidence.ended,
         recovered=None if evidence.ended else evidence.recovered,
-        left=left,
-        struck=struck(evidence),
+        not_injected=not_injected,
+        faults_by_role=count_by_role(evidence),
         injected=dict(sorted(injected.items())),
-        withheld=kinds["fault_withheld"],
+        skipped=kinds["fault_skipped"],
         failed=kinds["fault_injected"] - sum(injected.values()),
-        roles=role_figures(came_back),
-        ettr=ettr(evidence.steps, baseline, disturbances(evidence, came_back)),
-        findings=findings,
+        roles=role_figures(recovered),
+        ettr=ettr(evidence.steps, baseline, disturbances(evidence, recovered)),
+        results=results,
     )
 
 
-def struck(evidence: Evidence) -> dict[str, dict[str, int]]:
-    """How often each fault struck each kind of role of the run."""
+def count_by_role(evidence: Evidence) -> dict[str, dict[str, int]]:
+    """Number of faults by kind of role and name of the fault."""
     roles = {str(e.get("slot")).partition("/")[0] for e in evidence.events if e.get("kind") == "slot_spawned"}
     found: dict[str, Counter[str]] = {role: Counter() for role in sorted(roles)}
-    for _, event in carried_out(evidence.events):
+    for _, event in injected_faults(evidence.events):
         if event.get("slot"):
             role = str(event["slot"]).partition("/")[0]
             found.setdefault(role, Counter())[str(event.get("name"))] += 1
     return {role: dict(sorted(counts.items())) for role, counts in found.items()}
 
 
-def role_figures(came_back: Sequence[Recovery]) -> list[RoleFigures]:
+def role_figures(recovered: Sequence[Recovery]) -> list[RoleFigures]:
     """Figures of each kind of role, sorted by name."""
     by_role: dict[str, list[Recovery]] = {}
-    for one in came_back:
+    for one in recovered:
         by_role.setdefault(one.role, []).append(one)
     return [
         RoleFigures(
             role=role,
             faults=len(of_role),
-            exited=over([r.exited_s for r in of_role if r.exited_s is not None]),
-            ready=over([r.ready_s for r in of_role if r.ready_s is not None]),
-            worked=over([r.worked_s for r in of_role if r.worked_s is not None]),
-            wait=over([r.wait_s for r in of_role if r.exited_s is not None]),
+            exited=percentiles([r.exited_s for r in of_role if r.exited_s is not None]),
+            ready=percentiles([r.ready_s for r in of_role if r.ready_s is not None]),
+            worked=percentiles([r.worked_s for r in of_role if r.worked_s is not None]),
+            wait=percentiles([r.wait_s for r in of_role if r.exited_s is not None]),
             lost=sum(r.ready_s is None for r in of_role),
         )
         for role, of_role in sorted(by_role.items())
     ]
 
 
-def disturbances(evidence: Evidence, came_back: Sequence[Recovery]) -> list[tuple[float, float]]:
+def disturbances(evidence: Evidence, recovered: Sequence[Recovery]) -> list[tuple[float, float]]:
     """Begin and end of each fault on the monotonic clock, recovery included."""
-    back = {(r.number, r.at): max(r.ready_s or 0.0, r.worked_s or 0.0) for r in came_back}
+    back = {(r.number, r.at): max(r.ready_s or 0.0, r.worked_s or 0.0) for r in recovered}
     found = []
-    for _, event in carried_out(evidence.events):
+    for _, event in injected_faults(evidence.events):
         lasted = max(float(event.get("seconds", 0.0)), back.get((event.get("number", 0), event["m"]), 0.0))
         found.append((float(event["m"]), float(event["m"]) + lasted))
     return found
@@ -214,55 +219,51 @@ def disturbances(evidence: Evidence, came_back: Sequence[Recovery]) -> list[tupl
 
 def render(verdict: Verdict) -> str:
     """The verdict as text."""
-    lines = [_harm(verdict), *_struck(verdict), *_recovery_table(verdict.roles), _ettr(verdict.ettr), ""]
-    for finding in verdict.findings:
-        state = f"{len(finding.breaches)} BROKEN" if finding.breaches else "ok" if not finding.why_not else "-"
-        about = finding.why_not or f"{finding.looked_at} {finding.of}"
-        lines.append(f"{state:>9}  {finding.check:22} {about:22} {finding.promise}")
-        lines += [f"{'':11}not shown: {what}" for what in finding.not_shown[:MAX_SHOWN]]
-        for breach in finding.breaches[:MAX_SHOWN]:
-            lines.append(f"{'':11}{breach.what}")
-            lines += [f"{'':13}{event}" for event in breach.events]
-        if len(finding.breaches) > MAX_SHOWN:
-            lines.append(f"{'':11}and {len(finding.breaches) - MAX_SHOWN} more")
-    return "\n".join([*lines, "", _sentence(verdict)])
-
-
-def _sentence(verdict: Verdict) -> str:
-    if not verdict.ok:
-        return "verdict: promises were BROKEN"
-    if verdict.left:
-        return f"verdict: no promise was broken, but {verdict.left} strikes never fell: the run ended before"
-    return "verdict: every promise was kept"
-
-
-def _state(verdict: Verdict) -> str:
+    faults = ", ".join(f"{n} x {name}" for name, n in verdict.injected.items()) or "none"
+    faults += f"; {verdict.skipped} skipped" if verdict.skipped else ""
+    faults += f"; {verdict.failed} failed" if verdict.failed else ""
     if verdict.ended:
-        return f"has ended: {verdict.status}"
-    return "goes on" + {True: ", every slot is back", False: ", NOT every slot is back", None: ""}[verdict.recovered]
-
-
-def _harm(verdict: Verdict) -> str:
-    told = ", ".join(f"{n} x {name}" for name, n in verdict.injected.items()) or "none"
-    withheld = f"; {verdict.withheld} withheld" if verdict.withheld else ""
-    withheld += f"; {verdict.failed} failed" if verdict.failed else ""
-    return f"faults: {told}{withheld}; the run {_state(verdict)}"
-
-
-def _struck(verdict: Verdict) -> list[str]:
-    if not verdict.injected:
-        return []
-    told = [f"{role} {sum(counts.values())} ({counts.get('kill', 0)} kills)" for role, counts in verdict.struck.items()]
-    return [f"struck: {', '.join(told)}"]
+        state = f"has ended: {verdict.status}"
+    else:
+        state = (
+            "is live"
+            + {True: ", every slot has recovered", False: ", NOT every slot has recovered", None: ""}[verdict.recovered]
+        )
+    lines = [f"faults: {faults}; the run {state}"]
+    if verdict.injected:
+        roles = [
+            f"{role} {sum(counts.values())} ({counts.get('kill', 0)} kills)"
+            for role, counts in verdict.faults_by_role.items()
+        ]
+        lines.append(f"faults by role: {', '.join(roles)}")
+    lines += [*_recovery_table(verdict.roles), _ettr(verdict.ettr), ""]
+    for result in verdict.results:
+        failed = len(result.violations)
+        state = f"{failed} VIOLATED" if failed else "-" if result.not_judged else "ok"
+        about = result.not_judged or f"{result.judged} {result.unit}"
+        lines.append(f"{state:>11}  {result.check:22} {about:22} {result.guarantee}")
+        lines += [f"{'':13}unconfirmed: {what}" for what in result.unconfirmed[:MAX_SHOWN]]
+        for violation in result.violations[:MAX_SHOWN]:
+            lines.append(f"{'':13}{violation.what}")
+            lines += [f"{'':15}{event}" for event in violation.events]
+        if failed > MAX_SHOWN:
+            lines.append(f"{'':13}and {failed - MAX_SHOWN} more")
+    if not verdict.ok:
+        sentence = "guarantees were VIOLATED"
+    elif verdict.not_injected:
+        sentence = f"no guarantee was violated, but the run ended before {verdict.not_injected} faults were due"
+    else:
+        sentence = "every guarantee was kept"
+    return "\n".join([*lines, "", f"verdict: {sentence}"])
 
 
 def _recovery_table(roles: Sequence[RoleFigures]) -> list[str]:
     if not roles:
         return []
-    lines = [f"{'role':14}{'ends':>6}{'exit seen, ms':>20}{'ready, s':>20}{'first work, s':>20}{'not back':>10}"]
+    lines = [f"{'role':14}{'faults':>8}{'exit seen, ms':>20}{'ready, s':>20}{'first work, s':>20}{'not back':>10}"]
     for one in roles:
         cells = f"{_cell(one.exited, 1000)}{_cell(one.ready)}{_cell(one.worked)}"
-        lines.append(f"{one.role:14}{one.faults:>6}{cells}{one.lost or '':>10}")
+        lines.append(f"{one.role:14}{one.faults:>8}{cells}{one.lost or '':>10}")
     return lines
 
 
@@ -275,7 +276,7 @@ def _cell(figures: Figures, scale: float = 1.0) -> str:
 
 def _ettr(found: Ettr) -> str:
     if found.value is None:
-        return f"ETTR: cannot be told: {found.why}"
+        return f"ETTR: unknown: {found.why}"
     kind = "measured" if found.measured else "ESTIMATE from this run's undisturbed steps"
     return (
         f"ETTR: {found.value:.1%} ({kind}): steps {found.first} to {found.last} in {found.disturbed_s:.1f} s, "

@@ -1,4 +1,4 @@
-"""A run's records for other tools: a tar of JSON lines and CSV tables, or Prometheus' text of the moment."""
+"""Commands trace and export: the records of a run for other tools."""
 
 from __future__ import annotations
 
@@ -10,26 +10,73 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from cyclopts import Parameter
 
-from relax_rt.cli.figures import Figures
-from relax_rt.cli.why import Account
+from relax_rt.cli.app import OK, Json, Run
+from relax_rt.cli.display import say, show_json
+from relax_rt.cli.ps import SlotFigures, describe_empty_steps, slot_figures
+from relax_rt.cli.runs import find_run_dir
+from relax_rt.cli.time_left import Estimate, estimate_of
+from relax_rt.cli.why import Account, explain
+from relax_rt.config.problems import BadInput
 from relax_rt.interfaces.agent import RunStatus
-from relax_rt.observe.estimate import Estimate
 from relax_rt.observe.events import CURRENT, read_events, segments
 from relax_rt.observe.metrics import METRICS, read_metrics
 from relax_rt.observe.trace import Trace
+from relax_rt.supervision import control
 from relax_rt.supervision.rundir import read_run
 from relax_rt.transport.rpc.errors import RelaxError
 
-WHOLE = ("run.json", "config.json", "roles.toml", "summary.json")
+COPIED_FILES = ("run.json", "config.json", "roles.toml", "summary.json")
 LOG_BYTES = 1 << 20
 MAX_KINDS = 64
 MAX_COLUMNS = 256
 CSV_BUFFER = 8 << 20
 COPY_BYTES = 1 << 20
+
+
+def trace(
+    run: Run = None,
+    *,
+    out: Annotated[Path | None, Parameter(help="Where to write. Default: trace.json in the run directory.")] = None,
+) -> int:
+    """Write the event log as a trace."""
+    run_dir = find_run_dir(run)
+    path = out or run_dir / "trace.json"
+    count = write_trace(run_dir, path)
+    say(f"{path}: {count:,} records; open it in https://ui.perfetto.dev")
+    return OK
+
+
+def export(
+    run: Run = None,
+    *,
+    out: Annotated[
+        Path | None, Parameter(help="Where to write (.tar.gz). Default: <name>.tar.gz in this folder.")
+    ] = None,
+    most_mib: Annotated[int, Parameter(help="Newest MiB of the events, and of the metrics, to write.")] = 256,
+    force: Annotated[bool, Parameter(help="Overwrite an existing file.")] = False,
+    prometheus: Annotated[bool, Parameter(help="Print the current state in Prometheus text format instead.")] = False,
+    json: Json = False,
+) -> int:
+    """Write the records of a run as one archive."""
+    if most_mib < 1:
+        raise BadInput(f"--most-mib {most_mib}", why="it must be at least 1")
+    run_dir = find_run_dir(run)
+    status = control.status(run_dir)
+    if prometheus:
+        say(prometheus_text(status, slot_figures(status), estimate_of(status)).rstrip("\n"))
+        return OK
+    path = out or Path(f"{status.name or 'run'}.tar.gz")
+    if path.exists() and not force:
+        raise BadInput(f"{path} exists", hint="give another --out, or --force to overwrite it")
+    found = explain(read_events(run_dir), status, empty_steps=describe_empty_steps(run_dir))
+    names = write_archive(run_dir, path, found, most_mib=most_mib)
+    show_json({"out": str(path), "files": names}) if json else say(f"{path}: {', '.join(names)}")
+    return OK
 
 
 def write_archive(run_dir: Path, out: Path, account: Account, *, most_mib: int) -> list[str]:
@@ -57,7 +104,7 @@ def write_archive(run_dir: Path, out: Path, account: Account, *, most_mib: int) 
 
 
 def _fill(tar: tarfile.TarFile, run_dir: Path, account: Account, most: int) -> Iterator[str]:
-    for name in WHOLE:
+    for name in COPIED_FILES:
         if (run_dir / name).is_file():
             yield _add(tar, name, [run_dir / name], most)
     events = run_dir / "events"
@@ -85,16 +132,13 @@ def _add(tar: tarfile.TarFile, name: str, paths: Iterable[Path], most: int) -> s
                 if cut:
                     file.readline()
                     cut = False
-                # A file that is being written is taken as long as it was at the look.
-                _copy(file, whole, size - file.tell())
+                # Not past the size seen above: the file may be growing.
+                remaining = size - file.tell()
+                while remaining > 0 and (chunk := file.read(min(remaining, COPY_BYTES))):
+                    whole.write(chunk)
+                    remaining -= len(chunk)
             skip = 0
         return _put(tar, name, whole)
-
-
-def _copy(source: Any, target: Any, left: int) -> None:
-    while left > 0 and (chunk := source.read(min(left, COPY_BYTES))):
-        target.write(chunk)
-        left -= len(chunk)
 
 
 def _put(tar: tarfile.TarFile, name: str, file: Any) -> str:
@@ -165,7 +209,7 @@ def _csv(header: list[str], records: Iterable[Mapping[str, Any]]) -> Iterator[st
     yield buffer.getvalue()
 
 
-def prometheus_text(status: RunStatus, figures: Mapping[str, Figures], estimate: Estimate | None = None) -> str:
+def prometheus_text(status: RunStatus, figures: Mapping[str, SlotFigures], estimate: Estimate | None = None) -> str:
     """The present state of the run in Prometheus' text format, as for a node exporter's textfile collector."""
     run = {"run": status.name}
     samples: list[tuple[str, str, str, dict[str, str], float]] = [
@@ -183,7 +227,7 @@ def prometheus_text(status: RunStatus, figures: Mapping[str, Figures], estimate:
         samples += [(f"relax_run_{n}", "gauge", text, run, v) for n, text, v in times if v is not None]
     for slot in status.slots:
         labels = {**run, "slot": slot.slot, "role": slot.kind, "node": slot.node}
-        known = figures.get(slot.slot, Figures())
+        known = figures.get(slot.slot, SlotFigures())
         values: list[tuple[str, str, str, float | None]] = [
             ("slot_ready", "gauge", "1 while the slot does its work.", float(slot.state == "ready")),
             ("slot_restarts_total", "counter", "Restarts since the run was started.", slot.restarts),
@@ -217,7 +261,7 @@ def write_trace(run_dir: Path, path: Path) -> int:
     """
     first = next((t for event in read_events(run_dir) if isinstance(t := event.get("t"), int | float)), None)
     if first is None:
-        raise RelaxError(f"no event in {run_dir / 'events'}", hint="a run that has not begun leaves no trace")
+        raise RelaxError(f"no event in {run_dir / 'events'}", hint="the run has not started yet")
     record = read_run(run_dir) or {}
     about = {"run": record.get("name", ""), "run_id": record.get("run_id", ""), "began": first}
     fresh = path.with_name(f".{path.name}.{os.getpid()}")

@@ -1,4 +1,4 @@
-"""The logs of a run's roles: their last lines, and new ones as they are written."""
+"""`relax-rt logs`: the last lines of the roles' logs, and new ones as they are written."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ import time
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Annotated
 
-from relax_rt.cli.display import show_json_line
+import msgspec
+from cyclopts import Parameter
+
+from relax_rt.cli.app import OK, Json, Run
+from relax_rt.cli.runs import split_run
 from relax_rt.config.problems import did_you_mean
 from relax_rt.supervision.control import NoRun, find_run, status
 
@@ -17,6 +22,27 @@ POLL_S = 0.2
 END_BYTES = 4 << 20
 READ_BYTES = 1 << 20
 MAX_FILES = 4096
+
+
+def logs(
+    patterns: Annotated[
+        list[str] | None,
+        Parameter(
+            help="Slots, roles, or patterns as 'roll*'; a run before them as with --run. Default: all logs.",
+            negative_iterable=(),
+        ),
+    ] = None,
+    *,
+    run: Run = None,
+    follow: Annotated[bool, Parameter(name=["--follow", "-f"], help="Keep printing new lines.")] = False,
+    lines: Annotated[int, Parameter(name=["--lines", "-n"], help="Lines from the end of each log.")] = 40,
+    json: Json = False,
+) -> int:
+    """Print the logs of the roles."""
+    first, *others = patterns or [""]
+    run_dir, first = split_run(first, run, log_names)
+    show_logs(run_dir, [*([first] if first else []), *others], lines=lines, follow=follow, as_json=json)
+    return OK
 
 
 class LogFile:
@@ -28,11 +54,11 @@ class LogFile:
         self._at = 0
         self._rest = b""
 
-    def end(self, count: int) -> list[str]:
-        """The last lines, from rotated files too if needed; `added` goes on after them."""
+    def last_lines(self, count: int) -> list[str]:
+        """The last lines, from rotated files too if needed; `new_lines` continues after them."""
         self._at, shown, self._rest = _last_lines(self.path)
         if self._rest and count:
-            # A last line without its end may be all there ever is: a process that died in the middle of it.
+            # A process that died while it wrote leaves a last line without its newline: print it too.
             shown, self._rest = [*shown, self._rest], b""
         older = 1
         while len(shown) < count and (path := self._rotated(older)).exists():
@@ -41,13 +67,13 @@ class LogFile:
             older += 1
         return [line.decode(errors="replace") for line in (shown[-count:] if count else [])]
 
-    def added(self) -> Iterator[str]:
+    def new_lines(self) -> Iterator[str]:
         """Complete lines written since the last call, also when the file was rotated in between."""
         data = b""
         try:
             with self.path.open("rb") as file:
                 if file.seek(0, os.SEEK_END) < self._at:
-                    data = self._before_rotation()
+                    data = self._unread_before_rotation()
                     self._at = 0
                 file.seek(self._at)
                 new = file.read(READ_BYTES)
@@ -58,8 +84,8 @@ class LogFile:
         for line in lines:
             yield line.decode(errors="replace")
 
-    def _before_rotation(self) -> bytes:
-        """Lines that were added unseen before the file was copied and truncated."""
+    def _unread_before_rotation(self) -> bytes:
+        """What was appended after the last read and before the file was copied and truncated."""
         try:
             with self._rotated(1).open("rb") as file:
                 if file.seek(0, os.SEEK_END) >= self._at:
@@ -67,7 +93,7 @@ class LogFile:
                     return file.read(END_BYTES)
         except FileNotFoundError:
             pass
-        # Emptied by hand: what began there has no end.
+        # Truncated by somebody else: the rest of a line that was begun is lost.
         self._rest = b""
         return b""
 
@@ -89,34 +115,34 @@ def _last_lines(path: Path) -> tuple[int, list[bytes], bytes]:
 
 
 def show_logs(run_dir: Path, patterns: Sequence[str], *, lines: int, follow: bool, as_json: bool) -> None:
-    """Print the ends of the selected logs; with follow, go on with new lines until the run has ended.
+    """Print the ends of the selected logs; with follow, continue with new lines until the run has ended.
 
     Raises:
         NoRun: the run has no such log.
     """
-    files = {path: LogFile(path) for path in select(run_dir, patterns)}
+    files = {path: LogFile(path) for path in select_logs(run_dir, patterns)}
     several = len(files) > 1 or any("*" in pattern for pattern in patterns)
 
     def show(file: LogFile, line: str) -> None:
         if as_json:
-            show_json_line({"log": file.name, "line": line})
+            sys.stdout.write(msgspec.json.encode({"log": file.name, "line": line}).decode() + "\n")
         else:
             width = max(len(file.name) for file in files.values())
             sys.stdout.write(f"{file.name:{width}} | {line}\n" if several else f"{line}\n")
 
     for file in files.values():
-        for line in file.end(lines):
+        for line in file.last_lines(lines):
             show(file, line)
     sys.stdout.flush()
-    for line in () if as_json else elsewhere(run_dir, patterns):
+    for line in () if as_json else logs_on_other_nodes(run_dir, patterns):
         sys.stderr.write(f"{line}\n")
     while follow:
-        # Looked at before the logs, so that the last lines of an ending run are seen.
+        # Checked before the logs are read, so that the last lines of an ending run are printed.
         alive = find_run(run_dir).alive
         for path in _matching(run_dir, patterns):
             files.setdefault(path, LogFile(path))
         for file in files.values():
-            for line in file.added():
+            for line in file.new_lines():
                 show(file, line)
         sys.stdout.flush()
         if not alive:
@@ -124,14 +150,14 @@ def show_logs(run_dir: Path, patterns: Sequence[str], *, lines: int, follow: boo
         time.sleep(POLL_S)
 
 
-def logged(run_dir: Path) -> set[str]:
+def log_names(run_dir: Path) -> set[str]:
     """The slots and roles that have logs, under all names that select them."""
     stems = [path.stem for path in (run_dir / "logs").glob("*.log")]
     parts = [stem.rpartition("-") for stem in stems]
     return {*stems, *(role for role, _, _ in parts), *(f"{role}/{index}" for role, _, index in parts)}
 
 
-def select(run_dir: Path, patterns: Sequence[str]) -> list[Path]:
+def select_logs(run_dir: Path, patterns: Sequence[str]) -> list[Path]:
     """The logs of slots, roles, or patterns of either; all logs of the run without any.
 
     Raises:
@@ -141,12 +167,14 @@ def select(run_dir: Path, patterns: Sequence[str]) -> list[Path]:
         if not _matching(run_dir, [pattern] if pattern else []):
             names = sorted(path.stem for path in (run_dir / "logs").glob("*.log"))
             hint = did_you_mean(pattern.replace("/", "-"), names) or (f"there is {', '.join(names)}" if names else "")
-            far = elsewhere(run_dir, [pattern] if pattern else [])
-            raise NoRun(f"no log of {pattern or 'any role'} in {run_dir}", why="; ".join(far), hint="" if far else hint)
+            remote = logs_on_other_nodes(run_dir, [pattern] if pattern else [])
+            raise NoRun(
+                f"no log of {pattern or 'any role'} in {run_dir}", why="; ".join(remote), hint="" if remote else hint
+            )
     return _matching(run_dir, patterns)
 
 
-def elsewhere(run_dir: Path, patterns: Sequence[str]) -> list[str]:
+def logs_on_other_nodes(run_dir: Path, patterns: Sequence[str]) -> list[str]:
     """Where the logs of slots on other nodes lie, as a sentence."""
     if not (run := find_run(run_dir)).alive or not run.record.get("listen"):
         return []
@@ -154,16 +182,16 @@ def elsewhere(run_dir: Path, patterns: Sequence[str]) -> list[str]:
         f"{slot.slot} runs on node {slot.node}: its log is {slot.log.partition(':')[2]} there"
         for slot in status(run_dir).slots
         if slot.log.startswith(f"{slot.node}:")
-        and (not patterns or any(_means(pattern, slot.slot.replace("/", "-")) for pattern in patterns))
+        and (not patterns or any(_selects(pattern, slot.slot.replace("/", "-")) for pattern in patterns))
     ]
 
 
 def _matching(run_dir: Path, patterns: Sequence[str]) -> list[Path]:
     known = sorted((run_dir / "logs").glob("*.log"))[:MAX_FILES]
-    return [path for path in known if not patterns or any(_means(pattern, path.stem) for pattern in patterns)]
+    return [path for path in known if not patterns or any(_selects(pattern, path.stem) for pattern in patterns)]
 
 
-def _means(pattern: str, name: str) -> bool:
+def _selects(pattern: str, name: str) -> bool:
     """rollout, rollout/0, rollout-0 and 'roll*' all select the log ``rollout-0``."""
     role, _, index = name.rpartition("-")
     return any(fnmatchcase(known, pattern) for known in (name, role, f"{role}/{index}"))

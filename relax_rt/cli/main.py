@@ -7,46 +7,34 @@ from collections.abc import Sequence
 
 from cyclopts import CycloptsError
 
-from relax_rt.cli import before, chaos, look, run, steer
 from relax_rt.cli.app import BAD_INPUT, FAILED, INTERRUPTED, OK, app
 from relax_rt.config.problems import BadInput, ConfigErrors
-from relax_rt.supervision.control import NoRun
 from relax_rt.transport.rpc.errors import RelaxError
 
 __all__ = ["app", "main"]
-COMMANDS = (before, run, look, steer, chaos)
-"""Modules that register their commands on import."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Returns:
-        0 done, 1 the run failed or does not answer, 2 the input is wrong; `up` also 130 and the like, for signals.
-    """
+    """Run one command and return its exit code: one of those in app, or 128 + a signal for `up`."""
     try:
-        found = app(argv, exit_on_error=False)
+        result = app(argv, exit_on_error=False)
     except CycloptsError:
         return BAD_INPUT
+    except ConfigErrors as error:
+        print(error.render(), file=sys.stderr)
+        return BAD_INPUT
     except RelaxError as error:
-        return _explain(error)
+        print(f"relax-rt: {error.what}" + (f": {error.why}" if error.why else ""), file=sys.stderr)
+        if error.hint:
+            print(f"  {error.hint}", file=sys.stderr)
+        return BAD_INPUT if isinstance(error, BadInput) else FAILED
     except BrokenPipeError:
-        # The reader has seen enough (`| head`); what is still buffered has nowhere to go.
+        # The reader closed the pipe (`| head`). Without this the interpreter fails again when it flushes at exit.
         sys.stdout = None
         return OK
     except KeyboardInterrupt:
         return INTERRUPTED
-    return found if isinstance(found, int) else OK
-
-
-def _explain(error: RelaxError) -> int:
-    if isinstance(error, ConfigErrors):
-        print(error.render(), file=sys.stderr)
-        return BAD_INPUT
-    print(f"relax-rt: {error.what}" + (f": {error.why}" if error.why else ""), file=sys.stderr)
-    if error.hint:
-        print(f"  {error.hint}", file=sys.stderr)
-    return BAD_INPUT if isinstance(error, NoRun | BadInput) else FAILED
+    return result if isinstance(result, int) else OK
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ RUNS = Path("runs")
 
 
 def find_run_dir(given: Path | None) -> Path:
-    """The run directory meant: the one given (a path, or a name under ./runs), else the living or newest one.
+    """Find the run directory: the given path or name under ./runs, else the live or newest run.
 
     Raises:
-        NoRun: there is none, or several live and none is given.
+        NoRun: there is none, or several are live and none is given.
     """
     known = _runs()
     if given is not None:
@@ -32,14 +32,14 @@ def find_run_dir(given: Path | None) -> Path:
         return Path()
     if not known:
         raise NoRun(f"no run under {RUNS.absolute()}", hint="give the run directory, or start one with `relax-rt up`")
-    living = [path for path in known if _lives(path)]
-    if len(living) > 1:
+    live = [path for path in known if _is_live(path)]
+    if len(live) > 1:
         raise NoRun(
-            f"{len(living)} runs live under {RUNS}",
-            why=", ".join(path.name for path in living),
-            hint="name the one that is meant",
+            f"{len(live)} live runs under {RUNS}",
+            why=", ".join(path.name for path in live),
+            hint="name one of them",
         )
-    return living[0] if living else known[0]
+    return live[0] if live else known[0]
 
 
 def named_run(given: Path | str) -> Path | None:
@@ -48,28 +48,28 @@ def named_run(given: Path | str) -> Path | None:
 
 
 def split_run(word: str, run: Path | None, slots: Callable[[Path], Collection[str]]) -> tuple[Path, str]:
-    """The run meant, and the slot or role that is asked for (empty: none), where one word may be either.
+    """Resolve a word that may name a run, a slot or a role: returns the run directory, and the slot or role (or "").
 
     Args:
-        run: the run where it is named besides: then the word is no run.
+        run: the run if it is named separately: then the word is not a run.
         slots: the slots and roles of a run.
 
     Raises:
         NoRun: see find_run_dir.
-        BadInput: it may be both; what it is must be said.
+        BadInput: it may be both.
     """
     named = named_run(word) if run is None and word else None
     if named is None:
         return find_run_dir(run), word
     try:
-        meant = find_run_dir(None)
-        known = slots(meant)
+        default = find_run_dir(None)
+        known = slots(default)
     except RelaxError:
         return named, ""
     if word in known:
         raise BadInput(
-            f"{word!r} may be the run in {named} or {word} of the run in {meant}",
-            hint=f"--run {word} is the run; {word} --run {meant} is what the run in {meant} has of that name",
+            f"{word!r} may be the run in {named} or {word} of the run in {default}",
+            hint=f"--run {word} names the run; {word} --run {default} names the slot or role",
         )
     return named, ""
 
@@ -85,7 +85,7 @@ def _runs() -> list[Path]:
     return sorted(found, key=lambda path: (path / RUN_JSON).stat().st_mtime, reverse=True)
 
 
-def _lives(run_dir: Path) -> bool:
+def _is_live(run_dir: Path) -> bool:
     try:
         return find_run(run_dir).alive
     except NoRun:

@@ -6,6 +6,7 @@ Each membership has a keeper and an agent of its own, so that nothing of a lost 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import random
 import secrets
@@ -34,7 +35,7 @@ from relax_rt.transport.rpc.backoff import Backoff, BackoffPolicy
 from relax_rt.transport.rpc.channel import parse_address
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, make_hello
+from relax_rt.transport.rpc.rpc import RpcClient, make_hello
 
 JOIN_TIMEOUT_S = 5.0
 LEAVE_TIMEOUT_S = 1.0
@@ -173,7 +174,7 @@ class Joiner:
 
     @asynccontextmanager
     async def _head(self, epoch: int, timeout_s: float) -> AsyncIterator[HeadApi]:
-        client = Client(
+        client = RpcClient(
             self._request.head, make_hello(HELLO_NAME, Incarnation(f"{self._request.name}/0", epoch)), curve=self._keys
         )
         try:
@@ -252,7 +253,9 @@ class Joiner:
         env = {name: value for name, value in os.environ.items() if name != ENVIRONMENT}
         os.set_inheritable(held, True)
         others = procfs.descendants(os.getpid())
-        self._keeper = subprocess.Popen(command, env=env, pass_fds=[held], preexec_fn=_end_with_parent)
+        # When the process of `up --join` is killed, the keeper ends this node's agent in order.
+        end_with_parent = functools.partial(procfs.prctl, procfs.PR_SET_PDEATHSIG, signal.SIGTERM)
+        self._keeper = subprocess.Popen(command, env=env, pass_fds=[held], preexec_fn=end_with_parent)
         try:
             if self._signals:
                 self._keeper.send_signal(signal.SIGTERM)
@@ -286,11 +289,6 @@ class Joiner:
                 await head_api.leave(membership, reason)
         except RelaxError as error:
             self._say(f"the head could not be told: {error}")
-
-
-def _end_with_parent() -> None:
-    """When the process of `up --join` is killed, the keeper ends this node's agent in order."""
-    procfs.prctl(procfs.PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _is_agent(pid: int) -> bool:

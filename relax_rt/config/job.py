@@ -120,7 +120,7 @@ class TriedSample(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-class WrongGold(msgspec.Struct, frozen=True):
+class UnreadableAnswer(msgspec.Struct, frozen=True):
     """A right answer of the data that does not get 1 against itself: file and line, the answer, and the reason."""
 
     where: str
@@ -132,7 +132,7 @@ MAX_WRONG = 0.5
 """If a larger share of the right answers cannot be read, the reward does not fit the data."""
 
 
-class GoldReport(msgspec.Struct):
+class AnswerReport(msgspec.Struct):
     """Result of scoring the right answers of the data with one reward.
 
     Attributes:
@@ -143,7 +143,7 @@ class GoldReport(msgspec.Struct):
     rows: int
     checked: int = 0
     wrong: int = 0
-    examples: list[WrongGold] = []
+    examples: list[UnreadableAnswer] = []
 
     def lines(self, most: int) -> list[str]:
         """Render the report with at most `most` examples; empty if all answers get 1."""
@@ -236,18 +236,18 @@ class Job(ABC):
         """
         return []
 
-    def preflight(self, config: Any, config_dir: Path, *, golds: bool = True) -> list[Problem]:
+    def preflight(self, config: Any, config_dir: Path, *, answers: bool = True) -> list[Problem]:
         """Run the slow checks before anything starts: the model, the data, a dry run of the reward function.
 
         Called only when the quick checks found nothing; each stage prints to standard error what it does before it
         begins.
 
         Args:
-            golds: whether to score some right answers of the data; False: `check_golds` is called for all of them.
+            answers: whether to score some right answers of the data; False: `check_answers` is called for all of them.
         """
         return []
 
-    def check_golds(self, config: Any) -> list[GoldReport] | None:
+    def check_answers(self, config: Any) -> list[AnswerReport] | None:
         """Score every right answer of the data against itself, a report for each reward that compares with them.
 
         None: the job has no right answers.

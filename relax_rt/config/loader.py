@@ -44,7 +44,7 @@ def load_config(
     *,
     inputs: bool = False,
     preflight: bool = False,
-    golds: bool = True,
+    answers: bool = True,
     measured: bool = True,
     inventory: Inventory | None = None,
 ) -> RunConfig:
@@ -59,7 +59,7 @@ def load_config(
         overrides: ``a.b=value`` each; the value is read as TOML, else as a string.
         inputs: also look whether the models, data and user code that it names are there.
         preflight: with `inputs`, and then the slow stage, see `preflight_config`.
-        golds: whether the slow stage scores some right answers of the data; False: the caller scores all of them.
+        answers: whether the slow stage scores some right answers of the data; False: the caller scores all of them.
         measured: the job may time this machine for the settings that it chooses, which imports torch; otherwise it
             answers from what is known, perhaps with other settings than a run would have.
         inventory: the run is planned for these machines, not started here: it must fit on them, and what this
@@ -76,7 +76,7 @@ def load_config(
     source, problems = read_source(path, overrides)
     config = _quick(path, source, problems, inventory, inputs=inputs or preflight, measured=measured)
     if preflight:
-        _slow(path, source, config, golds=golds)
+        _slow(path, source, config, answers=answers)
     return config
 
 
@@ -92,9 +92,9 @@ def preflight_config(config: RunConfig, path: Path, overrides: Sequence[str] = (
     _slow(path, read_source(path, overrides)[0], config)
 
 
-def _slow(path: Path, source: ConfigSource, config: RunConfig, *, golds: bool = True) -> None:
+def _slow(path: Path, source: ConfigSource, config: RunConfig, *, answers: bool = True) -> None:
     job = load_job(config.run.job)
-    if problems := job.preflight(config, Path(config.config_dir), golds=golds):
+    if problems := job.preflight(config, Path(config.config_dir), answers=answers):
         raise ConfigErrors(str(path), _placed(source, problems))
 
 

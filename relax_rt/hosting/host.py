@@ -288,19 +288,15 @@ async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], 
         finally:
             for watch in watches:
                 watch.cancel()
-            await _close_context(ctx, end, failure)
+            try:
+                await _within("its connections' close", ctx.close(end), CLOSE_S)
+            except TimeoutError:
+                ctx.log.warning("connections did not close in time: they end with the process", limit_s=CLOSE_S)
+            except Exception as error:
+                if failure is None:
+                    raise
+                failure.add_note(f"its connections' close failed as well: {type(error).__name__}: {error}")
     return set_up
-
-
-async def _close_context(ctx: HostContext, end: str, failure: Exception | None) -> None:
-    try:
-        await _within("its connections' close", ctx.close(end), CLOSE_S)
-    except TimeoutError:
-        ctx.log.warning("connections did not close in time: they end with the process", limit_s=CLOSE_S)
-    except Exception as error:
-        if failure is None:
-            raise
-        failure.add_note(f"its connections' close failed as well: {type(error).__name__}: {error}")
 
 
 class LiveProbeFailed(RelaxError):

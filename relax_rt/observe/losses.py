@@ -1,4 +1,4 @@
-"""Samples that a run lost, by cause, and items that it retired: from its event log. No I/O."""
+"""Samples that a run lost, by cause, and items that it retired, collected from its event log."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class Losses:
         self.killed_workers = 0
         self.killed_because = ""
 
-    def take(self, event: dict[str, Any]) -> None:
+    def update(self, event: dict[str, Any]) -> None:
         """Process one event of the log."""
         match event.get("kind"):
             case "run_started":
                 self._begin()
             case "members_lost":
                 if (loss := _read(event, ReportedLoss)) is not None:
-                    self._take_loss((loss.task, str(event.get("gist", ""))), loss)
+                    self._update_loss((loss.task, str(event.get("gist", ""))), loss)
             case "item_retired":
                 if (item := _read(event, Retired)) is not None:
                     self._retired[item.item] = item
@@ -71,7 +71,7 @@ class Losses:
                 self.killed_workers += 1
                 self.killed_because = str(event.get("reason", ""))
 
-    def _take_loss(self, key: tuple[str, str], loss: ReportedLoss) -> None:
+    def _update_loss(self, key: tuple[str, str], loss: ReportedLoss) -> None:
         """Keep the newest report of a cause. A count below the last one is a new count: the queue had dropped the
         cause to make room for another."""
         before = self._newest.get(key)
@@ -79,8 +79,8 @@ class Losses:
             _add(self._ended, key, before)
         self._newest[key] = loss
         if len(self._newest) > MAX_CAUSES:
-            rarest = _rarest(self._newest, besides=key)
-            _add(self._ended, (rarest[0], OTHERS), _nameless(self._newest.pop(rarest)))
+            rarest = _rarest(self._newest, other_than=key)
+            _add(self._ended, (rarest[0], OTHERS), _without_details(self._newest.pop(rarest)))
 
     @property
     def workers(self) -> str:
@@ -118,16 +118,16 @@ def _add(counts: Counts, key: tuple[str, str], loss: ReportedLoss) -> None:
     """Add a loss to the counts, and bound them."""
     counts[key] = _sum(counts.get(key), loss)
     if key[1] != OTHERS and len(counts) > MAX_CAUSES:
-        rarest = _rarest(counts, besides=key)
-        _add(counts, (rarest[0], OTHERS), _nameless(counts.pop(rarest)))
+        rarest = _rarest(counts, other_than=key)
+        _add(counts, (rarest[0], OTHERS), _without_details(counts.pop(rarest)))
 
 
-def _rarest(counts: Counts, besides: tuple[str, str]) -> tuple[str, str]:
-    return min((key for key in counts if key[1] != OTHERS and key != besides), key=lambda key: counts[key].members)
+def _rarest(counts: Counts, other_than: tuple[str, str]) -> tuple[str, str]:
+    return min((key for key in counts if key[1] != OTHERS and key != other_than), key=lambda key: counts[key].members)
 
 
-def _nameless(loss: ReportedLoss) -> ReportedLoss:
-    """The loss without what is particular to its cause."""
+def _without_details(loss: ReportedLoss) -> ReportedLoss:
+    """The counts of a loss, under OTHERS."""
     members, groups, prompts = loss.members, loss.groups, loss.prompts
     return ReportedLoss(task=loss.task, cause=OTHERS, members=members, groups=groups, prompts=prompts)
 

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
+from relax_rt.config.problems import BadInput
+
 BLOCKS = "▁▂▃▄▅▆▇█"
 NOTHING = "–"
+MIB, GIB = 1 << 20, 1 << 30
+_DURATION = re.compile(r"^(\d+(?:\.\d*)?|\.\d+)(ms|s|m|h)?$")
+_UNIT_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
+
+
+def parse_duration(text: str) -> float:
+    """Parse a duration to seconds: ``500ms``, ``5s``, ``2.5m``, ``1h``, or a number of seconds.
+
+    Raises:
+        BadInput: it is not a duration.
+    """
+    found = _DURATION.match(text.strip())
+    if found is None:
+        raise BadInput(f"{text!r} is not a duration", hint="as 500ms, 5s, 2m, 1h")
+    return float(found[1]) * _UNIT_S[found[2]]
 
 
 def duration(seconds: float) -> str:
@@ -37,6 +55,11 @@ def count(n: float) -> str:
         if abs(n) >= size:
             return f"{n / size:.2f} {letter}"
     return f"{n:,.0f}"
+
+
+def byte_size(n: float) -> str:
+    """``640 MiB``, ``1.5 GiB``."""
+    return f"{n / GIB:,.1f} GiB" if n >= GIB else f"{n / MIB:,.0f} MiB"
 
 
 def number(value: Any, form: str = "") -> str:
@@ -74,7 +97,7 @@ def waits(reason: str) -> str:
     return reason if reason.startswith("waits ") else f"waits: {reason}"
 
 
-def lacks(state: str) -> str:
+def pending_on(state: str) -> str:
     """What a slot without a report waits for, by its state; empty: nothing is known."""
     known = {"pending": "the tiers below it", "requested": "its process", "starting": "to be ready"}
     return known.get(state, "")

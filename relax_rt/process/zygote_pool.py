@@ -19,7 +19,6 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from relax_rt.process.child import Child, Notifier, PacketReader, describe_exit, packet_pair
-from relax_rt.process.limits import ProcessLimits
 from relax_rt.process.zygote import (
     GO,
     MAX_FDS,
@@ -67,31 +66,7 @@ class ZygoteKey(NamedTuple):
     env: tuple[tuple[str, str], ...]
 
 
-class ForkRequest(NamedTuple):
-    """Request to fork a process.
-
-    Attributes:
-        key: its zygotes.
-        entry: ``module:function`` that it runs.
-        target: what it will import for sure, if a zygote knows it.
-        needs: modules that it must not have to import itself.
-        fds: descriptors by the environment variable that carries their number.
-        tags: names of variables of `env` that /proc/<pid>/environ shows.
-    """
-
-    key: ZygoteKey
-    entry: str
-    argv: list[str]
-    env: dict[str, str]
-    log_fd: int
-    fds: dict[str, int]
-    target: str = ""
-    needs: Sequence[str] = ()
-    tags: tuple[str, ...] = ()
-    limits: ProcessLimits = ProcessLimits()
-
-
-class Spawn(Protocol):
+class SpawnProcess(Protocol):
     """Starts a process from a thread that outlives it, as its PR_SET_PDEATHSIG needs."""
 
     def __call__(
@@ -335,7 +310,7 @@ class ZygotePair:
         else:
             self.heavy.absent = "nothing to preload"
 
-    async def choose(self, request: ForkRequest) -> ZygoteProcess:
+    async def choose(self, target: str, needs: Sequence[str]) -> ZygoteProcess:
         """Return the zygote that has most of what a process needs, waiting for it as long as that pays.
 
         Raises:
@@ -344,10 +319,10 @@ class ZygotePair:
         changed, light, heavy = self._pool.changed, self.light, self.heavy
 
         def fit() -> ZygoteProcess | None:
-            needs = [module for module in request.needs if module not in self._skipped]
-            return heavy.living if heavy.living is not None and heavy.living.knows(needs) else None
+            wanted = [module for module in needs if module not in self._skipped]
+            return heavy.living if heavy.living is not None and heavy.living.knows(wanted) else None
 
-        if request.needs:
+        if needs:
             # The heavy one is forked from the light one: without both, none comes soon.
             await changed.wait_for(
                 lambda: heavy.absent or (light.absent and not heavy.living) or fit(), HEAVY_TIMEOUT_S
@@ -355,7 +330,7 @@ class ZygotePair:
             if zygote := fit():
                 return zygote
         await changed.wait_for(lambda: light.absent or light.ready, LIGHT_TIMEOUT_S)
-        if heavy.ready and request.target in self.targets and heavy.ready.knows([request.target]):
+        if heavy.ready and target in self.targets and heavy.ready.knows([target]):
             return heavy.ready
         if light.ready:
             return light.ready
@@ -401,7 +376,7 @@ class ZygotePair:
         try:
             with theirs, pool.log.open("ab", buffering=0) as log:
                 argv = zygote_argv(self.key.python, self.heavy.name)
-                order = ForkMsg(number=0, argv=argv, env={}, owner=os.getpid())
+                order = ForkMsg(argv=argv, env={})
                 pid = await light.fork(order, [log.fileno(), theirs.fileno()])
             zygote = ZygoteProcess(self.heavy.name, pid, ours, pool.changed)
         except BaseException:
@@ -431,7 +406,7 @@ class ZygotePool:
 
     def __init__(
         self,
-        spawn: Spawn,
+        spawn: SpawnProcess,
         environment: Callable[[dict[str, str]], dict[str, str]],
         log: Path,
         emit: EmitEvent,
@@ -470,24 +445,22 @@ class ZygotePool:
             await pair.heavy.close()
             await pair.light.close()
 
-    async def fork(self, request: ForkRequest) -> int:
+    async def fork(
+        self, key: ZygoteKey, order: ForkMsg, fds: Sequence[int], *, target: str = "", needs: Sequence[str] = ()
+    ) -> int:
         """Fork a process; return its pid.
+
+        Args:
+            key: its zygotes.
+            order: what it is.
+            fds: its log, then those that `order.descriptors` names.
+            target: what it will import for sure, if a zygote knows it.
+            needs: modules that it must not have to import itself.
 
         Raises:
             ForkFailed: the process must be spawned, and why.
         """
-        pair = self.pairs.get(request.key)
+        pair = self.pairs.get(key)
         if pair is None:
             raise ForkFailed("no zygote for its interpreter and environment")
-        zygote = await pair.choose(request)
-        order = ForkMsg(
-            number=0,
-            entry=request.entry,
-            argv=request.argv,
-            env=request.env,
-            owner=os.getpid(),
-            descriptors=tuple(request.fds),
-            tags=request.tags,
-            limits=request.limits,
-        )
-        return await zygote.fork(order, [request.log_fd, *request.fds.values()])
+        return await (await pair.choose(target, needs)).fork(order, fds)

@@ -14,19 +14,20 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from relax_rt.config.problems import BadInput
 from relax_rt.config.version import RUN_FORMAT, VERSION
 from relax_rt.interfaces.agent import AgentApi, NodeStatus, RunStatus
 from relax_rt.supervision.rundir import RUNNING, RunPaths, owner_lives, read_run
 from relax_rt.transport.rpc.errors import RelaxError, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, make_hello
+from relax_rt.transport.rpc.rpc import RpcClient, make_hello
 
 T = TypeVar("T")
 CALL_TIMEOUT_S = 5.0
 POLL_S = 0.05
 
 
-class NoRun(RelaxError):
+class NoRun(BadInput):
     """No run lives in this directory."""
 
 
@@ -190,7 +191,7 @@ def _final(run: FoundRun) -> RunStatus:
 def _ask(run: FoundRun, call: Callable[[AgentApi], Awaitable[T]]) -> T:
     async def ask() -> T:
         hello = make_hello(run.paths.run_id, Incarnation("cli/0", 0))
-        client = Client(f"unix://{run.paths.agent_socket}", hello)
+        client = RpcClient(f"unix://{run.paths.agent_socket}", hello)
         try:
             return await call(client.bind(AgentApi, timeout_s=CALL_TIMEOUT_S))
         finally:

@@ -171,8 +171,3 @@ class DeviceGate:
                     hint="see nvidia-smi; a reset of the device, or of the driver, may be needed",
                 )
             await asyncio.sleep(ASK_EVERY_S)
-
-
-def outer_devices() -> str | None:
-    """Return CUDA_VISIBLE_DEVICES of this process."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,20 +1,18 @@
-"""Interfaces between the supervisor's decisions and processes: orders, executors (one a node), pending starts, nodes.
+"""Interfaces between the supervisor's decisions and processes: orders, executors (one a node), pending starts.
 
-local.py implements Executor for this node, cluster/nodes/fleet.py implements it for others, and Nodes.
+local.py implements Executor for this node, cluster/nodes/fleet.py for others.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from relax_rt.interfaces.agent import Diagnosis, NodeStatus
-from relax_rt.supervision.placement import Node
-from relax_rt.supervision.plan import RolePlan
-from relax_rt.supervision.protocol import Event, StartGang
+from relax_rt.interfaces.agent import Diagnosis
+from relax_rt.supervision.protocol import DumpStacks, Event, Kill, NodeMessage, StartGang, Stop
 
 
 class GangOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +36,7 @@ class GangOrder(msgspec.Struct, frozen=True, kw_only=True):
     key: str
 
 
-class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
+class StartOrder(NodeMessage, frozen=True, kw_only=True):
     """One process to start: all that another node needs to know besides the run's config.
 
     Attributes:
@@ -51,8 +49,20 @@ class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
     slot: str
     epoch: int
     node: str = ""
-    devices: list[int] = []
+    devices: tuple[int, ...] = ()
     gang: GangOrder | None = None
+
+
+class InjectFault(NodeMessage, frozen=True):
+    """Inject a fault into a role, see channel.FaultMsg."""
+
+    slot: str
+    fault: str
+    seconds: float
+    amount: float
+
+
+SlotOrder = StartOrder | Stop | Kill | DumpStacks | InjectFault
 
 
 class GangRendezvous(NamedTuple):
@@ -151,29 +161,17 @@ class Executor(Protocol):
 
     Results are events: of a start SlotSpawned and later one SlotExited, or SlotExited alone when no process was
     started; of everything else the SlotExited of the process. Orders for a slot without a process are ignored: the
-    supervisor repeats them when it learns of the process. Methods neither wait nor raise, except as documented.
+    supervisor repeats them when it learns of the process.
     """
 
     node: str
     """Its name; empty is the head's own node in a run of one node."""
 
-    def start(self, order: StartOrder) -> None:
-        """Start a process."""
-
-    def stop(self, slot: str) -> None:
-        """Ask the slot's role to finish."""
-
-    def kill(self, slot: str, kind: Literal["killed", "hang"], reason: str) -> None:
-        """SIGKILL the slot's process group; kind and reason go into the diagnosis of the exit."""
-
-    def dump_stacks(self, slot: str) -> None:
-        """Have the stacks of all its threads written to its log."""
-
-    def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
-        """Inject a fault into a role.
+    def carry_out(self, order: SlotOrder) -> None:
+        """Carry out an order.
 
         Raises:
-            Refused: there is no such fault, or the slot has no process.
+            Refused: a fault cannot be injected: there is no such fault, or the slot has no process.
         """
 
     async def rendezvous(self, slot: str, generation: int) -> GangRendezvous:
@@ -195,57 +193,3 @@ OnAddress = Callable[[str, str, str], None]
 
 EmitEvent = Callable[..., None]
 """Appends to the run's event log: emit(kind, **fields)."""
-
-
-class HeadAgent(Protocol):
-    """What `Nodes` reports to: the head's agent."""
-
-    def post(self, event: Event) -> None:
-        """An event for the supervisor."""
-
-    def on_event(self, event: Event) -> None:
-        """Something happened to a slot on a node that joined."""
-
-    def on_address(self, slot: str, address: str, remote: str) -> None:
-        """Where a role on such a node serves."""
-
-    def on_gone(self, slot: str, epoch: int, reason: str) -> None:
-        """A process was lost with its node."""
-
-
-class Nodes(Protocol):
-    """The nodes of a run: the head's own and those that joined. See relax_rt.cluster.nodes.fleet.Fleet."""
-
-    here: Node
-    """The head's own node; its name is empty in a run of one node."""
-    host: str
-    """Address at which other nodes reach it."""
-    environment: dict[str, str]
-    """Variables of its roles."""
-
-    def pinned(self, plans: Sequence[RolePlan]) -> list[RolePlan]:
-        """The roles, those pinned to the head that cannot run elsewhere."""
-
-    def attach(self, local: Executor, agent: HeadAgent, emit: EmitEvent) -> None:
-        """Use this executor for the head's own node, and report to this agent. Call it once, before all others."""
-
-    async def open(self, kinds: Sequence[str]) -> str:
-        """Listen for nodes, which are told of these kinds of role; the address, or empty in a run of one node."""
-
-    async def close(self, exit_code: int, reason: str) -> None:
-        """End all nodes that joined, wait until they are gone (or for a while), and stop listening."""
-
-    def executor(self, node: str) -> Executor | None:
-        """The executor of a node; None when the node is gone."""
-
-    def put(self, slot: str, remote: str) -> None:
-        """Set the address at which a slot serves other nodes; empty: none."""
-
-    def where(self, slot: str) -> str:
-        """The address at which a slot serves other nodes; empty: none."""
-
-    def log(self, node: str, slot: str) -> str:
-        """A slot's log on a node that joined, as ``node:path``; empty for the head's own."""
-
-    def status(self, slots: Sequence[str]) -> list[NodeStatus]:
-        """Every node, the head's own first, with its slots of these."""

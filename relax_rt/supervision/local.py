@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal, cast, get_args
+from typing import cast, get_args
 
 import msgspec
 import structlog
@@ -35,11 +35,29 @@ from relax_rt.supervision.channel import (
     ProgressMsg,
     ReadyMsg,
 )
-from relax_rt.supervision.devices import DeviceGate, device_environment, outer_devices
-from relax_rt.supervision.executor import EmitEvent, GangOrder, GangRendezvous, OnAddress, OnEvent, StartOrder
+from relax_rt.supervision.devices import DeviceGate, device_environment
+from relax_rt.supervision.executor import (
+    EmitEvent,
+    GangOrder,
+    GangRendezvous,
+    InjectFault,
+    OnAddress,
+    OnEvent,
+    SlotOrder,
+    StartOrder,
+)
 from relax_rt.supervision.plan import RolePlan
-from relax_rt.supervision.protocol import SlotExited, SlotFinished, SlotProgress, SlotReady, SlotSpawned
-from relax_rt.supervision.role_process import Launch, RoleProcess, host_argv, role_environment
+from relax_rt.supervision.protocol import (
+    DumpStacks,
+    Kill,
+    SlotExited,
+    SlotFinished,
+    SlotProgress,
+    SlotReady,
+    SlotSpawned,
+    Stop,
+)
+from relax_rt.supervision.role_process import HOST_MODULE, Launch, RoleProcess, role_environment
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths
 from relax_rt.supervision.spawner import RoleSpawner, SpareSpec
 from relax_rt.transport.rpc.errors import Refused
@@ -87,7 +105,7 @@ class LocalExecutor:
         self._on_event, self._on_address, self._emit = on_event, on_address, emit
         self._log = structlog.get_logger()
         self._spawner = RoleSpawner(emit)
-        self._gate = DeviceGate(emit, visible=outer_devices())
+        self._gate = DeviceGate(emit, visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
         self._processes: dict[str, RoleProcess] = {}
         self._starts: dict[str, asyncio.Task[None]] = {}
         self._listeners: dict[str, socket.socket] = {}
@@ -118,29 +136,26 @@ class LocalExecutor:
         """Return whether a process of the slot lives here."""
         return slot in self._processes
 
-    def start(self, order: StartOrder) -> None:
-        self._starts[order.slot] = asyncio.create_task(self._start(order))
-
-    def stop(self, slot: str) -> None:
-        if slot in self._processes:
-            self._processes[slot].stop()
-
-    def kill(self, slot: str, kind: Literal["killed", "hang"], reason: str) -> None:
-        if slot in self._processes:
-            self._processes[slot].kill(kind, reason)
-
-    def dump_stacks(self, slot: str) -> None:
-        if slot in self._processes:
-            self._processes[slot].dump_stacks()
-
-    def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
-        what = f"cannot inject {fault} into {slot}"
-        if fault not in get_args(FaultKind):
-            raise Refused(what, why="there is no such fault", hint=f"faults: {', '.join(get_args(FaultKind))}")
-        if slot not in self._processes:
-            raise Refused(what, why="it has no process now")
-        if not self._processes[slot].inject(FaultMsg(cast(FaultKind, fault), seconds, amount)):
-            raise Refused(what, why="its control channel is full or closed")
+    def carry_out(self, order: SlotOrder) -> None:
+        slot = order.slot
+        process = self._processes.get(slot)
+        match order:
+            case StartOrder():
+                self._starts[slot] = asyncio.create_task(self._start(order))
+            case Stop() if process is not None:
+                process.stop()
+            case Kill(kind=kind, reason=reason) if process is not None:
+                process.kill(kind, reason)
+            case DumpStacks() if process is not None:
+                process.dump_stacks()
+            case InjectFault(fault=fault, seconds=seconds, amount=amount):
+                what = f"cannot inject {fault} into {slot}"
+                if fault not in get_args(FaultKind):
+                    raise Refused(what, why="there is no such fault", hint=f"faults: {', '.join(get_args(FaultKind))}")
+                if process is None:
+                    raise Refused(what, why="it has no process now")
+                if not process.inject(FaultMsg(cast(FaultKind, fault), seconds, amount)):
+                    raise Refused(what, why="its control channel is full or closed")
 
     async def rendezvous(self, slot: str, generation: int) -> GangRendezvous:
         self._close_listener(slot)
@@ -274,17 +289,23 @@ class LocalExecutor:
             "RELAX_ROLE_TARGET": plan.target,
             "RELAX_HAS_REGISTRY": "1" if "registry" in self._plans else "0",
             **self._environment,
-            **device_environment(order.devices, outer_devices()),
+            **device_environment(order.devices, os.environ.get("CUDA_VISIBLE_DEVICES")),
             **(gang_environment(order.gang) if order.gang is not None else {}),
         }
         listener = self._listeners.get(slot)
         return Launch(
             slot=slot,
             epoch=order.epoch,
-            argv=host_argv(plan.settings.python, slot),
+            # The slot's name is for people who look at `ps`.
+            argv=[plan.settings.python or sys.executable, "-m", HOST_MODULE, slot],
             env=role_environment(plan.settings.threads, plan.settings.env, relax),
             log=self._paths.log(slot),
-            limits=limits_of(plan.settings),
+            limits=ProcessLimits(
+                nice=plan.settings.nice,
+                cpus=plan.settings.cpus or [],
+                open_files=plan.settings.open_files or 0,
+                threads=plan.settings.threads,
+            ),
             memory_mib=plan.settings.memory_mib or 0,
             key=zygote_key(plan.settings) if self._config.supervision.zygote else None,
             target=plan.target,
@@ -332,16 +353,6 @@ class LocalExecutor:
                 os.waitpid(info.si_pid, 0)
             except ChildProcessError:
                 return
-
-
-def limits_of(settings: RoleSettings) -> ProcessLimits:
-    """Return the limits of a role's processes."""
-    return ProcessLimits(
-        nice=settings.nice,
-        cpus=settings.cpus or [],
-        open_files=settings.open_files or 0,
-        threads=settings.threads,
-    )
 
 
 def zygote_key(settings: RoleSettings) -> ZygoteKey:

@@ -26,14 +26,14 @@ from relax_rt.roles.agentic.interface import (
     Reply,
     Step,
     Task,
-    checked,
-    conversation,
-    media,
-    only_over,
+    as_messages,
+    checked_reward,
+    is_episode_over,
+    unsupported_part,
 )
 from relax_rt.roles.agentic.tokens.images import ingest_images
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger, budget_exhausted
-from relax_rt.roles.agentic.tokens.types import Episode, PromptPlan, Sampled
+from relax_rt.roles.agentic.tokens.types import Episode, PromptPlan, SampledCompletion
 from relax_rt.roles.agentic.user_tasks import AbandonedTasks, EpisodeTask
 from relax_rt.roles.agentic.workers import WorkerEnvironment
 from relax_rt.roles.base.user_code import user_line
@@ -43,7 +43,7 @@ from relax_rt.roles.rollout.router.interface import CHUNK_TOKENS
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 if TYPE_CHECKING:
-    from relax_rt.roles.agentic.loading import Factory
+    from relax_rt.roles.agentic.loading import EnvironmentFactory
     from relax_rt.roles.agentic.replay_cache import ReplayCache
 
 T = TypeVar("T")
@@ -147,19 +147,12 @@ class EpisodeChat:
         self.ends_at = time.monotonic() + limits.episode_timeout_s
         self.turns = self.cut = 0
         self.truncated_by = ""
-        self.waiting = 0
-
-        self.activity = "begins"
-
+        self.waiting = self._oldest = 0
+        self.activity, self.last = "begins", ""
         self.rewards: dict[str, float] = {}
         self.states: dict[str, str] = {}
-        self._oldest = 0
-        self.last = ""
-
         self.failure: RelaxError | None = None
-
         self.replay: ReplayCache | None = None
-
         self._open_calls: set[asyncio.Task[Any]] = set()
         self._ended = self._over_reported = False
 
@@ -192,7 +185,14 @@ class EpisodeChat:
             raise self._truncate("turns")
         self.turns += 1
         turn = self.turns
-        plan = self._plan(messages, tools or (), _id(previous))
+        most = self._limits.max_new_tokens
+        try:
+            plan = self.ledger.prompt(messages, tools or (), previous=_id(previous) or None, max_new_tokens=most)
+        except Refused as error:
+            if self.last and budget_exhausted(error):
+                self.turns -= 1
+                raise self._truncate("tokens") from None
+            raise
         self.activity = f"waits for tokens of reply {turn}"
         self.waiting += 1
         try:
@@ -213,9 +213,9 @@ class EpisodeChat:
         self._stop_waiting(f"goes on after reply {turn}")
         # Record a generated reply in the ledger.
         self._oldest = min([self._oldest or math.inf, *(span.kv_version for span in outcome.versions)])  # type: ignore[assignment]
-        made = self.ledger.sampled(
+        made = self.ledger.record(
             plan,
-            Sampled(
+            SampledCompletion(
                 tuple(outcome.tokens),
                 tuple(outcome.logprobs),
                 tuple(outcome.versions),
@@ -246,7 +246,7 @@ class EpisodeChat:
             raise ValueError("a reward before the first reply")
         if name not in self.rewards:
             raise ValueError(f"a reward of reply {name!r:.80}, which this episode does not have")
-        self.rewards[name] += checked(value)
+        self.rewards[name] += checked_reward(value)
 
     async def end(self) -> set[asyncio.Task[Any]]:
         """Cancel the calls that are still open; return tasks of user code that made them and do not end."""
@@ -261,16 +261,6 @@ class EpisodeChat:
         for task in tasks:
             task.cancel()
         return tasks
-
-    def _plan(self, messages: list[Message], tools: Sequence[dict[str, Any]], previous: str) -> PromptPlan:
-        most = self._limits.max_new_tokens
-        try:
-            return self.ledger.prompt(messages, tools, previous=previous or None, max_new_tokens=most)
-        except Refused as error:
-            if self.last and budget_exhausted(error):
-                self.turns -= 1
-                raise self._truncate("tokens") from None
-            raise
 
     def _truncate(self, why: str) -> EpisodeOver:
         self.truncated_by, self._over_reported = self.truncated_by or why, True
@@ -330,7 +320,7 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 async def play(
-    factory: Factory, environment: Any, task: Task, chat: EpisodeChat, limits: EpisodeLimits
+    factory: EnvironmentFactory, environment: Any, task: Task, chat: EpisodeChat, limits: EpisodeLimits
 ) -> PlayedEpisode:
     """Play one episode; as `play_game` with a single seat."""
     (played,) = await play_game(factory, environment, task, [chat], limits)
@@ -338,7 +328,7 @@ async def play(
 
 
 async def play_game(
-    factory: Factory,
+    factory: EnvironmentFactory,
     environment: Any,
     task: Task,
     chats: Sequence[EpisodeChat],
@@ -378,20 +368,17 @@ async def play_game(
         for chat in chats:
             chat.cancel_open_calls()
 
-    info = await episode_task.run(
-        work, end, limits.episode_timeout_s, lambda: _timeout_error(chats, limits), cancel_open_calls
-    )
+    def timeout_error() -> RelaxError:
+        # Each call was in time, but not all of them together.
+        late = next((chat for chat in chats if chat.waiting), None)
+        at_work = late or next((chat for chat in chats if chat.activity != WAITING_FOR_TURN), chats[0])
+        what, why = f"the episode {at_work.activity}", f"not over within {limits.episode_timeout_s:g} s"
+        return (EpisodeLost if late else EnvironmentStuck)(what, why=why, hint=SLOW_HINT)
+
+    info = await episode_task.run(work, end, limits.episode_timeout_s, timeout_error, cancel_open_calls)
     return [
         _result(chat, f"seat {seat} of the game" if len(chats) > 1 else "", info) for seat, chat in enumerate(chats)
     ]
-
-
-def _timeout_error(chats: Sequence[EpisodeChat], limits: EpisodeLimits) -> RelaxError:
-    """Return the error of an episode whose calls were each in time, but not all of them together."""
-    late = next((chat for chat in chats if chat.waiting), None)
-    at_work = late or next((chat for chat in chats if chat.activity != WAITING_FOR_TURN), chats[0])
-    what, why = f"the episode {at_work.activity}", f"not over within {limits.episode_timeout_s:g} s"
-    return (EpisodeLost if late else EnvironmentStuck)(what, why=why, hint=SLOW_HINT)
 
 
 def _result(chat: EpisodeChat, seat: str, info: dict[str, float]) -> PlayedEpisode:
@@ -429,7 +416,7 @@ def _check(answer: Observation | Step, where: str, *, has_vision: bool) -> None:
         isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
     ):
         raise EnvironmentFailed(where, why=f"its messages are {messages!r:.80}, neither a text nor a list of messages")
-    if kind := media(conversation(messages), has_vision=has_vision):
+    if kind := unsupported_part(as_messages(messages), has_vision=has_vision):
         takes = "takes texts and images" if has_vision else "takes text alone"
         raise EnvironmentFailed(where, why=f"its messages have a part of type {kind!r}, and the model {takes}")
     if not isinstance(state, str | None):
@@ -458,7 +445,7 @@ async def _play_turns(
     _check(seen, "in reset", has_vision=has_vision)
     histories: list[list[Message]] = [[] for _ in chats]
     seat = _next_seat(seen.seat, 0, chats, "in reset")
-    histories[seat], tools, state = conversation(seen.messages), seen.tools, seen.state
+    histories[seat], tools, state = as_messages(seen.messages), seen.tools, seen.state
     info: dict[str, float] = {}
     while True:
         chat = _set_active(chats, seat, "begins its turn")
@@ -485,7 +472,7 @@ async def _play_turns(
             return info
         histories[seat] = [*histories[seat], reply.message]
         seat = _next_seat(step.seat, seat, chats, where)
-        histories[seat], state = [*histories[seat], *conversation(step.messages)], step.state
+        histories[seat], state = [*histories[seat], *as_messages(step.messages)], step.state
 
 
 def _set_active(chats: Sequence[EpisodeChat], seat: int, doing: str) -> EpisodeChat:
@@ -536,7 +523,7 @@ async def _play_function(function: Any, task: Task, chat: EpisodeChat, episode_t
         if chat.failure is None:
             raise
     except Exception as error:
-        if chat.failure is None and not (chat.truncated_by and only_over(error)):
+        if chat.failure is None and not (chat.truncated_by and is_episode_over(error)):
             raise EnvironmentFailed("in play", why=f"{type(error).__name__}: {error} at {user_line(error)}") from error
     if chat.failure is not None:
         # Also if the function went on without the reply: it is not to blame, and its reward is not valid.

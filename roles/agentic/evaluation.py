@@ -65,7 +65,7 @@ class EpisodeEvaluation:
         """Play the held-out tasks with these weights or newer ones, and record the scores.
 
         Raises:
-            Fruitless: not one of them could be played. RelaxError: those that are left do not end.
+            EpisodesStalled: not one of them could be played. RelaxError: those that are left do not end.
         """
         spec, began = self.schedule.spec, time.monotonic()
         tasks = self._tasks.held_out(spec.count(when))

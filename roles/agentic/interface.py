@@ -171,12 +171,12 @@ class Play(Protocol):
         """Play one episode."""
 
 
-def conversation(messages: list[Message] | str) -> list[Message]:
+def as_messages(messages: list[Message] | str) -> list[Message]:
     """Return messages as a list."""
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
 
 
-def media(messages: list[Message], *, has_vision: bool = False) -> str:
+def unsupported_part(messages: list[Message], *, has_vision: bool = False) -> str:
     """Return the type of the first part that the model does not take, as `image_url`; empty if there is none.
 
     Args:
@@ -188,7 +188,7 @@ def media(messages: list[Message], *, has_vision: bool = False) -> str:
     return next((kind for kind in kinds if kind not in known), "")
 
 
-def checked(value: Any) -> float:
+def checked_reward(value: Any) -> float:
     """Return a reward as a float.
 
     Raises:
@@ -203,7 +203,7 @@ def checked(value: Any) -> float:
     return number
 
 
-def only_over(error: BaseException) -> bool:
+def is_episode_over(error: BaseException) -> bool:
     """Return whether an error is EpisodeOver, or a group of nothing else."""
     if isinstance(error, BaseExceptionGroup):
         return error.split(EpisodeOver)[1] is None

@@ -27,7 +27,7 @@ METHODS = ("reset", "step")
 
 
 @dataclass(frozen=True)
-class Factory:
+class EnvironmentFactory:
     """Creates environments.
 
     Attributes:
@@ -47,7 +47,7 @@ class Factory:
     program: Program | None = None
 
 
-def load_factory(target: str, options: Mapping[str, Any], config_dir: Path) -> Factory:
+def load_factory(target: str, options: Mapping[str, Any], config_dir: Path) -> EnvironmentFactory:
     """Load the environment that the config names.
 
     Raises:
@@ -57,7 +57,7 @@ def load_factory(target: str, options: Mapping[str, Any], config_dir: Path) -> F
     package, _, name = target.partition(":")
     if package == PROGRAM:
         program = load_program(name, options, config_dir)
-        return Factory(target, lambda: None, blocking=False, plays=True, program=program)
+        return EnvironmentFactory(target, lambda: None, blocking=False, plays=True, program=program)
     if package in ADAPTERS:
         return _adapted(package, name, options)
     if package in PROGRAMS:
@@ -72,13 +72,13 @@ def load_factory(target: str, options: Mapping[str, Any], config_dir: Path) -> F
         return _of_class(target, found, options)
     if inspect.iscoroutinefunction(found):
         check_options(target, found, options, skip=2)
-        return Factory(target, lambda: partial(found, **options), blocking=False, plays=True)
+        return EnvironmentFactory(target, lambda: partial(found, **options), blocking=False, plays=True)
     why = f"it is a {type(found).__name__}"
     hint = "name a class with reset and step, or a function `async def play(task, chat)`"
     raise RelaxError(f"{SETTING} = {target!r}", why=why, hint=hint)
 
 
-def _of_class(target: str, found: type, options: Mapping[str, Any]) -> Factory:
+def _of_class(target: str, found: type, options: Mapping[str, Any]) -> EnvironmentFactory:
     lacking = [name for name in METHODS if not callable(getattr(found, name, None))]
     if lacking:
         known = [name for name in vars(found) if not name.startswith("_")]
@@ -94,10 +94,10 @@ def _of_class(target: str, found: type, options: Mapping[str, Any]) -> Factory:
     seats = getattr(found, "seats", 1)
     if not isinstance(seats, int) or seats < 1:
         raise RelaxError(f"{SETTING} = {target!r}", why=f"its seats are {seats!r:.40}", hint="a number from 1 on")
-    return Factory(target, lambda: found(**options), blocking=not kinds["step"], seats=seats)
+    return EnvironmentFactory(target, lambda: found(**options), blocking=not kinds["step"], seats=seats)
 
 
-def _adapted(package: str, name: str, options: Mapping[str, Any]) -> Factory:
+def _adapted(package: str, name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
     try:
         adapter = import_module(f"relax_rt.roles.agentic.adapters.{package}")
     except ImportError as error:
@@ -105,7 +105,7 @@ def _adapted(package: str, name: str, options: Mapping[str, Any]) -> Factory:
         raise RelaxError(f"{SETTING} = '{package}:{name}'", why=str(error), hint=hint) from error
     make: Callable[[], Any] = adapter.factory(name, dict(options))
     seats = adapter.seats(options) if hasattr(adapter, "seats") else 1
-    return Factory(f"{package}:{name}", make, blocking=True, seats=seats)
+    return EnvironmentFactory(f"{package}:{name}", make, blocking=True, seats=seats)
 
 
 def check_options(target: str, call: Callable[..., Any], options: Mapping[str, Any], *, skip: int = 0) -> None:

@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from relax_rt.roles.agentic.episode import (
     EpisodeChat,
@@ -18,17 +17,17 @@ from relax_rt.roles.agentic.episode import (
     turn_seed,
 )
 from relax_rt.roles.agentic.interface import EnvironmentFailed, Task
-from relax_rt.roles.agentic.loading import Factory
+from relax_rt.roles.agentic.loading import EnvironmentFactory
 from relax_rt.roles.agentic.program_episodes import ProgramPlayer
 from relax_rt.roles.agentic.replay_cache import ReplayCache
-from relax_rt.roles.agentic.rewards import labels_of, request_of, rewarded
+from relax_rt.roles.agentic.rewards import add_rewards, labels_of, request_of
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.user_tasks import AbandonedTasks
 from relax_rt.roles.agentic.workers import EnvironmentPool
 from relax_rt.roles.base.user_code import user_line
-from relax_rt.roles.rewards.scoring import Failed, Request, Score
+from relax_rt.roles.rewards.scoring import RewardFailed, RewardRequest, Score
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 
 MAX_NAMED = 3
@@ -48,7 +47,7 @@ class Player:
         abandoned: coroutines of environments that keep running although they were cancelled.
     """
 
-    factory: Factory
+    factory: EnvironmentFactory
     pool: EnvironmentPool | None
     chat: ChatTemplate
     generate: Generate
@@ -58,7 +57,7 @@ class Player:
     lag: Callable[[int], int]
     on_tokens: Callable[[int], None]
     routing: bool = False
-    rewards: Callable[[Request], Awaitable[Score | Failed]] | None = None
+    rewards: Callable[[RewardRequest], Awaitable[Score | RewardFailed]] | None = None
     programs: ProgramPlayer | None = None
     abandoned: AbandonedTasks = field(default_factory=AbandonedTasks)
 
@@ -103,15 +102,36 @@ class Player:
             played = await self.programs.play(name, task, seed, temperature=wanted, fresh=fresh, routing=routing)
             return [played if self.rewards is None else await self._add_rewards(task, played)]
         names = [name, *(f"{name}/{seat}" for seat in range(1, self.factory.seats))]
-        chats = [
-            self._new_chat(one, turn_seed(seed, -n) if n else seed, wanted, lag, routing=routing)
-            for n, one in enumerate(names)
-        ]
+        chats = []
+        for seat, session in enumerate(names):
+            ledger = TokenLedger(
+                self.chat,
+                max_tokens=self.settings.max_tokens,
+                max_media_bytes=self.settings.media_kib << 10,
+                drift=self.settings.drift,
+                reasoning=self.settings.reasoning,
+                session=session,
+            )
+            sampling = ReplySampling(
+                seed=turn_seed(seed, -seat) if seat else seed,
+                temperature=wanted,
+                stop_ids=self.stop_ids,
+                session=session,
+                routing=routing,
+            )
+            chats.append(EpisodeChat(ledger, self.generate, self.limits, sampling, lag=lag, on_tokens=self.on_tokens))
         for chat, replies in zip(chats, replays, strict=False):
             chat.replay = replies
         self._chats.update(zip(names, chats, strict=True))
         try:
-            environment = await self._new_environment(name)
+            if self.pool is not None:
+                environment = await self.pool.environment(name)
+            else:
+                try:
+                    environment = self.factory.make()
+                except Exception as error:
+                    why = f"{type(error).__name__}: {error} at {user_line(error)}"
+                    raise EnvironmentFailed("a new environment", why=why) from error
             found = await play_game(self.factory, environment, task, chats, self.limits, self.abandoned, name)
             if self.rewards is None:
                 return found
@@ -122,37 +142,10 @@ class Player:
             for one in names:
                 self._chats.pop(one, None)
 
-    def _new_chat(
-        self, session: str, seed: int, temperature: float, lag: Callable[[int], int], *, routing: bool
-    ) -> EpisodeChat:
-        sampling = ReplySampling(
-            seed=seed, temperature=temperature, stop_ids=self.stop_ids, session=session, routing=routing
-        )
-        ledger = TokenLedger(
-            self.chat,
-            max_tokens=self.settings.max_tokens,
-            max_media_bytes=self.settings.media_kib << 10,
-            drift=self.settings.drift,
-            reasoning=self.settings.reasoning,
-            session=session,
-        )
-        return EpisodeChat(ledger, self.generate, self.limits, sampling, lag=lag, on_tokens=self.on_tokens)
-
     async def _add_rewards(self, task: Task, played: PlayedEpisode) -> PlayedEpisode:
-
         assert self.rewards is not None
         score = await self.rewards(request_of(task, played, self.chat.tokenizer))
-        return rewarded(played, score, labels_of(self.settings.rewards))
-
-    async def _new_environment(self, name: str) -> Any:
-        if self.pool is not None:
-            return await self.pool.environment(name)
-        try:
-            return self.factory.make()
-        except Exception as error:
-            raise EnvironmentFailed(
-                "a new environment", why=f"{type(error).__name__}: {error} at {user_line(error)}"
-            ) from error
+        return add_rewards(played, score, labels_of(self.settings.rewards))
 
     @property
     def playing(self) -> int:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RunConfig
-from relax_rt.roles.agentic.interface import Observation, conversation, media
-from relax_rt.roles.agentic.loading import Factory, load_factory
+from relax_rt.roles.agentic.interface import Observation, as_messages, unsupported_part
+from relax_rt.roles.agentic.loading import EnvironmentFactory, load_factory
 from relax_rt.roles.agentic.rewards import KEY, PLACE, reward_table
 from relax_rt.roles.agentic.settings import EnvSettings, chat_format_of, env_settings
-from relax_rt.roles.agentic.tasks import first_task
+from relax_rt.roles.agentic.tasks import load_tasks
 from relax_rt.roles.agentic.tokens.images import ingest_images
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger
 from relax_rt.roles.agentic.tokens.parsers import AUTO
@@ -29,7 +29,6 @@ from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
-    from relax_rt.roles.agentic.tokens.template import ChatTemplate
     from relax_rt.roles.models.tokenizer import ChatTokenizer
 
 TEXT_ALONE = "the model, its engines and its trainer take text alone"
@@ -68,11 +67,7 @@ def preflight_environment(
     group_size = config.table(AlgorithmTable).group_size
     if group_size % factory.seats:
         message = f"{table.environment} has {factory.seats} seats, each a member of the group, and group_size is "
-        yield Problem(
-            ("algorithm", "group_size"),
-            f"{message}{group_size}",
-            "a multiple of the seats",
-        )
+        yield Problem(("algorithm", "group_size"), f"{message}{group_size}", "a multiple of the seats")
     if tokenizer is not None:
         if factory.plays:
             # The program chooses what it sends, so these are only warnings.
@@ -93,7 +88,7 @@ def _try_rewards(
     if rewards is None:
         return
     try:
-        items = [first_task(config, table, tokenizer)]
+        items = [load_tasks(config, table, tokenizer).held_out(1)[0]]
     except RelaxError as error:
         yield _problem(error)
         return
@@ -106,13 +101,13 @@ def _try_rewards(
 
 
 def _start_episode(
-    config: RunConfig, table: EnvSettings, factory: Factory, tokenizer: ChatTokenizer
+    config: RunConfig, table: EnvSettings, factory: EnvironmentFactory, tokenizer: ChatTokenizer
 ) -> Iterator[Problem]:
     chat_format = chat_format_of(config)
     try:
         seen = asyncio.run(_first_observation(config, table, factory, tokenizer))
         chat = load_chat_template(Path(config.config_dir), tokenizer, chat_format)
-        if kind := media(conversation(seen.messages), has_vision=chat.image_processor is not None):
+        if kind := unsupported_part(as_messages(seen.messages), has_vision=chat.image_processor is not None):
             takes = TEXT_ALONE if chat.image_processor is None else NO_MORE
             yield Problem((*PLACE, "environment"), f"{table.environment} shows parts of type '{kind}': {takes}", HINT)
             return
@@ -125,7 +120,10 @@ def _start_episode(
                 yield Problem((*PLACE, "environment"), f"{message}; an episode would end there", TEMPLATE)
             else:
                 say(f"warning: {message}; where a history is rendered again, it differs from what was sampled")
-        tokens = asyncio.run(_first_prompt(chat, seen, table))
+        # The prompt of the first reply, however long it is.
+        ledger = TokenLedger(chat, max_tokens=ANY_NUMBER, max_media_bytes=table.media_kib << 10)
+        messages = ingest_images(as_messages(seen.messages), ledger.image_processor, ledger.add_image)
+        tokens = ledger.prompt(asyncio.run(messages), seen.tools).tokens
     except RelaxError as error:
         yield _problem(error)
         return
@@ -134,23 +132,15 @@ def _start_episode(
         yield Problem((*PLACE, "max_tokens"), message, "raise it")
 
 
-async def _first_prompt(chat: ChatTemplate, seen: Observation, table: EnvSettings) -> tuple[int, ...]:
-    """Return the tokens that an episode starts with, however many these are."""
-    ledger = TokenLedger(chat, max_tokens=ANY_NUMBER, max_media_bytes=table.media_kib << 10)
-    return ledger.prompt(
-        await ingest_images(conversation(seen.messages), ledger.image_processor, ledger.add_image), seen.tools
-    ).tokens
-
-
 async def _first_observation(
-    config: RunConfig, table: EnvSettings, factory: Factory, tokenizer: ChatTokenizer
+    config: RunConfig, table: EnvSettings, factory: EnvironmentFactory, tokenizer: ChatTokenizer
 ) -> Observation:
     """Return the first observation of the first held-out task.
 
     Raises:
         RelaxError: what the environment raised, or that it did not return in time.
     """
-    task = first_task(config, table, tokenizer)
+    task = load_tasks(config, table, tokenizer).held_out(1)[0]
     environment: Any
     if (workers := open_pool(table, factory, config.config_dir, size=1)) is not None:
         async with workers as pool:

@@ -14,7 +14,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -157,15 +157,12 @@ def parse_result(stdout: str) -> ProgramResult | None:
             result = msgspec.convert(known, ProgramResult)
         except msgspec.ValidationError as error:
             raise ValueError(f"{line:.200}: {error}") from None
-        if not all(map(math.isfinite, (result.reward, *_numbers(result.rewards), *result.info.values()))):
+        given = result.rewards.values() if isinstance(result.rewards, dict) else result.rewards
+        numbers = [number for one in given for number in (one if isinstance(one, tuple) else (one,))]
+        if not all(map(math.isfinite, (result.reward, *numbers, *result.info.values()))):
             raise ValueError(f"{line:.200}: not finite")
         return result
     return None
-
-
-def _numbers(rewards: Rewards) -> Iterator[float]:
-    for one in rewards.values() if isinstance(rewards, dict) else rewards:
-        yield from one if isinstance(one, tuple) else (one,)
 
 
 LIMIT_MESSAGES = {
@@ -206,14 +203,24 @@ def load_program(command: str, options: Mapping[str, Any], config_dir: Path) -> 
     Raises:
         RelaxError: an option is unknown, a placeholder misspelt, or the command, a file of it or a module not there.
     """
-    asked = _options(command, options)
+    for name in options:
+        refuse_unknown_option(f"{NAME}:{command}", name, list(ProgramOptions.__struct_fields__))
+    try:
+        asked = msgspec.convert(dict(options), ProgramOptions)
+    except msgspec.ValidationError as error:
+        raise RelaxError(OPTIONS, why=str(error), hint="see docs/guides/programs.md") from error
+    if asked.stdin not in ("task", "question", "none"):
+        raise RelaxError(f"{OPTIONS}.stdin", why=f"{asked.stdin!r} is none of task, question and none")
     try:
         words = shlex.split(command)
     except ValueError as error:
         raise _wrong(command, f"{error}") from error
     if not words:
         raise _wrong(command, "it names no command")
-    _refuse_misspelt(command, words[1:])
+    # Braces that are close to a placeholder are a typo; others stay, as in an awk script.
+    for name in (name for word in words[1:] for name in PLACEHOLDER.findall(word) if name not in PLACEHOLDERS):
+        if close := difflib.get_close_matches(name, PLACEHOLDERS, n=1, cutoff=0.7):
+            raise _wrong(command, f"{{{name}}} is no placeholder", f"did you mean {{{close[0]}}}?")
     name = words[0]
     if "/" in name:
         # Do not resolve links: the python of a virtual environment is one, and finds its packages by its own path.
@@ -239,25 +246,6 @@ def load_program(command: str, options: Mapping[str, Any], config_dir: Path) -> 
         preload=tuple(asked.preload),
         limits=asked.limits(),
     )
-
-
-def _refuse_misspelt(command: str, words: list[str]) -> None:
-    """Refuse names in braces that are close to a placeholder; other braces stay, as in an awk script."""
-    for name in (name for word in words for name in PLACEHOLDER.findall(word) if name not in PLACEHOLDERS):
-        if close := difflib.get_close_matches(name, PLACEHOLDERS, n=1, cutoff=0.7):
-            raise _wrong(command, f"{{{name}}} is no placeholder", f"did you mean {{{close[0]}}}?")
-
-
-def _options(command: str, options: Mapping[str, Any]) -> ProgramOptions:
-    for name in options:
-        refuse_unknown_option(f"{NAME}:{command}", name, list(ProgramOptions.__struct_fields__))
-    try:
-        asked = msgspec.convert(dict(options), ProgramOptions)
-    except msgspec.ValidationError as error:
-        raise RelaxError(OPTIONS, why=str(error), hint="see docs/guides/programs.md") from error
-    if asked.stdin not in ("task", "question", "none"):
-        raise RelaxError(f"{OPTIONS}.stdin", why=f"{asked.stdin!r} is none of task, question and none")
-    return asked
 
 
 def _wrong(command: str, why: str, hint: str = "it is started in the config's folder") -> RelaxError:

@@ -23,12 +23,12 @@ from relax_rt.roles.agentic.interface import (
     GenerationFailed,
     LimitExceeded,
     Task,
-    checked,
+    checked_reward,
 )
 from relax_rt.roles.agentic.program import Program, ProgramResult, exceeded_limit, parse_result
 from relax_rt.roles.agentic.program_host import ProgramExit, ProgramHost, ProgramNotStarted
 from relax_rt.roles.agentic.settings import EnvSettings
-from relax_rt.roles.gateway.api import Access, Closed, OpenSession, Said, SessionClient, SessionLimits
+from relax_rt.roles.gateway.api import Access, ClosedSession, GivenAnswer, OpenSession, SessionClient, SessionLimits
 from relax_rt.roles.gateway.settings import GatewaySettings
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
@@ -76,8 +76,8 @@ class ProgramPlayer:
             routing: record routing rows with its replies.
 
         Raises:
-            Stuck, Broken, Lost, NotMade: see `episode.play_game`.
-            NotReachable: programs of this node cannot reach the gateway.
+            EnvironmentStuck, EnvironmentFailed, EpisodeLost, GenerationFailed: see `episode.play_game`.
+            GatewayUnreachable: programs of this node cannot reach the gateway.
         """
         limits = SessionLimits(
             tokens=self.max_tokens,
@@ -90,9 +90,18 @@ class ProgramPlayer:
             routing=routing,
         )
         self.activity[name] = f"waits for a free process ({self.host.capacity} programs at a time)"
+        why = ""
         try:
             async with self.host.reserve():
-                return await self._started(name, task, limits)
+                for wait_s in (0.0, *RETRY_PAUSES_S):
+                    if wait_s:
+                        self.activity[name] = f"waits for room ({why})"
+                        await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+                    try:
+                        return await self._attempt(name, task, limits)
+                    except ProgramNotStarted as error:
+                        why = error.why or error.what
+            raise EpisodeLost("the program", why=f"it could not be started within {sum(RETRY_PAUSES_S):g} s: {why}")
         except (EnvironmentStuck, EnvironmentFailed, EpisodeLost, GenerationFailed, GatewayUnreachable):
             raise
         except RelaxError as error:
@@ -100,20 +109,7 @@ class ProgramPlayer:
         finally:
             del self.activity[name]
 
-    async def _started(self, name: str, task: Task, limits: SessionLimits) -> PlayedEpisode:
-        """Play it, retrying while there is no room for it."""
-        why = ""
-        for wait_s in (0.0, *RETRY_PAUSES_S):
-            if wait_s:
-                self.activity[name] = f"waits for room ({why})"
-                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
-            try:
-                return await self._once(name, task, limits)
-            except ProgramNotStarted as error:
-                why = error.why or error.what
-        raise EpisodeLost("the program", why=f"it could not be started within {sum(RETRY_PAUSES_S):g} s: {why}")
-
-    async def _once(self, name: str, task: Task, limits: SessionLimits) -> PlayedEpisode:
+    async def _attempt(self, name: str, task: Task, limits: SessionLimits) -> PlayedEpisode:
         async with contextlib.AsyncExitStack() as stack:
             self.activity[name] = f"waits for {self.gateway.slot}"
             session = self.gateway.session(name.replace(" ", "-"), limits)
@@ -143,54 +139,54 @@ class ProgramPlayer:
             if lent.gone.done():
                 raise EpisodeLost("the program's session", why=str(lent.gone.exception()))
             closed = await lent.close()
-            error = EpisodeLost if closed.waiting or closed.trouble else EnvironmentStuck
-            at = "waits for tokens" if closed.waiting else "is at work"
-            raise error("the program", why=f"not over within {limit_s:g} s; it {at} after {len(closed.said)} answers")
+            error = EpisodeLost if closed.interrupted or closed.error else EnvironmentStuck
+            at = "waits for tokens" if closed.interrupted else "is at work"
+            raise error(
+                "the program", why=f"not over within {limit_s:g} s; it {at} after {len(closed.answers)} answers"
+            )
         finally:
             run.cancel()
             await asyncio.gather(run, return_exceptions=True)
 
-    def _played(self, ended: ProgramExit, closed: Closed) -> PlayedEpisode:
+    def _played(self, ended: ProgramExit, closed: ClosedSession) -> PlayedEpisode:
         if over := exceeded_limit(ended.over, ended.code, stderr_tail(ended), self.program.limits):
             raise LimitExceeded("the program", why=over if ended.over else f"{over}; it ended with {exit_text(ended)}")
-        if closed.trouble:
-            raise (GenerationFailed if closed.never else EpisodeLost)(
-                "the program", why=f"its last call had no answer: {closed.trouble}"
+        if closed.error:
+            raise (GenerationFailed if closed.permanent else EpisodeLost)(
+                "the program", why=f"its last call had no answer: {closed.error}"
             )
-        if ended.code and not closed.used_up:
+        if ended.code and not closed.exhausted:
             raise EnvironmentFailed("the program", why=f"it ended with {exit_text(ended)}")
         if not closed.episode.branches:
             raise EnvironmentFailed("the program", why="it ended before the policy had replied")
-        result = self._result(ended, closed)
+        # With reward functions, the output is not parsed: it may quote the policy word for word, which must not be able
+        # to reward itself.
+        result = None
+        if not self.has_rewards:
+            try:
+                result = parse_result(ended.stdout)
+            except ValueError as error:
+                raise EnvironmentFailed("the program's result", why=str(error)) from None
+            if result is None and not closed.exhausted:
+                why = f'it printed no line of JSON with "reward"; the end of its output: {ended.stdout[-200:]!r}'
+                raise EnvironmentFailed("the program", why=f"{why}; roles.env.rewards is empty, too")
+        result = result or ProgramResult()
         self.on_tokens(sum(sum(branch.loss_mask) for branch in closed.episode.branches))
         try:
-            rewards = rewards_of(result, closed.said)
+            rewards = rewards_of(result, closed.answers)
         except ValueError as error:
             raise EnvironmentFailed("the program", why=str(error)) from error
         return PlayedEpisode(
             episode=closed.episode,
             rewards=rewards,
             states={},
-            truncated=closed.used_up,
-            turns=len(closed.said),
-            cut=sum(said.finish_reason == "length" for said in closed.said),
+            truncated=closed.exhausted,
+            turns=len(closed.answers),
+            cut=sum(said.finish_reason == "length" for said in closed.answers),
             info=dict(result.info),
             output=ended.stdout,
             left=closed.left,
         )
-
-    def _result(self, ended: ProgramExit, closed: Closed) -> ProgramResult:
-        if self.has_rewards:
-            # What a judge is shown may quote the policy word for word: it must not be able to reward itself.
-            return ProgramResult()
-        try:
-            result = parse_result(ended.stdout)
-        except ValueError as error:
-            raise EnvironmentFailed("the program's result", why=str(error)) from None
-        if result is None and not closed.used_up:
-            why = f'it printed no line of JSON with "reward"; the end of its output: {ended.stdout[-200:]!r}'
-            raise EnvironmentFailed("the program", why=f"{why}; roles.env.rewards is empty, too")
-        return result or ProgramResult()
 
 
 @contextlib.asynccontextmanager
@@ -228,20 +224,20 @@ async def open_programs(
         ctx.event("programs_bounded", places=host.capacity, why=why, hint=hint)
         ctx.log.warning("fewer programs at a time than asked for", places=host.capacity, why=why, hint=hint)
     links = Links.from_environment()
+
+    def report_failure(done: asyncio.Future[None]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            on_failure(error)
+
     async with host, SessionClient(ctx, slot) as gateway:
         for watched in (gateway.fenced, host.failed):
-            watched.add_done_callback(lambda done: _report_failure(done, on_failure))
+            watched.add_done_callback(report_failure)
         has_rewards = bool(settings.rewards)
         node = links.node if links else ""
         yield ProgramPlayer(program, host, gateway, limits, settings.max_tokens, has_rewards, on_tokens, node)
 
 
-def _report_failure(done: asyncio.Future[None], on_failure: Callable[[BaseException], None]) -> None:
-    if not done.cancelled() and (error := done.exception()) is not None:
-        on_failure(error)
-
-
-def rewards_of(result: ProgramResult, said: Sequence[Said]) -> dict[str, float]:
+def rewards_of(result: ProgramResult, said: Sequence[GivenAnswer]) -> dict[str, float]:
     """Return the reward of each answer, by its id in the episode, from a program's result.
 
     Args:
@@ -265,14 +261,14 @@ def rewards_of(result: ProgramResult, said: Sequence[Said]) -> dict[str, float]:
             raise ValueError(f"it gave rewards to {len(given)} answers, and it had {len(said)}")
         rewards = dict(zip(rewards, given, strict=True))
     rewards[said[-1].id] += result.reward
-    return {name: checked(value) for name, value in rewards.items()}
+    return {name: checked_reward(value) for name, value in rewards.items()}
 
 
 def gateway_url(access: Access, node: str) -> str:
     """Return the gateway's base URL for programs of a node.
 
     Raises:
-        NotReachable: it has none there.
+        GatewayUnreachable: it has none there.
     """
     if access.node == node:
         return access.base_url

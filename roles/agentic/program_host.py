@@ -18,6 +18,7 @@ import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,7 @@ class ProgramHost:
         """Run a program to its end. Cancelling it kills the program and all that it started.
 
         Raises:
-            NotStarted: there is no room for a process or its files now.
+            ProgramNotStarted: there is no room for a process or its files now.
             EpisodeLost: the spawner ended, and all its programs with it.
             EnvironmentFailed: the arguments are too long.
             RelaxError: no spawner can be started.
@@ -186,11 +187,18 @@ class ProgramHost:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 out, err = await self._start(running, argv, env, stdin, stack)
+                output_exceeded = asyncio.ensure_future(running.output_exceeded.wait())
+                either: list[asyncio.Future[Any]] = [running.ended, output_exceeded]
                 try:
-                    code, over = await self._wait_for_exit(running)
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                    if not running.ended.done():
+                        await self._kill(running)
+                    code, over = await running.ended
                 except asyncio.CancelledError:
                     await asyncio.shield(self._kill(running))
                     raise
+                finally:
+                    output_exceeded.cancel()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(DRAIN_S):
                         await out.over.wait()
@@ -199,18 +207,6 @@ class ProgramHost:
                 return ProgramExit(code, out.text(), err.text(), over)
         finally:
             self._running.pop(running.number, None)
-
-    async def _wait_for_exit(self, running: RunningProgram) -> tuple[int, str]:
-        """Return its exit code, and the limit that it exceeded."""
-        output_exceeded = asyncio.ensure_future(running.output_exceeded.wait())
-        try:
-            either: list[asyncio.Future[Any]] = [running.ended, output_exceeded]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not running.ended.done():
-                await self._kill(running)
-            return await running.ended
-        finally:
-            output_exceeded.cancel()
 
     async def _start(
         self,
@@ -224,6 +220,7 @@ class ProgramHost:
         if len(message) >= MAX_MESSAGE_BYTES:
             why = f"arguments and environment have {len(message)} bytes, {MAX_MESSAGE_BYTES} at most"
             raise EnvironmentFailed(f"the program {argv[0]}", why=why, hint="have it read its task from standard input")
+        loop = asyncio.get_running_loop()
         async with self._start_slots:
             fds: list[int] = []
             try:
@@ -234,7 +231,11 @@ class ProgramHost:
                 for kept in (MAX_STDOUT_BYTES, MAX_STDERR_BYTES):
                     ours, theirs = os.pipe2(os.O_CLOEXEC)
                     fds.append(theirs)
-                    tails.append(await self._listen_to(ours, OutputTail(kept, running, self._max_output_bytes), stack))
+                    file = stack.enter_context(os.fdopen(ours, "rb", 0))
+                    make = partial(OutputTail, kept, running, self._limits.output_mib * MIB)
+                    transport, tail = await loop.connect_read_pipe(make, file)
+                    stack.callback(transport.close)
+                    tails.append(tail)
                 await running.link.send(message, fds)
             except OSError as error:
                 if error.errno is None or error.errno not in NO_ROOM_ERRORS:
@@ -244,16 +245,6 @@ class ProgramHost:
                 for fd in fds:
                     os.close(fd)
         return tails[0], tails[1]
-
-    @property
-    def _max_output_bytes(self) -> int:
-        return self._limits.output_mib * MIB
-
-    async def _listen_to(self, fd: int, tail: OutputTail, stack: contextlib.AsyncExitStack) -> OutputTail:
-        file = stack.enter_context(os.fdopen(fd, "rb", 0))
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: tail, file)
-        stack.callback(transport.close)
-        return tail
 
     async def _kill(self, running: RunningProgram) -> None:
         """Kill a program and wait until it is dead."""
@@ -303,7 +294,11 @@ class ProgramHost:
         """Replace a spawner that has died or does not answer."""
         try:
             while True:
-                link = await self._start_spawner()
+                try:
+                    link = await self._current_spawner()
+                except ProgramNotStarted:
+                    await asyncio.sleep(SPAWN_RETRY_S)
+                    continue
                 why = f"its spawner {await self._wait_until_gone(link)}"
                 self.spawners_lost += 1
                 self._crashes += 1
@@ -316,13 +311,6 @@ class ProgramHost:
             if not self.failed.done():
                 self.failed.set_exception(error)
                 self.failed.exception()
-
-    async def _start_spawner(self) -> SpawnerLink:
-        while True:
-            try:
-                return await self._current_spawner()
-            except ProgramNotStarted:
-                await asyncio.sleep(SPAWN_RETRY_S)
 
     async def _wait_until_gone(self, link: SpawnerLink) -> str:
         """Wait for the end of a spawner, killing one that does not answer; return how it ended."""
@@ -361,7 +349,7 @@ class SpawnerLink:
         """Start a spawner.
 
         Raises:
-            NotStarted: there is no room for it now.
+            ProgramNotStarted: there is no room for it now.
             RelaxError: it does not start, or a module cannot be imported.
         """
         setup = {

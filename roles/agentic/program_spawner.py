@@ -169,18 +169,17 @@ class Spawner:
         began = time.monotonic()
         keepers = {keeper: number for number, keeper in self._programs.values()}
         for keeper, living in procfs.descendants_of_each(keepers).items():
-            if (over := self._exceeded(living)) and keepers[keeper] not in self._over:
+            most, over = self._limits["memory_mib"], ""
+            if len(living) > self._limits["processes"]:
+                over = "processes"
+            elif most is not None and sum(map(own_memory, living)) > most * MIB:
+                over = "memory"
+            if over and keepers[keeper] not in self._over:
                 self._over[keepers[keeper]] = over
                 os.kill(keeper, signal.SIGTERM)
         self._kill_orphans()
         took = time.monotonic() - began
         self._check_at = began + took + max(CHECK_INTERVAL_S, CHECK_SHARE * took)
-
-    def _exceeded(self, living: set[int]) -> str:
-        if len(living) > self._limits["processes"]:
-            return "processes"
-        most = self._limits["memory_mib"]
-        return "memory" if most is not None and sum(map(own_memory, living)) > most * MIB else ""
 
     def _kill_orphans(self) -> None:
         """Kill what a killed keeper has left behind."""
@@ -236,10 +235,24 @@ def run_keeper(spawner: int, run_program: Callable[[int], NoReturn], refused: Ca
         if not program:
             run_program(ours)
         close_from(3)
-        status = _wait(program)
+        # None: SIGTERM came, and the program must be killed.
+        status: int | None = None
+        while status is None and signal.sigwait(KEEPER_SIGNALS) != signal.SIGTERM:
+            with contextlib.suppress(ChildProcessError):
+                while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                    if found[0] == program:
+                        status = found[1]
+                        break
         if status is None:
-            _kill(program)
-        if _has_children():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(program, signal.SIGKILL)
+        # Orphaned descendants are children of this process, too.
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            pass
+        else:
             procfs.kill_descendants()
         # Exit as the program did; None: killed.
         number = signal.SIGKILL if status is None else os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
@@ -266,31 +279,6 @@ def close_from(first: int) -> None:
     """Close all descriptors from this one on."""
     last = max((int(name) for name in os.listdir("/proc/self/fd")), default=first)  # noqa: PTH208
     os.closerange(first, last + 1)
-
-
-def _wait(program: int) -> int | None:
-    """Return the program's status; None: it must be killed."""
-    while signal.sigwait(KEEPER_SIGNALS) != signal.SIGTERM:
-        with contextlib.suppress(ChildProcessError):
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                if found[0] == program:
-                    return found[1]
-    return None
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _has_children() -> bool:
-    """Reap dead children; return whether any are left. Orphaned descendants are children of this process, too."""
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        return False
-    return True
 
 
 # --- the program's process

@@ -62,8 +62,13 @@ class ReplayCache:
                 positions is not used. None: routing rows are not needed.
         """
         found = self._found.pop((turn, _digest(prompt, media)), None)
-        if found is None or (rows is not None and not _has_rows(found, len(prompt) - 1 - rows)):
+        if found is None:
             return None
+        if rows is not None:
+            # Each token must have a routing row, and so must the positions before the prompt's last.
+            width = len(found.routing) // max(1, len(found.tokens))
+            if not width or len(found.prompt_routing) < (len(prompt) - 1 - rows) * width:
+                return None
         self.replayed += 1
         return found
 
@@ -84,17 +89,13 @@ class ReplayStore:
 
     Args:
         seats: of a game, whose members go together.
-        lasts_s: after that nobody goes on with an episode.
-        too_old: whether replies of a policy version would be too stale to be trained.
+        lifetime_s: after that no episode is resumed.
+        is_too_stale: whether replies of a policy version would be too stale to be trained.
     """
 
     def __init__(self, run_dir: Path, seats: int, lifetime_s: float, is_too_stale: Callable[[int], bool]) -> None:
-        self._folder, self._seats, self._lifetime_s, self._is_too_stale = (
-            run_dir / FOLDER,
-            seats,
-            lifetime_s,
-            is_too_stale,
-        )
+        self._folder, self._seats = run_dir / FOLDER, seats
+        self._lifetime_s, self._is_too_stale = lifetime_s, is_too_stale
         self._lookups = 0
         self._folder.mkdir(exist_ok=True)
 
@@ -126,12 +127,6 @@ def clear_all(caches: Sequence[ReplayCache]) -> None:
     """Remove the replies of a game."""
     for one in caches:
         one.clear()
-
-
-def _has_rows(outcome: Outcome, positions: int) -> bool:
-    """Return whether each token has a routing row, and so do `positions` positions before the prompt's last."""
-    width = len(outcome.routing) // max(1, len(outcome.tokens))
-    return width > 0 and len(outcome.prompt_routing) >= positions * width
 
 
 def _digest(prompt: Sequence[int], media: Sequence[ImageSpan]) -> int:

@@ -10,16 +10,16 @@ import msgspec
 
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RunConfig
-from relax_rt.roles.agentic.interface import EnvironmentFailed, Task, checked
+from relax_rt.roles.agentic.interface import EnvironmentFailed, Task, checked_reward
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.agentic.tokens.messages import ASSISTANT
 from relax_rt.roles.agentic.tokens.types import CONTEXT, Episode, Message
-from relax_rt.roles.models.chat_template import calls_of, parsed_arguments, words
+from relax_rt.roles.models.chat_template import content_text, parsed_arguments, tool_calls_of
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rewards.checks import sandbox_commands
 from relax_rt.roles.rewards.compose import read_components
 from relax_rt.roles.rewards.dry_run import offered_info
-from relax_rt.roles.rewards.scoring import Failed, Request, Score
+from relax_rt.roles.rewards.scoring import RewardFailed, RewardRequest, Score
 from relax_rt.roles.rewards.settings import ComponentTable, RewardTable
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def check_rewards(config: RunConfig) -> Iterator[Problem]:
             yield Problem((*PLACE, KEY, index, "name"), message, "have the environment ask a model of its own")
 
 
-def request_of(task: Task, played: PlayedEpisode, tokenizer: ChatTokenizer) -> Request:
+def request_of(task: Task, played: PlayedEpisode, tokenizer: ChatTokenizer) -> RewardRequest:
     """Return an episode's request: its last reply, or what its program printed, as the completion, and all turns."""
     turns = turns_of(played.episode, tokenizer)
     info = offered_info(
@@ -86,7 +86,7 @@ def request_of(task: Task, played: PlayedEpisode, tokenizer: ChatTokenizer) -> R
     )
     # The last branch ends with the last reply.
     last = turns[-1]["text"] if turns else ""
-    return Request(last if played.output is None else played.output, task.answer, info)
+    return RewardRequest(last if played.output is None else played.output, task.answer, info)
 
 
 def turns_of(episode: Episode, tokenizer: ChatTokenizer) -> list[dict[str, str]]:
@@ -105,16 +105,16 @@ def turns_of(episode: Episode, tokenizer: ChatTokenizer) -> list[dict[str, str]]
 
 def _text(message: Message) -> str:
     """Return a message's text and, each on a line, its tool calls as JSON; images are left out."""
-    content = words(message.get("content"))
+    content = content_text(message.get("content"))
     parts = [part.get("text", "") for part in content] if isinstance(content, list) else [content]
     lines = ["".join(parts)] if any(parts) else []
-    for call in calls_of(message):
+    for call in tool_calls_of(message):
         function = {"name": call["function"]["name"], "arguments": parsed_arguments(call["function"].get("arguments"))}
         lines.append(msgspec.json.encode(function).decode())
     return "\n".join(lines)
 
 
-def rewarded(played: PlayedEpisode, score: Score | Failed, labels: list[str]) -> PlayedEpisode:
+def add_rewards(played: PlayedEpisode, score: Score | RewardFailed, labels: list[str]) -> PlayedEpisode:
     """Return an episode with the components' rewards added: to its turns if they have rewards for them, else to its
     last reply.
 
@@ -127,7 +127,7 @@ def rewarded(played: PlayedEpisode, score: Score | Failed, labels: list[str]) ->
         EnvironmentFailed: they failed, or have rewards for another number of turns.
     """
 
-    if isinstance(score, Failed):
+    if isinstance(score, RewardFailed):
         raise EnvironmentFailed(WHERE, why=score.reason)
     rewards = dict(played.rewards)
     if not rewards:
@@ -139,7 +139,7 @@ def rewarded(played: PlayedEpisode, score: Score | Failed, labels: list[str]) ->
         rewards[turn.response] += value
     rewards[next(reversed(rewards))] += score.total - math.fsum(score.turns)
     try:
-        total = checked(math.fsum(rewards.values()))
+        total = checked_reward(math.fsum(rewards.values()))
     except ValueError as error:
         raise EnvironmentFailed(WHERE, why=str(error)) from error
     # A single component of weight 1 has its own parts in score.components.

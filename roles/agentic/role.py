@@ -20,8 +20,9 @@ from relax_rt.roles.agentic.interface import (
     EpisodeLost,
     GenerationFailed,
     LimitExceeded,
+    Task,
 )
-from relax_rt.roles.agentic.loading import Factory, load_factory
+from relax_rt.roles.agentic.loading import EnvironmentFactory, load_factory
 from relax_rt.roles.agentic.player import Player
 from relax_rt.roles.agentic.program_episodes import open_programs
 from relax_rt.roles.agentic.replay_cache import ReplayStore, clear_all
@@ -184,7 +185,7 @@ class EnvRole(RouterRole[EnvSettings]):
         self._counters = EpisodeCounters()
         self.tokenizer: ChatTokenizer
         self.chat: ChatTemplate
-        self.factory: Factory
+        self.factory: EnvironmentFactory
         self.tasks: Tasks
         self.pool: EnvironmentPool | None = None
         self.player: Player
@@ -201,7 +202,17 @@ class EnvRole(RouterRole[EnvSettings]):
         self.pool = open_pool(self.settings, self.factory, self.config.config_dir)
         if self.pool is not None:
             await self.resources.enter_async_context(self.pool)
-        await self._start_rewards()
+        if (table := reward_table(self.config)) is not None:
+
+            def lost(why: str) -> None:
+                self.ctx.event("reward_worker_lost", reason=why[:500])
+
+            task = task_of(self.table(DataTable))
+            self.rewards = Rewards(table, self.config_dir, task, lost, path=PLACE, key=KEY)
+            self.resources.push_async_callback(self.rewards.close)
+            await self.rewards.start()
+            if (sandbox := self.rewards.sandbox) is not None:
+                self.ctx.event("sandbox", level=sandbox.level, backend=sandbox.backend, what=str(sandbox))
         self.ctx.serve(EnvApi, self)
         await self.open_queue(length_field="tokens", on_lost=self._on_groups_lost)
         await self.queue.warm()
@@ -218,20 +229,6 @@ class EnvRole(RouterRole[EnvSettings]):
         if self.settings.unfinished == "keep" and self.factory.program is None:
             lasts_s = 2 * self.settings.episode_timeout_s
             self.store = ReplayStore(self.ctx.run_dir, self.factory.seats, lasts_s, self._is_too_stale)
-
-    async def _start_rewards(self) -> None:
-        if (table := reward_table(self.config)) is None:
-            return
-
-        def lost(why: str) -> None:
-            self.ctx.event("reward_worker_lost", reason=why[:500])
-
-        task = task_of(self.table(DataTable))
-        self.rewards = Rewards(table, self.config_dir, task, lost, path=PLACE, key=KEY)
-        self.resources.push_async_callback(self.rewards.close)
-        await self.rewards.start()
-        if (sandbox := self.rewards.sandbox) is not None:
-            self.ctx.event("sandbox", level=sandbox.level, backend=sandbox.backend, what=str(sandbox))
 
     async def run(self) -> None:
         self._failure = asyncio.get_running_loop().create_future()
@@ -343,29 +340,29 @@ class EnvRole(RouterRole[EnvSettings]):
                 )
             if self.evaluation is not None and (when := self.evaluation.due(record)):
                 await self.evaluation.evaluate(record, when)
-            elif not self._may_begin:
-                await self._wait_for_first_evaluation(record)
+            elif not self._may_begin and self.ctx.who.slot != EVALUATES:
+                # Wait until the first slot has evaluated the weights before the first step.
+                first = self.ctx.actor(EVALUATES, EnvApi, timeout_s=10 * ASK_S)
+                while record.step == 0:
+                    self.ctx.progress.waiting(f"{EVALUATES} evaluates the first weights")
+                    with suppress(RelaxError):
+                        if await first.may_begin():
+                            break
+                    await asyncio.sleep(ASK_S)
             self._may_begin = True
             if not last:
                 await self._admit_until_due()
             elif await self.is_final(record):
                 return
 
-    async def _wait_for_first_evaluation(self, record: VersionRecord) -> None:
-        """Wait until the first slot has evaluated the weights before the first step."""
-        first = self.ctx.actor(EVALUATES, EnvApi, timeout_s=10 * ASK_S)
-        while record.step == 0 and self.ctx.who.slot != EVALUATES:
-            self.ctx.progress.waiting(f"{EVALUATES} evaluates the first weights")
-            with suppress(RelaxError):
-                if await first.may_begin():
-                    return
-            await asyncio.sleep(ASK_S)
-
     async def _admit_until_due(self) -> None:
         """Play as many episodes as admitted, until newer weights must be evaluated or are the last ones."""
-        while not self._is_due():
+        table = self.table(AlgorithmTable)
+        while self.record.step < table.steps and not (self.evaluation and self.evaluation.due(self.record)):
             self._version_changed.clear()
-            if (room := self._free_groups()) <= 0:
+            free = self.settings.episodes_in_flight - sum(group.remaining for group in self.groups.values())
+            # At least one group is always played.
+            if (room := max(free // table.group_size, 0 if self.groups else 1)) <= 0:
                 self._capacity_changed.clear()
                 await self._capacity_changed.wait()
                 continue
@@ -374,7 +371,7 @@ class EnvRole(RouterRole[EnvSettings]):
             answer = await self.queue.admit(self.record.version, room, wait_s=ADMIT_WAIT_S)
             if not answer.tickets and not self.groups and answer.waiting_on:
                 self.ctx.progress.waiting(answer.waiting_on)
-            for ticket in await without_retired(self.queue, answer.tickets, self._item):
+            for ticket in await without_retired(self.queue, answer.tickets, lambda one: self._task(one).item):
                 if ticket.group in self.queue.groups:
                     group = self.groups[ticket.group] = EpisodeGroup(ticket)
                     members = ticket.wanted()
@@ -385,18 +382,8 @@ class EnvRole(RouterRole[EnvSettings]):
                         group.tasks.append(task)
         self._version_changed.set()
 
-    def _item(self, ticket: Ticket) -> str:
-        return self.tasks.train(ticket.prompt, ticket.item).item
-
-    def _is_due(self) -> bool:
-        last = self.record.step >= self.table(AlgorithmTable).steps
-        return last or (self.evaluation is not None and bool(self.evaluation.due(self.record)))
-
-    def _free_groups(self) -> int:
-        """Return how many more groups fit into episodes_in_flight; at least one group is always played."""
-        size = self.table(AlgorithmTable).group_size
-        room = self.settings.episodes_in_flight - sum(group.remaining for group in self.groups.values())
-        return max(room // size, 0 if self.groups else 1)
+    def _task(self, ticket: Ticket) -> Task:
+        return self.tasks.train(ticket.prompt, ticket.item)
 
     # --- groups
 
@@ -406,26 +393,21 @@ class EnvRole(RouterRole[EnvSettings]):
             self._fail_role(error)
 
     async def _play_game(self, group: EpisodeGroup, members: list[int]) -> None:
-        """Play the members of one game and put their samples."""
-
+        """Play the members of one game and put their samples; finish the group if it was the last game."""
+        ticket, sampling = group.ticket, self.table(SamplingTable)
         for member, played in zip(members, await self._play_members(group, members), strict=False):
-            sampling_table = self.table(SamplingTable)
-
-            sampling: dict[str, float | int | str] = {
-                "temperature": sampling_table.temperature,
-                "max_new_tokens": sampling_table.max_new_tokens,
-                "seed": self._seed(group.ticket.prompt, member, group.ticket.attempt),
-            }
-            task = self.tasks.train(group.ticket.prompt, group.ticket.item)
-            who = str(self.ctx.who)
             sample = make_sample(
-                group.ticket,
+                ticket,
                 member,
-                task,
+                self._task(ticket),
                 played,
                 tokenizer=self.tokenizer,
-                sampling=sampling,
-                player=who,
+                sampling={
+                    "temperature": sampling.temperature,
+                    "max_new_tokens": sampling.max_new_tokens,
+                    "seed": self._seed(ticket.prompt, member, ticket.attempt),
+                },
+                player=str(self.ctx.who),
                 routing=self.routing,
                 has_vision=self.chat.image_processor is not None,
             )
@@ -437,36 +419,29 @@ class EnvRole(RouterRole[EnvSettings]):
                 self._has_worked = True
                 self.ctx.event("first_work", what="an episode")
             if self.store is not None:
-                self.store.clear(group.ticket.prompt, member)
+                self.store.clear(ticket.prompt, member)
         group.remaining -= len(members)
         self._capacity_changed.set()
-        if not group.remaining and self.groups.pop(group.ticket.group, None) is not None:
-            await self._finish_group(group)
-
-    async def _finish_group(self, group: EpisodeGroup) -> None:
-        """Release a group of which members are missing, with the reason."""
-        number = group.ticket.group
-        if number not in self.queue.groups:
+        if group.remaining or self.groups.pop(ticket.group, None) is None or ticket.group not in self.queue.groups:
             return
+        # A group of which members are missing is released, with the reason.
         if group.failed:
-            task = self.tasks.train(group.ticket.prompt, group.ticket.item)
+            task, why = self._task(ticket), group.failed[:400]
             await self.queue.release_groups(
-                [number],
-                group.failed[:400],
-                failed=True,
-                late=group.late,
-                item=task.item,
-                about=task.question[:ABOUT],
+                [ticket.group], why, failed=True, late=group.late, item=task.item, about=task.question[:ABOUT]
             )
         elif group.lost:
-            await self.queue.release_groups([number], group.lost[:400], losses=MAX_LOSSES)
+            await self.queue.release_groups([ticket.group], group.lost[:400], losses=MAX_LOSSES)
 
     async def _play_members(self, group: EpisodeGroup, members: list[int]) -> list[PlayedEpisode]:
-        """Play one game, again if it is lost; return the episodes of its members, or nothing if it failed."""
+        """Play one game, again if it is lost; return the episodes of its members, or nothing if it failed.
 
+        Raises:
+            EpisodesStalled: too many failed one after the other.
+        """
         ticket, seats = group.ticket, self.factory.seats
         member = members[0] // seats * seats
-        task, stuck_before = self.tasks.train(ticket.prompt, ticket.item), False
+        task, stuck_before = self._task(ticket), False
         for loss in range(MAX_LOSSES):
             name = f"{ticket.group}.{member}" + (f"+{loss}" if loss else "")
             seed = self._seed(ticket.prompt, member, ticket.attempt + (loss << 32))
@@ -508,10 +483,13 @@ class EnvRole(RouterRole[EnvSettings]):
                     self._stalls.record_lost(ticket.prompt, f"{name} was stuck: {error}")
                     continue
                 clear_all(replays)
+                self._counters.failed += 1
+                group.failed = why = str(error)
+                group.late = group.late and (stuck or isinstance(error, LimitExceeded))
                 kind = "environment_stuck" if stuck else "environment_failed"
-                self._record_failure(
-                    group, name, task.item, str(error), kind, late=stuck or isinstance(error, LimitExceeded)
-                )
+                self.ctx.event(kind, episode=name, item=task.item, why=why)
+                self.ctx.log.warning("an episode failed", episode=name, item=task.item, why=why)
+                self._stalls.record_failed(ticket.prompt, f"{name}: {why}")
                 return []
             finally:
                 if replayed := sum(one.replayed for one in replays):
@@ -519,18 +497,6 @@ class EnvRole(RouterRole[EnvSettings]):
             self._stalls.record_finished()
             return [found[member % seats] for member in members]
         return []
-
-    def _record_failure(self, group: EpisodeGroup, name: str, item: str, why: str, kind: str, *, late: bool) -> None:
-        """Record a failed episode.
-
-        Raises:
-            EpisodesStalled: too many failed one after the other.
-        """
-        self._counters.failed += 1
-        group.failed, group.late = why, group.late and late
-        self.ctx.event(kind, episode=name, item=item, why=why)
-        self.ctx.log.warning("an episode failed", episode=name, item=item, why=why)
-        self._stalls.record_failed(group.ticket.prompt, f"{name}: {why}")
 
     def _on_groups_lost(self, groups: list[int]) -> None:
         """Stop playing groups that the queue has given to others or dropped."""

@@ -60,7 +60,12 @@ def make_sample(
         for start, branch in zip(starts, branches, strict=False)
         for one in branch.media
     ]
-    rewards = _turn_rewards(played, {turn.response for turn in said})
+    # The reward of an untrained reply goes to the trained one before it, which led to it.
+    rewards, last = dict.fromkeys((turn.response for turn in said), 0.0), ""
+    for reply, value in played.rewards.items():
+        last = reply if reply in rewards else last
+        if last:
+            rewards[last] += value
     order = {reply: place for place, reply in enumerate(played.episode.replies)}
     info: dict[str, Any] = {TURN_REWARDS: [rewards[turn.response] for turn in said]}
     if all(turn.response in played.states for turn in said):
@@ -115,17 +120,6 @@ def _routing(shape: RoutingShape, branches: Sequence[Branch], name: str) -> NDAr
         nowhere = np.full((1, shape.layers, shape.chosen), NO_EXPERT, np.int16)
         parts += [shape.rows(branch.routing), nowhere]
     return np.concatenate(parts[:-1])
-
-
-def _turn_rewards(played: PlayedEpisode, trained: set[str]) -> dict[str, float]:
-    """Return the rewards of trained replies, by id. The reward of an untrained one goes to the trained one before it,
-    which led to it."""
-    rewards, last = dict.fromkeys(trained, 0.0), ""
-    for reply, value in played.rewards.items():
-        last = reply if reply in trained else last
-        if last:
-            rewards[last] += value
-    return rewards
 
 
 def new_sample(sample: Sample) -> NewSample:

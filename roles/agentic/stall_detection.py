@@ -53,7 +53,7 @@ class StallDetector:
         """Record an episode that was lost, or could not be created.
 
         Raises:
-            Fruitless: too many in a row.
+            EpisodesStalled: too many in a row.
         """
         self._attempts, self._why = self._attempts + 1, why
         if len(self._prompts) < MIN_PROMPTS:
@@ -67,7 +67,7 @@ class StallDetector:
         """Record an episode that failed because of its environment.
 
         Raises:
-            Fruitless: too many in a row.
+            EpisodesStalled: too many in a row.
         """
         self.record_lost(prompt, why)
         self._failed += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Protocol
 
 from relax_rt.config.schema import RunConfig
 from relax_rt.roles.agentic.interface import Task
@@ -17,16 +16,6 @@ from relax_rt.roles.models.tokenizer import ChatTokenizer
 TRAIN, HELD_OUT = "train", "held_out"
 SEED_BITS = 31
 """Some random generators that environments seed take no more bits."""
-
-
-class Tasks(Protocol):
-    """The tasks of a run."""
-
-    def train(self, index: int, item: int | None = None) -> Task:
-        """Return the task at `index` of the run's order; item: a data item that a sampler chose instead."""
-
-    def held_out(self, count: int) -> list[Task]:
-        """Return the first `count` held-out tasks, or as many as there are; the same in every run."""
 
 
 def seed_of(split: str, name: str) -> int:
@@ -43,11 +32,11 @@ class SeedTasks:
         self.count = count
 
     def train(self, index: int, item: int | None = None) -> Task:
-        """Return the task at `index`."""
+        """Return the task at `index` of the run's order; item: a data item that a sampler chose instead."""
         return self._task(TRAIN, index, (index if item is None else item) % self.count)
 
     def held_out(self, count: int) -> list[Task]:
-        """Return the first held-out tasks."""
+        """Return the first `count` held-out tasks, or as many as there are; the same in every run."""
         return [self._task(HELD_OUT, number, number) for number in range(count)]
 
     def _task(self, split: str, index: int, number: int) -> Task:
@@ -82,32 +71,22 @@ class DataTasks:
         )
 
 
-def first_task(config: RunConfig, settings: EnvSettings, tokenizer: ChatTokenizer) -> Task:
-    """Return the first held-out task of a run that has not started.
-
-    Raises:
-        RelaxError: bad data.
-    """
-    if settings.tasks is not None:
-        return SeedTasks(settings.tasks).held_out(1)[0]
-
-    source = PromptSource.load(
-        config.table(DataTable), tokenizer, seed=config.run.seed, config_dir=Path(config.config_dir)
-    )
-    return DataTasks(source).held_out(1)[0]
+Tasks = SeedTasks | DataTasks
+"""The tasks of a run."""
 
 
-def load_tasks(config: RunConfig, settings: EnvSettings, tokenizer: ChatTokenizer, run_dir: Path) -> Tasks:
+def load_tasks(
+    config: RunConfig, settings: EnvSettings, tokenizer: ChatTokenizer, run_dir: Path | None = None
+) -> Tasks:
     """Load the tasks of a run: its data, unless the environment creates them from seeds.
+
+    Args:
+        run_dir: of a run that has started; its data must not have changed since.
 
     Raises:
         RelaxError: bad data.
     """
     if settings.tasks is not None:
         return SeedTasks(settings.tasks)
-
-    folder = Path(config.config_dir)
-    seed = config.run.seed
-    return DataTasks(
-        PromptSource.load(config.table(DataTable), tokenizer, seed=seed, config_dir=folder, run_dir=run_dir)
-    )
+    data, folder = config.table(DataTable), Path(config.config_dir)
+    return DataTasks(PromptSource.load(data, tokenizer, seed=config.run.seed, config_dir=folder, run_dir=run_dir))

@@ -247,15 +247,12 @@ class LoopWatch:
             if answered.wait(self._after_s) or self._ended.is_set():
                 continue
             seconds = self._after_s
-            self._on_blocked(asyncio.current_task(self._loop), self._line())
+            frame: FrameType | None = sys._current_frames().get(self._thread)
+            lines: list[tuple[str, int]] = []
+            while frame is not None:
+                lines.append((frame.f_code.co_filename, frame.f_lineno))
+                frame = frame.f_back
+            self._on_blocked(asyncio.current_task(self._loop), innermost_user_line(lines[::-1]))
             while not answered.wait(POLL_S) and not self._ended.is_set():
                 seconds += POLL_S
             self._on_answer(seconds)
-
-    def _line(self) -> str:
-        frame: FrameType | None = sys._current_frames().get(self._thread)
-        lines: list[tuple[str, int]] = []
-        while frame is not None:
-            lines.append((frame.f_code.co_filename, frame.f_lineno))
-            frame = frame.f_back
-        return innermost_user_line(lines[::-1])

@@ -31,10 +31,10 @@ from relax_rt.roles.agentic.interface import (
     Reply,
     Step,
     Task,
-    checked,
-    only_over,
+    checked_reward,
+    is_episode_over,
 )
-from relax_rt.roles.agentic.loading import Factory, load_factory
+from relax_rt.roles.agentic.loading import EnvironmentFactory, load_factory
 from relax_rt.roles.agentic.user_tasks import LoopWatch
 from relax_rt.roles.base.user_code import user_line
 from relax_rt.transport.rpc.errors import RelaxError
@@ -82,7 +82,7 @@ class CallResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
 
 
 class PolicyRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """A function, called by `number`, asks the policy; data is an encoded ChatArguments."""
+    """A function, called by `number`, asks the policy; data is an encoded PolicyArguments."""
 
     number: int
     request: int
@@ -90,7 +90,7 @@ class PolicyRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
 
 
 class PolicyReply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
-    """The policy's reply to a ChatRequest: an encoded Reply, or why there is none."""
+    """The policy's reply to a PolicyRequest: an encoded Reply, or why there is none."""
 
     request: int
     data: bytes = b""
@@ -107,7 +107,7 @@ class ReplyReward(msgspec.Struct, frozen=True, array_like=True, tag="reward"):
 
 
 class CancelCall(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """Nobody waits any more: to a worker for a call, from it for a ChatRequest."""
+    """Nobody waits any more: to a worker for a call, from it for a PolicyRequest."""
 
     number: int
     request: int = 0
@@ -156,7 +156,7 @@ def main() -> None:
         asyncio.run(serve_async(AsyncEpisodes(factory, link), link, setup.blocked_after_s))
 
 
-def serve_blocking(factory: Factory, link: WorkerLink) -> None:
+def serve_blocking(factory: EnvironmentFactory, link: WorkerLink) -> None:
     """Carry out calls one after the other, until the other end is closed."""
     environments: dict[int, Any] = {}
     while (body := link.receive()) is not None:
@@ -168,7 +168,7 @@ def serve_blocking(factory: Factory, link: WorkerLink) -> None:
         _send_result(link, result)
 
 
-def _call_blocking(factory: Factory, environments: dict[int, Any], call: EnvironmentCall) -> bytes:
+def _call_blocking(factory: EnvironmentFactory, environments: dict[int, Any], call: EnvironmentCall) -> bytes:
     if call.operation == "close":
         environment = environments.pop(call.episode, None)
         if environment is not None and hasattr(environment, "close"):
@@ -193,14 +193,12 @@ def _encoded_step(value: Any) -> bytes:
 
 
 def _encoded(value: Any) -> bytes:
-    return msgspec.msgpack.encode(value, enc_hook=_plain)
+    def plain(value: Any) -> Any:
+        if hasattr(value, "item"):  # a number of numpy
+            return value.item()
+        raise TypeError(f"{type(value).__name__} cannot be sent to another process")
 
-
-def _plain(value: Any) -> Any:
-    """Return a number of numpy as one of Python."""
-    if hasattr(value, "item"):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} cannot be sent to another process")
+    return msgspec.msgpack.encode(value, enc_hook=plain)
 
 
 def _described(error: BaseException) -> str:
@@ -262,7 +260,7 @@ class RemoteChat:
             raise ValueError("a reward before the first reply")
         if name not in self._replies:
             raise ValueError(f"a reward of reply {name!r:.80}, which this episode does not have")
-        self._link.send(ReplyReward(self._number, checked(value), name))
+        self._link.send(ReplyReward(self._number, checked_reward(value), name))
 
 
 class AsyncEpisode:
@@ -302,7 +300,7 @@ class AsyncEpisode:
                     raise asyncio.CancelledError
                 result = CallResult(call.number, data=await self._call(call))
             except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit included
-                if call.operation == "play" and only_over(error):
+                if call.operation == "play" and is_episode_over(error):
                     result = CallResult(call.number, over=str(error) or "over")
                 else:
                     result = CallResult(call.number, error=_described(error))
@@ -319,7 +317,7 @@ class AsyncEpisode:
         if call.operation == "play":
             chat = RemoteChat(self._episodes.link, call.number, self._episodes.replies, self._episodes.numbers)
             last = await make()(msgspec.msgpack.decode(call.data, type=Task), chat)
-            return _encoded(None if last is None else checked(last))
+            return _encoded(None if last is None else checked_reward(last))
         if call.operation == "close":
             if hasattr(self._environment, "close"):
                 await _awaited(self._environment.close())
@@ -344,7 +342,7 @@ class AsyncEpisodes:
         calls: the episode of each call that has not returned.
     """
 
-    def __init__(self, factory: Factory, link: WorkerLink) -> None:
+    def __init__(self, factory: EnvironmentFactory, link: WorkerLink) -> None:
         self.factory, self.link = factory, link
         self.replies: dict[int, asyncio.Future[PolicyReply]] = {}
         self.numbers = itertools.count(1)

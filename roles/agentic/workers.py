@@ -41,7 +41,7 @@ from relax_rt.roles.agentic.interface import (
     Step,
     Task,
 )
-from relax_rt.roles.agentic.loading import Factory
+from relax_rt.roles.agentic.loading import EnvironmentFactory
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.agentic.worker_process import (
     MAX_BYTES,
@@ -289,7 +289,8 @@ class AsyncWorker(EnvironmentWorker):
             if self._block_timer is not None:
                 self._block_timer.cancel()
             if message.line:
-                self._block_timer = asyncio.get_running_loop().call_later(self._max_block_s, self._end_blocked)
+                loop = asyncio.get_running_loop()
+                self._block_timer = loop.call_later(self._max_block_s, self._end_blocked)
             return
         call = self._calls.get(message.number)
         if call is None or call.result.done():
@@ -439,7 +440,7 @@ class EnvironmentPool:
 
 
 def open_pool(
-    settings: EnvSettings, factory: Factory, config_dir: str, size: int | None = None
+    settings: EnvSettings, factory: EnvironmentFactory, config_dir: str, size: int | None = None
 ) -> EnvironmentPool | None:
     """Return the pool of a slot, to be entered; None: episodes are played in the slot's own process.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_rt.config.schema import Chosen, RunConfig
-from relax_rt.roles.models.precision import NARROW, Choice, choose_for_gpu, cpu_dtype, gpu_capabilities
+from relax_rt.roles.models.precision import NARROW, DtypeChoice, choose_for_gpu, cpu_dtype, gpu_capabilities
 from relax_rt.roles.models.settings import ModelTable, ShardedSettings
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 from relax_rt.roles.rollout.engines.settings import EngineSettings
@@ -35,7 +35,7 @@ def choose_dtypes(
     *,
     measured: bool = True,
     here: bool = True,
-    cpu: Callable[..., Choice] = cpu_dtype,
+    cpu: Callable[..., DtypeChoice] = cpu_dtype,
     gpus: Callable[[], list[float]] = gpu_capabilities,
 ) -> RunConfig:
     """Return the config with a dtype in place of every `auto`, and the reason in `config.chosen`.
@@ -81,14 +81,14 @@ class _Device:
         *,
         measured: bool,
         here: bool,
-        cpu: Callable[..., Choice],
+        cpu: Callable[..., DtypeChoice],
         gpus: Callable[[], list[float]],
     ) -> None:
         self._config, self._measured, self._here, self._cpu, self._gpus = config, measured, here, cpu, gpus
 
-    def choose(self, table: Computing) -> Choice:
+    def choose(self, table: Computing) -> DtypeChoice:
         if not self._here:
-            return Choice("bfloat16", "the machines of the inventory are taken to compute it fast")
+            return DtypeChoice("bfloat16", "the machines of the inventory are taken to compute it fast")
         if self._on_gpu(table):
             return choose_for_gpu(self._gpus())
         width = model_width(
@@ -96,7 +96,7 @@ class _Device:
         )
         if width is not None and width < NARROW:
             why = f"on a CPU a model of width {width} gains nothing from bfloat16, which takes {NARROW} or more"
-            return Choice("float32", why)
+            return DtypeChoice("float32", why)
         return self._cpu(measured=self._measured)
 
     def _on_gpu(self, table: Computing) -> bool:

@@ -9,7 +9,7 @@ from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RunConfig
 from relax_rt.roles.models.settings import ShardedSettings
 from relax_rt.roles.rollout.engines.settings import ColocationTable, EngineSettings, RolloutSettings
-from relax_rt.roles.rollout.engines.sglang.options import plain
+from relax_rt.roles.rollout.engines.sglang.options import option_key
 from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
 from relax_rt.roles.training.publication.settings import PublicationTable
 
@@ -36,13 +36,13 @@ def check_engines(config: RunConfig) -> Iterator[Problem]:
                 yield Problem((*path, key), message, 'leave it out, or set engine = "sglang"', at="key")
             continue
         for name, value in table.sglang.arguments.items():
-            what = OTHER_TENSORS.get(plain(name))
+            what = OTHER_TENSORS.get(option_key(name))
             if what is not None and (value is True or value not in (False, 1)):
-                message = f"{plain(name)} = {value}: what {what} holds cannot be verified by what is published"
+                message = f"{option_key(name)} = {value}: what {what} holds cannot be verified by what is published"
                 yield Problem((*path, "arguments", name), message, "leave it out", at="key")
-            elif name != plain(name):
+            elif name != option_key(name):
                 message = f"'{name}': options are written without dashes before them, and with dashes within"
-                yield Problem((*path, "arguments", name), message, f"did you mean '{plain(name)}'?", at="key")
+                yield Problem((*path, "arguments", name), message, f"did you mean '{option_key(name)}'?", at="key")
 
 
 def check_mode(config: RunConfig) -> Iterator[Problem]:

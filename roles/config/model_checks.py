@@ -17,7 +17,7 @@ from relax_rt.roles.data.media.image_processor import has_vision
 from relax_rt.roles.gateway.settings import GatewaySettings
 from relax_rt.roles.rollout.engines.routing import RoutingShape, sparse_layers
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings, longest_tokens
-from relax_rt.roles.rollout.engines.sglang.options import unlike_the_model
+from relax_rt.roles.rollout.engines.sglang.options import sglang_mismatch
 from relax_rt.roles.rollout.router.interface import MAX_ROW_BYTES
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.transport.queue.ledger.policy import QueueLimits
@@ -42,7 +42,7 @@ def check_engine_model(config: RLConfig, folder: Path) -> Iterator[Problem]:
     """Check the engines of roles.rollout and roles.evaluator against the model in this folder."""
     for kind in ("rollout", "evaluator"):
         engine = config.roles.get(kind)
-        if isinstance(engine, EngineSettings) and engine.engine == "sglang" and (why := unlike_the_model(folder)):
+        if isinstance(engine, EngineSettings) and engine.engine == "sglang" and (why := sglang_mismatch(folder)):
             hint = 'set engine = "embedded", or train another model'
             yield Problem(("roles", kind, "engine"), f"SGLang's Qwen3-MoE {why}", hint)
     if config.role("rollout", RolloutSettings).routing:

@@ -12,8 +12,7 @@ from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RunConfig
 from relax_rt.roles.config.dtypes import EXPLICIT, setting
 from relax_rt.roles.evaluation.settings import EvaluatorSettings
-from relax_rt.roles.rollout.engines.communicator import communicator_of, without_gpu
-from relax_rt.roles.rollout.engines.settings import RolloutSettings
+from relax_rt.roles.rollout.engines.settings import RolloutSettings, communicator_of, without_gpu
 from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.publication.settings import PublicationTable, wire_of

@@ -81,7 +81,7 @@ class ColumnReader:
         self.unknown: dict[str, list[Any]] = {}
 
     def read(self, where: str, row: Any) -> RawItem:
-        """The row as a prompt.
+        """Return the row as a prompt.
 
         Raises:
             RelaxError: with `where`, the column and what to do.
@@ -154,7 +154,7 @@ class ColumnReader:
         return found
 
     def _prompt(self, where: str, row: dict[str, Any], found: dict[str, Any]) -> tuple[str, Any]:
-        """The form of the row, and its prompt: text, or a list of messages."""
+        """Return the form of the row, and its prompt: text, or a list of messages."""
         given = [name for name in ("prompt", "messages") if name in found]
         if null := [self._columns[name] for name in given if found[name] is None]:
             raise _null(where, null)
@@ -190,7 +190,7 @@ class ColumnReader:
     def _answer(
         self, where: str, row: dict[str, Any], found: dict[str, Any], form: str, messages: list[Message] | None
     ) -> tuple[Any, str]:
-        """The answer as it stands (_LAST_TURN: it is the assistant's last message), and which of ANSWERS it is.
+        """Return the answer as it stands (_LAST_TURN: it is the assistant's last message), and which of ANSWERS it is.
 
         A null `answer` is the answer only of a row that has no other: tables fill in null where a row has none.
         """
@@ -203,7 +203,15 @@ class ColumnReader:
             hint = f'say which: {self._key} = {{ answer = "{others[0]}" }}'
             raise RelaxError(where, why=f"there is no `answer`, but {' and '.join(others)}", hint=hint)
         if others:
-            return _content_of(where, others[0], row[others[0]]), others[0]
+            name, value = others[0], row[others[0]]
+            if name == "completion" and isinstance(value, list) and value and isinstance(value[0], dict):
+                # The one message of a completion.
+                said = parse_messages(where, value, name)
+                if len(said) != 1 or said[0]["role"] != "assistant":
+                    why = f"`{name}` is text or one message of the assistant, not {len(said)} messages"
+                    raise RelaxError(where, why=why)
+                value = said[0]["content"]
+            return value, name
         if messages is not None and len(messages) > 1 and messages[-1]["role"] == "assistant":
             return _LAST_TURN, ""
         if "answer" in found:
@@ -211,7 +219,7 @@ class ColumnReader:
         raise self._nothing(where, row, "answer", "answer")
 
     def _leaving_out(self, found: Mapping[str, Any], other: str) -> str:
-        """How to leave out what the answer of a row is taken from; empty: it cannot be.
+        """Return how to leave out what the answer of a row is taken from; empty: it cannot be.
 
         Args:
             other: a column that is the answer under another name.
@@ -224,7 +232,7 @@ class ColumnReader:
         return ""
 
     def _nothing(self, where: str, row: dict[str, Any], target: str, *names: str) -> RelaxError:
-        """The error of a row without a target: a misspelt column, or the setting that names one."""
+        """Return the error of a row without a target: a misspelt column, or the setting that names one."""
         null = [name for name in PROMPTS if name in row and row[name] is None and name not in self._ignore]
         if target == "prompt" and null:
             return _null(where, null)
@@ -311,7 +319,7 @@ LIKELY = {
 
 
 def _null(where: str, columns: list[str]) -> RelaxError:
-    """The error of a row whose prompt is null in these columns."""
+    """Return the error of a row whose prompt is null in these columns."""
     named = " and ".join(f"`{name}`" for name in columns)
     why = f"{named} {'is' if len(columns) == 1 else 'are'} null"
     return RelaxError(where, why=why, hint="fill in the prompt, or leave the row out")
@@ -340,20 +348,8 @@ def _at(where: str, row: Any, column: str, key: str) -> Any:
     return value
 
 
-def _content_of(where: str, name: str, value: Any) -> Any:
-    """An answer that may be the one message of a completion."""
-    if name == "completion" and isinstance(value, list) and value and isinstance(value[0], dict):
-        messages = parse_messages(where, value, name)
-        if len(messages) != 1 or messages[0]["role"] != "assistant":
-            raise RelaxError(
-                where, why=f"`{name}` is text or one message of the assistant, not {len(messages)} messages"
-            )
-        return messages[0]["content"]
-    return value
-
-
 def parse_messages(where: str, value: Any, column: str = "messages") -> list[Message]:
-    """A conversation of a row, in the form that chat templates take: roles of ROLES, content as text.
+    """Return a conversation of a row, in the form that chat templates take: roles of ROLES, content as text.
 
     ShareGPT's from and value, parts of text, `developer`, and calls without content are brought into it; keys that are
     null (parquet fills them in) are left out.
@@ -432,7 +428,8 @@ def _calls(where: str, value: Any, named: str) -> list[dict[str, Any]]:
 
 
 def parse_tools(where: str, value: Any) -> list[dict[str, Any]]:
-    """The functions of a row as OpenAI's `tools`; a list, or its JSON text (a parquet column holds one type only).
+    """Return the functions of a row as OpenAI's `tools`; a list, or its JSON text (a parquet column holds one type
+    only).
 
     Raises:
         RelaxError: it is not such a list; with `where`.
@@ -466,7 +463,7 @@ def _without_null(value: Any) -> Any:
 
 
 def misspelt(row: Collection[str], known: Collection[str], *wanted: str) -> str:
-    """A remark on a key of the row that looks like a misspelt one; empty if none does.
+    """Return a remark on a key of the row that looks like a misspelt one; empty if none does.
 
     Args:
         known: keys that mean themselves. wanted: those that are missing.
@@ -478,7 +475,7 @@ def misspelt(row: Collection[str], known: Collection[str], *wanted: str) -> str:
 
 
 def unknown_notes(unknown: Mapping[str, list[Any]], key: str = "data.columns") -> list[str]:
-    """One line for each column that went to the metadata without being asked for."""
+    """Return one line for each column that went to the metadata without being asked for."""
     notes = []
     for column, (count, where) in unknown.items():
         close = difflib.get_close_matches(column, TARGETS, n=1, cutoff=0.7)

@@ -49,7 +49,7 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 def find_shards(path: Path, setting: str, key: str, split: str | None = None) -> tuple[list[Shard], list[str]]:
-    """The files that a setting names, in the order of their names, and remarks on what was left out.
+    """Return the files that a setting names, in the order of their names, and remarks on what was left out.
 
     Args:
         path: a file, a folder or a pattern with `*`. setting: what the user wrote. key: the setting it was written for.
@@ -66,7 +66,7 @@ def find_shards(path: Path, setting: str, key: str, split: str | None = None) ->
             raise RelaxError(what, why=f"no file of {path.parent} matches {path.name!r}", hint=f"rows are {KINDS}")
         return shards, []
     if path.is_dir():
-        return _of_folder(path, what, split)
+        return _folder_shards(path, what, split)
     if not path.is_file():
         raise RelaxError(what, why=f"there is no file {path}", hint=missing_hint(path, setting))
     if not (shards := _shards([path])):
@@ -78,29 +78,32 @@ def find_shards(path: Path, setting: str, key: str, split: str | None = None) ->
 
 
 def is_pattern(path: Path) -> bool:
-    """Whether a path names several files of a folder by `*`; the quick check and `find_shards` both go by it."""
+    """Return whether a path names several files of a folder by `*`; the quick check and `find_shards` both go by it."""
     return "*" in path.name and path.parent.is_dir()
 
 
 def missing_hint(path: Path, setting: str) -> str:
-    """What to do about a path of rows that is not there, as the user wrote it."""
+    """Return what to do about a path of rows that is not there, as the user wrote it."""
     if set("*?[") & set(setting):
         return "only the name of the file may have a wildcard, and only `*`: shards/*.jsonl; or name a folder"
     near = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
     return did_you_mean(path.name, near) or "paths are relative to the config file"
 
 
-def _of_folder(folder: Path, what: str, split: str | None) -> tuple[list[Shard], list[str]]:
+def _folder_shards(folder: Path, what: str, split: str | None) -> tuple[list[Shard], list[str]]:
     """Find the shards of a folder: plain files, `datasets.save_to_disk`, or a snapshot of the Hugging Face Hub."""
     if (folder / "dataset_dict.json").is_file():
-        names = _json(folder / "dataset_dict.json").get("splits", [])
-        return _of_splits({str(name): folder / str(name) for name in names}, what, split)
+        names = [str(name) for name in _json(folder / "dataset_dict.json").get("splits", [])]
+        wanted = _choose_split(names, what, split)
+        left = [name for name in names if name != wanted]
+        notes = [f"{what}: split {wanted!r} is read, not {', '.join(left)}"] if left else []
+        return _folder_shards(folder / wanted, what, None)[0], notes
     if (folder / "state.json").is_file():
         files = [folder / str(one["filename"]) for one in _json(folder / "state.json").get("_data_files", [])]
         return [Shard(str(file), ".arrow") for file in files], []
     found = _shards(sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith((".", "_"))))
     if not found and (folder / "data").is_dir():
-        return _of_folder(folder / "data", what, split)
+        return _folder_shards(folder / "data", what, split)
     if not found:
         inner = sorted(p.name for p in folder.iterdir() if p.is_dir())
         hint = f"it has the folders {', '.join(inner[:8])}: name one of them" if inner else f"rows are {KINDS}"
@@ -111,19 +114,12 @@ def _of_folder(folder: Path, what: str, split: str | None) -> tuple[list[Shard],
         groups.setdefault(match.group(1) if match else "", []).append(shard)
     if len(groups) < 2 and not split:
         return found, []
-    wanted = _wanted(list(groups), what, split)
+    wanted = _choose_split(list(groups), what, split)
     left = sorted(name or "others" for name in groups if name != wanted)
     return groups[wanted], [f"{what}: the files of split {wanted!r} are read, not those of {', '.join(left)}"]
 
 
-def _of_splits(folders: dict[str, Path], what: str, split: str | None) -> tuple[list[Shard], list[str]]:
-    wanted = _wanted(list(folders), what, split)
-    shards, _ = _of_folder(folders[wanted], what, None)
-    left = [name for name in folders if name != wanted]
-    return shards, [f"{what}: split {wanted!r} is read, not {', '.join(left)}"] if left else []
-
-
-def _wanted(names: list[str], what: str, split: str | None) -> str:
+def _choose_split(names: list[str], what: str, split: str | None) -> str:
     if not split and len(names) == 1:
         return names[0]
     wanted = "train" if split is None else split
@@ -151,8 +147,8 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path, setting: str, key: str) -> Iterator[tuple[str, Any]]:
-    """The rows that a setting names as they are, each with its file and line; a line that is not JSON is the error that
-    says so.
+    """Yield the rows that a setting names as they are, each with its file and line; a line that is not JSON is the
+    error that says so.
 
     Args:
         setting: what the user wrote. key: the setting that it was written for.
@@ -180,7 +176,7 @@ def where(shard: Shard, number: int) -> str:
 
 
 def lines(shard: Shard) -> Iterator[tuple[int, int, bytes]]:
-    """The lines of a text shard that are not empty: number, byte offset in the (unpacked) text, and the line.
+    """Yield the lines of a text shard that are not empty: number, byte offset in the (unpacked) text, and the line.
 
     Raises:
         RelaxError: the file cannot be read or unpacked, is UTF-16, or has a line of more than MAX_LINE bytes.
@@ -232,7 +228,7 @@ def _pyarrow(path: str) -> Any:
 
 
 def table_rows(shard: Shard, nullable: Collection[str] = ()) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of a parquet or Arrow file with their numbers from 1, as JSON-like values without null columns.
+    """Yield the rows of a parquet or Arrow file with their numbers from 1, as JSON-like values without null columns.
 
     Args:
         nullable: columns in which null is a value, and stays.
@@ -272,7 +268,7 @@ def _batches(pyarrow: Any, shard: Shard) -> Iterator[Any]:
 
 
 def parse_line(where: str, line: bytes) -> Any:
-    """One line as JSON.
+    """Return one line as JSON.
 
     Raises:
         RelaxError: it is not JSON in UTF-8, or an object has a key twice; with `where`, the byte in the line (from 1)
@@ -284,8 +280,11 @@ def parse_line(where: str, line: bytes) -> Any:
         raise _wrong_line(where, line, error) from None
     # A key that stands twice in an object is lost by decoding. Looking for it costs more than decoding: it is done only
     # where the line has another number of colons behind quotation marks than the row has keys.
-    if isinstance(row, dict) and line.count(b'":') != _keys(row) and _may_repeat(line, row):
-        _check_keys(where, line)
+    if isinstance(row, dict) and line.count(b'":') != _keys(row):
+        counts: Counter[str] = Counter()
+        _count_keys(row, counts)
+        if any(line.count(b'"%b"' % key.encode()) != count for key, count in counts.items()):
+            _check_keys(where, line)
     return row
 
 
@@ -323,7 +322,8 @@ def _wrong_line(where: str, line: bytes, error: Exception) -> RelaxError:
 
 
 def _not_finite(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """The keys of a value that are NaN or infinite, dotted, each with what it is as JavaScript and Python write it."""
+    """Yield the keys of a value that are NaN or infinite, dotted, each with what it is as JavaScript and Python write
+    it."""
     if isinstance(value, float) and not math.isfinite(value):
         yield key or "the row", json.dumps(value)
     elif isinstance(value, dict):
@@ -335,7 +335,7 @@ def _not_finite(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _around(line: bytes, at: int) -> str:
-    """The bytes around a position, for error messages."""
+    """Return the bytes around a position, for error messages."""
     start = max(0, at - 12)
     return f"{'…' if start else ''}{line[start : at + 12]!r}"
 
@@ -362,13 +362,6 @@ def _keys(value: Any) -> int:
     if isinstance(value, dict):
         return len(value) + sum(_keys(one) for one in value.values() if isinstance(one, dict | list))
     return sum(_keys(one) for one in value if isinstance(one, dict | list))
-
-
-def _may_repeat(line: bytes, row: dict[str, Any]) -> bool:
-    """Whether a key stands in the line, as a key would, more or fewer times than in the row and all objects in it."""
-    counts: Counter[str] = Counter()
-    _count_keys(row, counts)
-    return any(line.count(b'"%b"' % key.encode()) != count for key, count in counts.items())
 
 
 def _count_keys(value: Any, counts: Counter[str]) -> None:

@@ -23,7 +23,7 @@ REGISTERED = re.compile(r"register_dataset\(\s*(?:\"(\w+)\"|DATASET_NAME),\s*\w+
 DATASET_NAME = re.compile(r"^DATASET_NAME = \"(\w+)\"", re.MULTILINE)
 
 
-class Fault(NamedTuple):
+class TaskFault(NamedTuple):
     """What is wrong with a task of a config: `key` below the table that names it is `task`, or `options` and a name."""
 
     key: tuple[str, ...]
@@ -31,7 +31,7 @@ class Fault(NamedTuple):
     hint: str
 
 
-def find_fault(task: str, options: Mapping[str, Any], table: str) -> Fault | None:
+def find_fault(task: str, options: Mapping[str, Any], table: str) -> TaskFault | None:
     """Find a task or option that the installed reasoning-gym does not have; None: nothing is wrong, or it cannot be
     told.
 
@@ -73,7 +73,7 @@ def _fields(config: type[Any]) -> list[str]:
 
 
 def _declared_fields(source: str, name: str) -> list[str] | None:
-    """The fields of a dataclass; None if it inherits some, or the source cannot be parsed."""
+    """Return the fields of a dataclass; None if it inherits some, or the source cannot be parsed."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -90,19 +90,19 @@ def _declared_fields(source: str, name: str) -> list[str] | None:
 
 def _fault(
     task: str, options: Mapping[str, Any], table: str, tasks: Collection[str], fields: Callable[[], list[str] | None]
-) -> Fault | None:
+) -> TaskFault | None:
     if task not in tasks:
         close = difflib.get_close_matches(task, list(tasks), n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {len(tasks)}, as chain_sum"
-        return Fault(("task",), "reasoning-gym has no such task", hint)
+        return TaskFault(("task",), "reasoning-gym has no such task", hint)
     if "size" in options:
-        return Fault(("options", "size"), f"the number of items is {table}.size", f"set {table}.size")
+        return TaskFault(("options", "size"), f"the number of items is {table}.size", f"set {table}.size")
     known = [name for name in fields() or options if name != "size"]
     for name in options:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else "options are " + ", ".join(known)
-            return Fault(("options", name), f"task {task!r} has no such option", hint)
+            return TaskFault(("options", name), f"task {task!r} has no such option", hint)
     return None
 
 
@@ -131,7 +131,7 @@ class GymTask:
             raise RelaxError(f"data.options of task {task!r}", why=f"{error}") from error
 
     def items(self) -> Iterator[RawItem]:
-        """The task's items in order, duplicates included."""
+        """Yield the task's items in order, duplicates included."""
         for index in range(len(self.dataset)):
             entry = self.dataset[index]
             metadata = plain(entry["metadata"]) | {"source_index": index}
@@ -143,13 +143,14 @@ class GymTask:
             )
 
     def score(self, answer: str, metadata: dict[str, Any]) -> float:
-        """The task's own verdict on an answer, 0 to 1. The entry is made again from its index: metadata that has
+        """Return the task's own verdict on an answer, 0 to 1. The entry is made again from its index: metadata that has
         crossed the wire may have lost types that the verifier wants."""
         return float(self.dataset.score_answer(answer, entry=self.dataset[metadata["source_index"]]))
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON-like data (str for what has no such form), so that it comes out of the wire as it went in."""
+    """Return the value as JSON-like data (str for what has no such form), so that it comes out of the wire as it went
+    in."""
     return _with_lists(msgspec.to_builtins(value, str_keys=True, enc_hook=str))
 
 

@@ -98,7 +98,7 @@ class SourceSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise RelaxError(what, why=error.why, hint=error.hint) from error
 
 
-class Contents(msgspec.Struct, frozen=True, kw_only=True):
+class IndexContents(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of an index other than its rows.
 
     Attributes:
@@ -117,7 +117,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sources_of(data: DataTable, config_dir: Path) -> list[SourceSpec]:
-    """The sources of a table of [data].
+    """Return the sources of a table of [data].
 
     Raises:
         RelaxError: it names none.
@@ -171,7 +171,7 @@ class RowIndex:
         folder: cache folder for further results about these rows; None: the index was built in a temporary folder.
     """
 
-    def __init__(self, rows: NDArray[Any], contents: Contents, copies: int, folder: Path | None) -> None:
+    def __init__(self, rows: NDArray[Any], contents: IndexContents, copies: int, folder: Path | None) -> None:
         self.rows, self.contents, self.folder = rows, contents, folder
         self._copies = copies
         self._readers = [source.reader() for source in contents.sources]
@@ -179,7 +179,7 @@ class RowIndex:
 
     @classmethod
     def open(cls, data: DataTable, config_dir: Path) -> RowIndex:
-        """The index of a table of [data]: from the cache folder, else built there.
+        """Return the index of a table of [data]: from the cache folder, else built there.
 
         Raises:
             RelaxError: bad data; with the setting or the file and line.
@@ -189,15 +189,15 @@ class RowIndex:
         shards, notes = [one for one, _ in found], [note for _, more in found for note in more]
 
         def build(folder: Path) -> None:
-            Builder(folder, keep=data.duplicates == "keep").build(sources, shards, notes)
+            IndexBuilder(folder, keep=data.duplicates == "keep").build(sources, shards, notes)
 
         try:
             folder = build_once(PREFIX + _key(sources, shards, data.duplicates), build)
         except CacheUnavailable:
-            return cls._built_aside(build)
+            return cls._build_temporary(build)
         except OSError as error:
             say(f"the index of the data cannot be kept in {cache_dir()}: {error}")
-            return cls._built_aside(build)
+            return cls._build_temporary(build)
         with suppress(OSError):
             os.utime(folder)
             # Remove the least recently used indices. A process that has one open can still read it.
@@ -208,7 +208,7 @@ class RowIndex:
         return cls._read(folder)
 
     @classmethod
-    def _built_aside(cls, build: Any) -> RowIndex:
+    def _build_temporary(cls, build: Any) -> RowIndex:
         """Build in a temporary folder, which is removed once its files are open."""
         folder = Path(tempfile.mkdtemp(prefix="relax-data-"))
         try:
@@ -223,7 +223,7 @@ class RowIndex:
     def _read(cls, folder: Path) -> RowIndex:
         try:
             rows = np.load(folder / "rows.npy", mmap_mode="r")
-            contents = msgspec.msgpack.decode((folder / "contents.msgpack").read_bytes(), type=Contents)
+            contents = msgspec.msgpack.decode((folder / "contents.msgpack").read_bytes(), type=IndexContents)
             copies = os.open(folder / "copies", os.O_RDONLY)
         except (OSError, ValueError, msgspec.DecodeError) as error:
             hint = f"remove the folder {folder}"
@@ -238,7 +238,7 @@ class RowIndex:
         return len(self.rows)
 
     def raw(self, number: int) -> RawItem:
-        """The prompt of a row.
+        """Return the prompt of a row.
 
         Raises:
             RelaxError: its file changed since it was indexed.
@@ -259,7 +259,7 @@ class RowIndex:
         return raw
 
     def source(self, number: int) -> SourceSpec:
-        """The source of a row."""
+        """Return the source of a row."""
         return self.contents.sources[int(self.rows[number]["source"])]
 
     def _changed(self, at: str) -> RelaxError:
@@ -301,7 +301,7 @@ def _hashes(raw: RawItem) -> tuple[bytes, bytes]:
 
 
 def first_row(data: DataTable, config_dir: Path) -> RawItem:
-    """The first prompt of the data, found without reading the rest.
+    """Return the first prompt of the data, found without reading the rest.
 
     Raises:
         RelaxError: bad data; with the setting or the file and line.
@@ -316,7 +316,8 @@ def first_row(data: DataTable, config_dir: Path) -> RawItem:
 def _raw_items(
     source: SourceSpec, shards: Sequence[Shard], reader: ColumnReader
 ) -> Iterator[tuple[int, int, int, int, RawItem]]:
-    """The rows of a source: number of the shard, number of the row, offset and size in the file, and the prompt."""
+    """Yield the rows of a source: number of the shard, number of the row, offset and size in the file, and the
+    prompt."""
     if source.task:
         for number, raw in enumerate(GymTask(source.task, source.options, source.size).items(), 1):
             yield 0, number, 0, 0, raw
@@ -332,7 +333,7 @@ def _raw_items(
                     yield at, number, offset, len(line), reader.read(named, parse_line(named, line))
 
 
-class Builder:
+class IndexBuilder:
     """Builds an index in a folder.
 
     Args:
@@ -407,7 +408,7 @@ class Builder:
         rows["item"] = item_ids(rows["question"], hashes["high"])
         digest = xxhash.xxh3_128(np.ascontiguousarray(hashes).tobytes())
         digest.update(np.ascontiguousarray(rows["source"]).tobytes())
-        contents = Contents(
+        contents = IndexContents(
             sources=sources,
             shards=shards,
             read=read,
@@ -435,7 +436,7 @@ class Builder:
     def _distinct(
         self, rows: NDArray[Any], hashes: NDArray[Any], shards: Sequence[Shard]
     ) -> tuple[NDArray[Any], NDArray[Any], list[str], int]:
-        """The rows without those that are equal to an earlier one, remarks on these, and how many they are."""
+        """Return the rows without those that are equal to an earlier one, remarks on these, and how many they are."""
         order = np.lexsort((hashes["low"], hashes["high"]))
         same = (hashes["low"][order][1:] == hashes["low"][order][:-1]) & (
             hashes["high"][order][1:] == hashes["high"][order][:-1]
@@ -461,7 +462,7 @@ class Builder:
 
 
 def item_ids(questions: NDArray[np.uint64], contents: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Ids of prompts: the hash of the question where it is unique, else of the whole row.
+    """Return ids of prompts: the hash of the question where it is unique, else of the whole row.
 
     They depend neither on the order of the rows nor on other questions.
     """

@@ -20,7 +20,7 @@ BLOCK = 64
 
 
 def epoch_order(seed: int, epoch: int, items: Sequence[str]) -> NDArray[np.intp]:
-    """The order of one pass over the data: positions in `items`, sorted by blake2b-64(item id; seed, epoch).
+    """Return the order of one pass over the data: positions in `items`, sorted by blake2b-64(item id; seed, epoch).
 
     Args:
         items: item ids. Where two are equal (duplicates that were kept), they stay in their order.
@@ -39,7 +39,7 @@ def epoch_order(seed: int, epoch: int, items: Sequence[str]) -> NDArray[np.intp]
     return np.argsort(ranks, kind="stable")
 
 
-class Mixture:
+class SourceMixture:
     """Assigns positions of the run's order to sources by weight.
 
     In each block of BLOCK positions a source of weight w gets w · BLOCK, rounded up or down at random (systematic
@@ -57,7 +57,7 @@ class Mixture:
         self._before = np.zeros((1, len(weights)), np.int64)
 
     def place(self, index: int) -> tuple[int, int]:
-        """The source at position `index`, and how many earlier positions that source has."""
+        """Return the source at position `index`, and how many earlier positions that source has."""
         block, at = divmod(index, BLOCK)
         while len(self._before) <= block:
             known = len(self._before) - 1
@@ -68,7 +68,7 @@ class Mixture:
         return source, int(self._before[block][source] + np.count_nonzero(dealt_here[:at] == source))
 
     def _deal(self, block: int) -> NDArray[np.intp]:
-        """The sources of a block's positions: systematic sampling at one random offset, then shuffled."""
+        """Return the sources of a block's positions: systematic sampling at one random offset, then shuffled."""
         digest = hashlib.blake2b(struct.pack("<Q", block), key=struct.pack("<Q", self._seed), person=b"relax-mixture")
         draws = np.frombuffer(digest.digest(), "<u8")
         offset = float(draws[0] >> np.uint64(11)) / 2.0**53
@@ -79,13 +79,13 @@ class Mixture:
 
 
 def substitute(item: int, attempt: int, count: int) -> int:
-    """Index below `count` that replaces an unusable item: blake2b-64(item, attempt) modulo `count`."""
+    """Return index below `count` that replaces an unusable item: blake2b-64(item, attempt) modulo `count`."""
     digest = hashlib.blake2b(struct.pack("<QQ", item, attempt), digest_size=8, person=b"relax-instead").digest()
     return int.from_bytes(digest, "little") % count
 
 
 def sample_seed(seed: int, prompt: int, member: int, attempt: int) -> int:
-    """Seed of one sample, 63 bits: blake2b-64(prompt, member, attempt; run seed) without its top bit.
+    """Return seed of one sample, 63 bits: blake2b-64(prompt, member, attempt; run seed) without its top bit.
 
     Args:
         seed: the run's seed.

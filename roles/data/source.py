@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from relax_rt.roles.data.index import RowIndex, first_row, sources_of
 from relax_rt.roles.data.items import PromptItem, RawItem, answer_text
-from relax_rt.roles.data.order import Mixture, epoch_order, sample_seed, substitute
+from relax_rt.roles.data.order import SourceMixture, epoch_order, sample_seed, substitute
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.data.split.canonical import held_out_below
-from relax_rt.roles.models.chat_template import Message, words
+from relax_rt.roles.models.chat_template import Message, content_text
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.transport.rpc.errors import RelaxError
 
@@ -94,7 +94,7 @@ class ItemIds(Sequence[str]):
         return f"{int(self.values[at]):016x}"
 
 
-class Places(Mapping[str, int]):
+class PromptPositions(Mapping[str, int]):
     """Maps the id of a prompt to its place, by binary search."""
 
     def __init__(self, ids: ItemIds) -> None:
@@ -118,7 +118,7 @@ class Places(Mapping[str, int]):
         return iter(self._ids)
 
 
-class Renderer:
+class PromptRenderer:
     """Renders rows of the index as prompts."""
 
     def __init__(self, index: RowIndex, data: DataTable, tokenizer: ChatTokenizer) -> None:
@@ -168,11 +168,16 @@ class Renderer:
             )
         if self._data.overlong == "drop":
             return None
-        return truncated(messages, lambda kept: self._tokenizer.render(kept, raw.tools or ()), most)
+        return truncate_conversation(messages, lambda kept: self._tokenizer.render(kept, raw.tools or ()), most)
 
     def lengths(self, rows: NDArray[np.uint32]) -> NDArray[np.int32]:
-        """Token counts of the rows' prompts before truncation; cached next to the index if they cover all rows."""
-        path = self._lengths_path() if len(rows) == len(self.index) else None
+        """Return token counts of the rows' prompts before truncation; cached next to the index if they cover all
+        rows."""
+        path = None
+        if self.index.folder is not None and len(rows) == len(self.index):
+            digests = self._tokenizer.tokenizer_digest, self._tokenizer.template_digest
+            parts = (self._data.template, self._data.system, *digests)
+            path = self.index.folder / f"lengths-{xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(parts))}.npy"
         if path is not None and path.is_file():
             with suppress(OSError, ValueError):
                 found: NDArray[np.int32] = np.load(path)
@@ -193,17 +198,6 @@ class Renderer:
                 temporary.replace(path)
         return lengths
 
-    def _lengths_path(self) -> Path | None:
-        if self.index.folder is None:
-            return None
-        parts = (
-            self._data.template,
-            self._data.system,
-            self._tokenizer.tokenizer_digest,
-            self._tokenizer.template_digest,
-        )
-        return self.index.folder / f"lengths-{xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(parts))}.npy"
-
     def check(self, row: int, length: int) -> None:
         """Raise for an overlong prompt if data.overlong = "error"."""
         if self._data.overlong == "error" and length > self._data.max_prompt_tokens:
@@ -220,7 +214,7 @@ class PromptItems(Sequence[PromptItem]):
         ids: of the prompts.
     """
 
-    def __init__(self, renderer: Renderer, rows: NDArray[np.uint32], split: str) -> None:
+    def __init__(self, renderer: PromptRenderer, rows: NDArray[np.uint32], split: str) -> None:
         self._renderer, self._rows, self._split = renderer, rows, split
         self.ids = ItemIds(renderer.index.rows["item"][rows])
 
@@ -261,14 +255,14 @@ class EvaluationItems(Sequence[PromptItem]):
     Overlong prompts of data too large to measure are skipped on access: there may be fewer than the length says.
     """
 
-    def __init__(self, renderer: Renderer, rows: NDArray[np.uint32], split: str) -> None:
+    def __init__(self, renderer: PromptRenderer, rows: NDArray[np.uint32], split: str) -> None:
         order = np.argsort(renderer.index.rows["item"][rows], kind="stable")
         self._renderer, self._rows, self._split = renderer, rows[order], split
         self._usable: list[int] = []
-        self._looked = 0
+        self._scanned = 0
 
     def __len__(self) -> int:
-        return len(self._rows) - (self._looked - len(self._usable))
+        return len(self._rows) - (self._scanned - len(self._usable))
 
     @overload
     def __getitem__(self, at: int) -> PromptItem: ...
@@ -277,25 +271,25 @@ class EvaluationItems(Sequence[PromptItem]):
     def __getitem__(self, at: int | slice) -> PromptItem | list[PromptItem]:
         if isinstance(at, slice):
             places = range(*at.indices(len(self)))
-            self._look(max(places, default=-1) + 1)
+            self._scan(max(places, default=-1) + 1)
             return [self[place] for place in places if place < len(self)]
         place = at if at < 0 else range(len(self))[at]
-        self._look(len(self._rows) if place < 0 else place + 1)
+        self._scan(len(self._rows) if place < 0 else place + 1)
         found = self._renderer.row(int(self._rows[self._usable[place]]), self._split)
         assert found is not None
         return found
 
-    def _look(self, count: int) -> None:
+    def _scan(self, count: int) -> None:
         """Find the first `count` prompts that are not overlong."""
-        while len(self._usable) < count and self._looked < len(self._rows):
-            if self._renderer.row(int(self._rows[self._looked]), self._split) is not None:
-                self._usable.append(self._looked)
-            self._looked += 1
+        while len(self._usable) < count and self._scanned < len(self._rows):
+            if self._renderer.row(int(self._rows[self._scanned]), self._split) is not None:
+                self._usable.append(self._scanned)
+            self._scanned += 1
 
     def __iter__(self) -> Iterator[PromptItem]:
         place = 0
         while True:
-            self._look(place + 1)
+            self._scan(place + 1)
             if place >= len(self._usable):
                 return
             yield self[place]
@@ -338,7 +332,7 @@ class PromptSource:
         self._mixture, self._parts = None, [np.arange(len(train), dtype=np.uint32)]
         if sources is not None:
             of, weights = sources
-            self._mixture = Mixture(seed, weights)
+            self._mixture = SourceMixture(seed, weights)
             self._parts = [np.flatnonzero(of == number).astype(np.uint32) for number in range(len(weights))]
             for number, part in enumerate(self._parts):
                 if not len(part):
@@ -363,8 +357,8 @@ class PromptSource:
         index = RowIndex.open(data, config_dir)
         if run_dir is not None:
             check_unchanged(run_dir, index)
-        renderer = Renderer(index, data, tokenizer)
-        rows, report = measured(renderer, data)
+        renderer = PromptRenderer(index, data, tokenizer)
+        rows, report = measure_prompts(renderer, data)
         held = index.rows["question"][rows] < held_out_below(data.held_out)
         train = PromptItems(renderer, rows[~held], "train")
         held_out = EvaluationItems(renderer, rows[held], "held_out")
@@ -390,7 +384,7 @@ class PromptSource:
         return None if self.epochs is None else self.epochs * len(self.train)
 
     def place(self, index: int) -> int:
-        """Place in `train` that the run's order has at `index`; a pure function of data, run seed and index.
+        """Return place in `train` that the run's order has at `index`; a pure function of data, run seed and index.
 
         Raises:
             IndexError: past the last epoch.
@@ -402,7 +396,7 @@ class PromptSource:
         return int(self._order(source, epoch)[at] if self.shuffle else self._parts[source][at])
 
     def prompt(self, index: int, item: int | None = None) -> PromptItem:
-        """The training prompt at `index` of the run's order.
+        """Return the training prompt at `index` of the run's order.
 
         Args:
             item: place in `train` that a sampler chose for the index, which is then the order's no more.
@@ -416,23 +410,23 @@ class PromptSource:
         return self.train[place]
 
     def sample_seed(self, prompt: int, member: int, attempt: int) -> int:
-        """Seed of one sample; see `order.sample_seed`."""
+        """Return seed of one sample; see `order.sample_seed`."""
         return sample_seed(self.seed, prompt, member, attempt)
 
 
-def measured(renderer: Renderer, data: DataTable) -> tuple[NDArray[np.uint32], DataReport]:
+def measure_prompts(renderer: PromptRenderer, data: DataTable) -> tuple[NDArray[np.uint32], DataReport]:
     """Return the usable rows, and a report on their lengths without the counts of train and held_out."""
     index, most = renderer.index, data.max_prompt_tokens
     rows = np.arange(len(index), dtype=np.uint32)
     whole = len(rows) <= MEASURED_WHOLE
-    looked = rows if whole else np.linspace(0, len(rows) - 1, SAMPLE).astype(np.uint32)
-    lengths = renderer.lengths(looked)
+    sampled = rows if whole else np.linspace(0, len(rows) - 1, SAMPLE).astype(np.uint32)
+    lengths = renderer.lengths(sampled)
     overlong = lengths > most
-    for row in looked[overlong][:1]:
+    for row in sampled[overlong][:1]:
         renderer.check(int(row), most + 1)
     # With truncation, an overlong prompt without a part that may be shortened is still dropped.
     fits = data.overlong != "drop"
-    pairs = zip(looked, overlong, strict=True)
+    pairs = zip(sampled, overlong, strict=True)
     dropped = np.array([one and not (fits and renderer.row(int(row), "train")) for row, one in pairs], bool)
     if whole:
         rows = rows[~dropped]
@@ -446,7 +440,7 @@ def measured(renderer: Renderer, data: DataTable) -> tuple[NDArray[np.uint32], D
         train=0,
         held_out=0,
         longest_tokens=longest,
-        measured=len(looked),
+        measured=len(sampled),
         forms=contents.forms if data.task is None else {},
         notes=contents.notes,
     )
@@ -487,8 +481,8 @@ def read_prompts(
     Raises:
         RelaxError: bad data; with the setting or the file and line.
     """
-    renderer = Renderer(RowIndex.open(data, config_dir), data, tokenizer)
-    rows, _ = measured(renderer, data)
+    renderer = PromptRenderer(RowIndex.open(data, config_dir), data, tokenizer)
+    rows, _ = measure_prompts(renderer, data)
     out = np.isin(renderer.index.rows["question"][rows], without)
     return EvaluationItems(renderer, rows[~out], split), int(out.sum())
 
@@ -503,20 +497,20 @@ def check_data(data: DataTable, config_dir: Path) -> None:
 
 
 def conversation(raw: RawItem, template: str, system: str | None) -> list[Message]:
-    """The messages of a prompt: its own, or one user message made from the template; a system message before it.
+    """Return the messages of a prompt: its own, or one user message made from the template; a system message before it.
 
     Raises:
         RelaxError: the template names a field that the item does not have.
     """
-    messages = raw.messages or [{"role": "user", "content": fill(template, raw)}]
+    messages = raw.messages or [{"role": "user", "content": fill_template(template, raw)}]
     system = system if raw.system is None else raw.system
     if system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     return messages
 
 
-def fill(template: str, raw: RawItem, setting: str = "data.template") -> str:
-    """The template with {question}, and any {key} of the metadata, put in; {{ and }} are braces.
+def fill_template(template: str, raw: RawItem, setting: str = "data.template") -> str:
+    """Return the template with {question}, and any {key} of the metadata, put in; {{ and }} are braces.
 
     Args:
         setting: where the template stands, for errors.
@@ -542,7 +536,7 @@ def fill(template: str, raw: RawItem, setting: str = "data.template") -> str:
 HEAD = ("system", "developer")
 
 
-def truncated(
+def truncate_conversation(
     messages: Sequence[Message], render: Callable[[list[Message]], list[int]], most: int
 ) -> tuple[list[Message], list[int]] | None:
     """Shorten a conversation to at most `most` tokens.
@@ -567,28 +561,17 @@ def truncated(
         tokens = render(kept)
         if len(tokens) <= most:
             return kept, tokens
-    if not asked:
-        return None
-    return _shortened(head, rest[asked[-1] :], render, most)
-
-
-def _shortened(
-    head: list[Message], last: list[Message], render: Callable[[list[Message]], list[int]], most: int
-) -> tuple[list[Message], list[int]] | None:
-    text = words(last[0].get("content"))
+    last = rest[asked[-1] :] if asked else []
+    text = content_text(last[0].get("content")) if last else ""
     if not isinstance(text, str) or not text:
         return None
-
-    def without(count: int) -> tuple[list[Message], list[int]]:
-        kept = [*head, {**last[0], "content": text[count:]}, *last[1:]]
-        return kept, render(kept)
-
     # Binary search for the fewest characters to remove. A cut inside a token may add one token, so the count is not
     # strictly monotonic; the result is only taken from cuts that were rendered and fit.
     low, high, found = 1, len(text) - 1, None
     while low <= high:
         middle = (low + high) // 2
-        kept, tokens = without(middle)
+        kept = [*head, {**last[0], "content": text[middle:]}, *last[1:]]
+        tokens = render(kept)
         if len(tokens) <= most:
             found, high = (kept, tokens), middle - 1
         else:

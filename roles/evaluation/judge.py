@@ -10,7 +10,7 @@ import msgspec
 
 from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.dry_run import offered_info
-from relax_rt.roles.rewards.scoring import Failed, Request, Score
+from relax_rt.roles.rewards.scoring import RewardFailed, RewardRequest, Score
 from relax_rt.roles.rewards.settings import RewardTable
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ class SetJudge:
         size = self._rewards.concurrency
         for first in range(0, len(requests), size):
             for result in await self._score(requests[first : first + size], after_each):
-                verdict.right.append(not isinstance(result, Failed) and result.total > self._success)
-                if isinstance(result, Failed):
+                verdict.right.append(not isinstance(result, RewardFailed) and result.total > self._success)
+                if isinstance(result, RewardFailed):
                     verdict.failed += 1
                     verdict.reason = verdict.reason or result.reason[:500]
                 else:
@@ -92,15 +92,17 @@ class SetJudge:
         verdict.reward = sum(rewards) / len(rewards) if rewards else None
         return verdict
 
-    async def _score(self, requests: Sequence[Request], after_each: Callable[[], None]) -> list[Score | Failed]:
+    async def _score(
+        self, requests: Sequence[RewardRequest], after_each: Callable[[], None]
+    ) -> list[Score | RewardFailed]:
         if self._stuck >= MAX_STUCK:
             reason = f"{self._name} hung before and is not called any more"
-            return [Failed(reason) for _ in requests]
+            return [RewardFailed(reason) for _ in requests]
         results = await self._rewards.score(requests, after_each)
-        self._stuck += any(isinstance(result, Failed) and result.excess for result in results)
+        self._stuck += any(isinstance(result, RewardFailed) and result.excess for result in results)
         return results
 
-    def _request(self, item: PromptItem, text: JudgedCompletion) -> Request:
+    def _request(self, item: PromptItem, text: JudgedCompletion) -> RewardRequest:
         about = {
             "item": item.item,
             "split": item.split,
@@ -108,7 +110,7 @@ class SetJudge:
             "truncated": text.finish_reason == "length",
             "tokens": text.tokens,
         }
-        return Request(text.text, item.answer, offered_info(item.question, item.metadata, None, **about))
+        return RewardRequest(text.text, item.answer, offered_info(item.question, item.metadata, None, **about))
 
     async def close(self) -> None:
         """Stop its worker processes."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from relax_rt.roles.agentic.tokens.types import Sampled
+from relax_rt.roles.agentic.tokens.types import SampledCompletion
 from relax_rt.roles.gateway.calls import TokenLogprob
 from relax_rt.roles.rollout.engines.base import extend_spans
 from relax_rt.roles.rollout.router.core import Deliver
@@ -60,11 +60,11 @@ class SampledTokens:
         # Each engine that has a part in it tells them; as in an Outcome, those of the last one hold.
         self.prompt_rows = piece.prompt_routing or self.prompt_rows
 
-    def until(self, count: int, finish: str) -> Sampled:
+    def until(self, count: int, finish: str) -> SampledCompletion:
         """Its first tokens, as they are recorded."""
         width = len(self.rows) // max(1, len(self.tokens))
         spans = (msgspec.structs.replace(s, end=min(s.end, count)) for s in self.versions if s.start < count)
-        return Sampled(
+        return SampledCompletion(
             tuple(self.tokens[:count]),
             tuple(self.logprobs[:count]),
             tuple(spans),

@@ -28,7 +28,7 @@ from relax_rt.roles.evaluation.sampling import SEED_DOMAIN
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.rewards.compose import combine, components_of
 from relax_rt.roles.rewards.dry_run import offered_info, task_of
-from relax_rt.roles.rewards.scoring import PER_COMPLETION, SCORE, Failed, Request, read_score
+from relax_rt.roles.rewards.scoring import PER_COMPLETION, SCORE, RewardFailed, RewardRequest, parse_score
 from relax_rt.roles.rewards.worker import load_function, task_verifier
 from relax_rt.roles.rollout.engines.base import Assembly, GroupRequest
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from relax_rt.roles.agentic.tasks import Tasks
     from relax_rt.roles.data.source import PromptSource
     from relax_rt.roles.models.tokenizer import ChatTokenizer
-    from relax_rt.roles.rewards.scoring import Request, Score
+    from relax_rt.roles.rewards.scoring import RewardRequest, Score
     from relax_rt.roles.rewards.settings import RewardTable
     from relax_rt.roles.rollout.engines.base import Assembly, Chunk, Completion
     from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
@@ -188,7 +188,7 @@ class Debug:
         if self.config.reward.judge is not None:
             why = "its verdict comes from engines of another model"
             raise RelaxError("debugging a reward with a judge", why=why, hint="`relax-rt sample` asks the judge")
-        request = Request(self.tokenizer.decode(outcome.tokens), item.answer, info)
+        request = RewardRequest(self.tokenizer.decode(outcome.tokens), item.answer, info)
         score = await score_here(self.config, self.config.reward, request)
         turns = [("prompt", self.tokenizer.spell(item.tokens)), ("assistant", self.tokenizer.spell(outcome.tokens))]
         return DebugResult(
@@ -258,7 +258,7 @@ class Debug:
         return await self._model.generate(wanted)
 
 
-async def score_here(config: RLConfig, table: RewardTable, request: Request) -> Score:
+async def score_here(config: RLConfig, table: RewardTable, request: RewardRequest) -> Score:
     """Return a completion's reward; functions are called in this task, without a deadline, and their errors raised.
 
     Raises:
@@ -273,14 +273,14 @@ async def score_here(config: RLConfig, table: RewardTable, request: Request) -> 
         value = await value if inspect.isawaitable(value) else value
         if (close := getattr(function.function, "aclose", None)) is not None:
             await close()
-        found.append(read_score(value[0] if one.function.group else value))
+        found.append(parse_score(value[0] if one.function.group else value))
     score = combine(components, found)
-    assert not isinstance(score, Failed)
+    assert not isinstance(score, RewardFailed)
     return score
 
 
 def _info_for(
-    request: Request, verify: Callable[[str, dict[str, Any]], float] | None, *, group: bool
+    request: RewardRequest, verify: Callable[[str, dict[str, Any]], float] | None, *, group: bool
 ) -> dict[str, Any]:
     info = dict(request.info)
     if verify is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from relax_rt.config.job import Column, GoldReport, InventoryPlan, Job, Pacing, PlanLine, TriedSample
+from relax_rt.config.job import AnswerReport, Column, InventoryPlan, Job, Pacing, PlanLine, TriedSample
 from relax_rt.config.problems import BadInput, Problem
 from relax_rt.config.schema import RoleSettings, RunConfig, SupervisionTable
 from relax_rt.roles.agentic.settings import EnvSettings, env_settings, is_program
@@ -173,14 +173,14 @@ class RLJob(Job):
 
         return list(missing_inputs(config, config_dir))
 
-    def preflight(self, config: Any, config_dir: Path, *, golds: bool = True) -> list[Problem]:
+    def preflight(self, config: Any, config_dir: Path, *, answers: bool = True) -> list[Problem]:
         """Load tokenizer, data and reward function, and run them once."""
 
         with stage("quick checks passed; importing torch and transformers"):
             from relax_rt.roles.job.preflight import preflight
-        return preflight(config, config_dir, golds=golds)
+        return preflight(config, config_dir, answers=answers)
 
-    def check_golds(self, config: Any) -> list[GoldReport] | None:
+    def check_answers(self, config: Any) -> list[AnswerReport] | None:
         """Score every right answer of the data against itself."""
         from relax_rt.roles.agentic.rewards import reward_table
         from relax_rt.roles.rewards.answer_checks import answer_reports

@@ -52,12 +52,12 @@ Stage = tuple[str, Callable[[], Iterable[Problem]]]
 """A slow check: its description, printed before it runs (empty: it takes no time), and its problems."""
 
 
-def preflight(config: RLConfig, config_dir: Path, *, golds: bool = True) -> list[Problem]:
+def preflight(config: RLConfig, config_dir: Path, *, answers: bool = True) -> list[Problem]:
     """Check the model folder (a package is converted here), the prompts and the reward, each unless it depends on one
     that is wrong. Warnings go to standard error.
 
     Args:
-        golds: whether to score some right answers of the data.
+        answers: whether to score some right answers of the data.
     """
     if lacking := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         hint = "pip install relax-rt[cpu], or relax-rt[gpu]"
@@ -72,7 +72,7 @@ def preflight(config: RLConfig, config_dir: Path, *, golds: bool = True) -> list
     with stage(f"reading the model {config.model.path}"):
         folder, tokenizer = _model(config, config_dir, problems)
     if env_settings(config) is not None:
-        return [*problems, *_episodes(config, config_dir, folder, tokenizer, golds=golds)]
+        return [*problems, *_episodes(config, config_dir, folder, tokenizer, answers=answers)]
     source = None
     if tokenizer is not None:
         with stage(f"reading the prompts of {_named(config.data)}"):
@@ -95,7 +95,7 @@ def preflight(config: RLConfig, config_dir: Path, *, golds: bool = True) -> list
         ("", lambda: check_reference(config, config_dir, tokenizer, longest + config.sampling.max_new_tokens)),
         ("", lambda: _epochs(config, source)),
         ("calling the reward on a prompt", lambda: _try_reward(config, config_dir, source)),
-        *([_golds_stage(config, config_dir)] if golds else []),
+        *([_answers_stage(config, config_dir)] if answers else []),
         ("", lambda: preflight_judge(config, config_dir, source.train)),
         ("checking the evaluation", lambda: preflight_evaluation(config, config_dir, source, tokenizer, positions)),
     ]
@@ -116,7 +116,7 @@ def _run(stages: Sequence[Stage]) -> list[Problem]:
 
 
 def _episodes(
-    config: RLConfig, config_dir: Path, folder: Path, tokenizer: ChatTokenizer | None, *, golds: bool
+    config: RLConfig, config_dir: Path, folder: Path, tokenizer: ChatTokenizer | None, *, answers: bool
 ) -> list[Problem]:
     """Check a run whose samples are episodes of an environment."""
     env = env_settings(config)
@@ -127,7 +127,7 @@ def _episodes(
     if tokenizer is not None:
         stages += [
             ("checking that engines and trainer can compute the model", lambda: _of_model(config, folder)),
-            *([_golds_stage(config, config_dir)] if golds else []),
+            *([_answers_stage(config, config_dir)] if answers else []),
             ("", lambda: check_reference(config, config_dir, tokenizer, env.max_tokens)),
         ]
     return _run(stages)
@@ -258,11 +258,11 @@ def _division(config: RLConfig, folder: Path) -> list[Problem]:
     return [*divides_model(config, shape)]
 
 
-def _golds_stage(config: RLConfig, config_dir: Path) -> Stage:
-    return "scoring right answers against themselves", lambda: _golds(config, config_dir)
+def _answers_stage(config: RLConfig, config_dir: Path) -> Stage:
+    return "scoring right answers against themselves", lambda: _check_answers(config, config_dir)
 
 
-def _golds(config: RLConfig, config_dir: Path) -> list[Problem]:
+def _check_answers(config: RLConfig, config_dir: Path) -> list[Problem]:
     """Report right answers that their own reward cannot read: some are a warning, most are a problem."""
     try:
         reports = answer_reports(reward_table(config), config.data, config_dir)

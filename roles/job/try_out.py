@@ -21,7 +21,7 @@ from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.dry_run import offered_info, task_of
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
-from relax_rt.roles.rewards.scoring import Failed, Request, Score
+from relax_rt.roles.rewards.scoring import RewardFailed, RewardRequest, Score
 from relax_rt.roles.rollout.engines.base import GroupRequest, generate
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.training.checkpoints.digests import verify_digests
@@ -31,7 +31,7 @@ from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError
 if TYPE_CHECKING:
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.rewards.judge import JudgeVerdict
-    from relax_rt.roles.rewards.scoring import Failed, Request, Score
+    from relax_rt.roles.rewards.scoring import RewardFailed, RewardRequest, Score
     from relax_rt.roles.rollout.engines.base import Completion
 
 TIMEOUT_S = 600.0
@@ -91,7 +91,7 @@ def sample(
         (resolve_model(config.model.path, config_dir), None) if run_dir is None else newest_checkpoint(run_dir)
     )
     tokenizer = load_tokenizer(folder)
-    results: Sequence[Score | Failed | None]
+    results: Sequence[Score | RewardFailed | None]
     if prompts:
         asked = _own(config, tokenizer, prompts)
         done = _complete(folder, config, asked, tokenizer.stop_ids, evaluating=False)
@@ -185,7 +185,7 @@ def _score(
     tokenizer: ChatTokenizer,
     asked: Sequence[PromptToSample],
     done: Sequence[Completion],
-) -> tuple[list[Score | Failed], list[str]]:
+) -> tuple[list[Score | RewardFailed], list[str]]:
     """Score the completions as the reward role would; also return a judge's words."""
     from relax_rt.roles.rewards.judge import JudgeVerdict, with_verdict
 
@@ -202,8 +202,8 @@ def _score(
             tokens=len(completion.tokens),
             turns=[],
         )
-        requests.append(Request(tokenizer.decode(completion.tokens), one.item.answer, info, group))
-    verdicts: list[JudgeVerdict | Failed] = _verdicts(config, requests) if config.reward.judge is not None else []
+        requests.append(RewardRequest(tokenizer.decode(completion.tokens), one.item.answer, info, group))
+    verdicts: list[JudgeVerdict | RewardFailed] = _verdicts(config, requests) if config.reward.judge is not None else []
     if verdicts:
         requests = [with_verdict(r, v) for r, v in zip(requests, verdicts, strict=True) if isinstance(v, JudgeVerdict)]
     scores = asyncio.run(_by_rewards(config, requests))
@@ -214,7 +214,7 @@ def _score(
     return results, ["; ".join(v.words) if isinstance(v, JudgeVerdict) else "" for v in verdicts]
 
 
-async def _by_rewards(config: RLConfig, requests: Sequence[Request]) -> list[Score | Failed]:
+async def _by_rewards(config: RLConfig, requests: Sequence[RewardRequest]) -> list[Score | RewardFailed]:
     rewards = Rewards(config.reward, Path(config.config_dir), task_of(config.data))
     try:
         await rewards.start()
@@ -223,7 +223,7 @@ async def _by_rewards(config: RLConfig, requests: Sequence[Request]) -> list[Sco
         await rewards.close()
 
 
-def _verdicts(config: RLConfig, requests: Sequence[Request]) -> list[JudgeVerdict | Failed]:
+def _verdicts(config: RLConfig, requests: Sequence[RewardRequest]) -> list[JudgeVerdict | RewardFailed]:
     """Get the judge's verdicts from an engine in this process."""
     from relax_rt.roles.rewards.judge import load_judging
     from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
@@ -261,14 +261,16 @@ def _tried(
     tokenizer: ChatTokenizer,
     one: PromptToSample,
     completion: Completion,
-    result: Score | Failed | None,
+    result: Score | RewardFailed | None,
     said: str,
     model: str,
     step: int | None,
 ) -> TriedSample:
     prompt, sampled = one.item.tokens, completion.tokens
     scored = result if isinstance(result, Score) else None
-    unscored = "no answer is known for it" if result is None else result.reason if isinstance(result, Failed) else ""
+    unscored = (
+        "no answer is known for it" if result is None else result.reason if isinstance(result, RewardFailed) else ""
+    )
     cut = completion.finish_reason == "length" and config.algorithm.truncated != "none"
     notes = [f'the trainer applies algorithm.truncated = "{config.algorithm.truncated}"'] if cut else []
     if said:

@@ -111,7 +111,7 @@ def _since(since: float) -> str:
 
 
 def build_once(name: str, build: Callable[[Path], None], *, timeout_s: float = BUILD_TIMEOUT_S) -> Path:
-    """The folder `name` of the cache, made by `build(empty folder)` unless it is there already.
+    """Return the folder `name` of the cache, made by `build(empty folder)` unless it is there already.
 
     Two processes that ask at the same time build once; a build that dies leaves nothing that is taken for a model.
 

@@ -42,7 +42,7 @@ SYSTEM, DEVELOPER, CALLS, PARALLEL, RESULTS, TURNS = (
 MAX_REASON = 300
 
 
-class Fault(msgspec.Struct, frozen=True):
+class TemplateFault(msgspec.Struct, frozen=True):
     """What is wrong with a rendering.
 
     Attributes:
@@ -69,7 +69,7 @@ class TemplateCapabilities(msgspec.Struct, frozen=True):
     null_content: bool = False
     text_as_parts: bool = False
     developer: bool = False
-    missing: dict[str, Fault] = {}
+    missing: dict[str, TemplateFault] = {}
 
     @property
     def one_call(self) -> bool:
@@ -78,7 +78,8 @@ class TemplateCapabilities(msgspec.Struct, frozen=True):
 
 
 def template_errors() -> tuple[type[Exception], ...]:
-    """What a template raises on messages that it does not take: its own refusals, and whatever its expressions do."""
+    """Return what a template raises on messages that it does not take: its own refusals, and whatever its expressions
+    do."""
     from jinja2 import TemplateError
 
     return TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError
@@ -90,7 +91,7 @@ def probe_template(apply: Apply, source: str) -> TemplateCapabilities:
     Args:
         source: its Jinja text, which shows whether it handles the role `developer`.
     """
-    missing: dict[str, Fault] = {}
+    missing: dict[str, TemplateFault] = {}
     asked: Message = {"role": "user", "content": WORD}
     parts = (
         _fault(apply, [asked], WORD) is not None
@@ -99,8 +100,8 @@ def probe_template(apply: Apply, source: str) -> TemplateCapabilities:
 
     def fault(
         found: TemplateCapabilities, messages: list[Message], *wanted: str, tools: Sequence[Tool] = ()
-    ) -> Fault | None:
-        return _fault(apply, [prepared(message, found) for message in messages], *wanted, tools=tools)
+    ) -> TemplateFault | None:
+        return _fault(apply, [prepare_message(message, found) for message in messages], *wanted, tools=tools)
 
     native = "developer" in source
     plain = TemplateCapabilities(text_as_parts=parts, developer=native)
@@ -133,21 +134,21 @@ def probe_template(apply: Apply, source: str) -> TemplateCapabilities:
     return msgspec.structs.replace(form, missing=missing)
 
 
-def _fault(apply: Apply, messages: list[Message], *wanted: str, tools: Sequence[Tool] = ()) -> Fault | None:
+def _fault(apply: Apply, messages: list[Message], *wanted: str, tools: Sequence[Tool] = ()) -> TemplateFault | None:
     """Describe what is wrong with the rendering of a conversation that must contain these words."""
     try:
         text = apply(messages, list(tools))
     except template_errors() as error:
-        return Fault(f"it raises {type(error).__name__}: {error}"[:MAX_REASON], raises=True)
+        return TemplateFault(f"it raises {type(error).__name__}: {error}"[:MAX_REASON], raises=True)
     if absent := [word for word in wanted if word not in text]:
-        return Fault(
+        return TemplateFault(
             f"it does not write {'the words' if absent[0] in (WORD, SECOND_WORD) else 'all arguments of calls'}"
         )
     for key in (KEY, SECOND_KEY):
         if f'\\"{key}' in text:
-            return Fault("it writes the arguments as a quoted text")
+            return TemplateFault("it writes the arguments as a quoted text")
         if f"'{key}'" in text:
-            return Fault("it writes the arguments in Python's form, not as JSON")
+            return TemplateFault("it writes the arguments in Python's form, not as JSON")
     return None
 
 
@@ -164,29 +165,31 @@ def _result(call: str, words: str) -> Message:
 
 
 def unseen_role(messages: Sequence[Message], found: TemplateCapabilities) -> str:
-    """Why messages would be lost in silence: the template has no place for a role that they have; empty if none."""
+    """Return why messages would be lost in silence: the template has no place for a role that they have; empty if
+    none."""
     for message in messages:
         role = message.get("role")
         key = {"tool": RESULTS, SYSTEM: SYSTEM, DEVELOPER: DEVELOPER}.get(str(role))
-        if key in found.missing and words(message.get("content")):
+        if key in found.missing and content_text(message.get("content")):
             return f"the model's chat template takes no message with the role {role!r}: {found.missing[key].why}"
     return ""
 
 
-def prepared(message: Message, found: TemplateCapabilities) -> Message:
-    """A message as the template wants it: a text for content that is text, a role that it knows, and the arguments of
-    tool calls in the form that was found. Null content is empty text but where the template asks for null."""
-    content = words(message.get("content"))
+def prepare_message(message: Message, found: TemplateCapabilities) -> Message:
+    """Return a message as the template wants it: a text for content that is text, a role that it knows, and the
+    arguments of tool calls in the form that was found. Null content is empty text but where the template asks for
+    null."""
+    content = content_text(message.get("content"))
     if found.text_as_parts and isinstance(content, str):
         content = [{"type": "text", "text": content}]
     role = message.get("role")
     ready = {**message, "content": content, "role": SYSTEM if role == DEVELOPER and not found.developer else role}
-    calls = calls_of(message)
+    calls = tool_calls_of(message)
     if not calls:
         # Templates ask whether the key is there, not what is in it.
         ready.pop("tool_calls", None)
         return ready
-    if found.null_content and not words(message.get("content")):
+    if found.null_content and not content_text(message.get("content")):
         ready["content"] = None
     form = argument_text if found.arguments_as_text else parsed_arguments
     # Rows of data have calls without OpenAI's envelope, too.
@@ -198,13 +201,13 @@ def prepared(message: Message, found: TemplateCapabilities) -> Message:
     return ready
 
 
-def calls_of(message: Message) -> list[Any]:
-    """The tool calls of a message."""
+def tool_calls_of(message: Message) -> list[Any]:
+    """Return the tool calls of a message."""
     calls = message.get("tool_calls")
     return calls if isinstance(calls, list) else []
 
 
-def words(content: Any) -> Any:
+def content_text(content: Any) -> Any:
     """Join content to one text; it stays a list if it has parts other than text (images, audio)."""
     if content is None:
         return ""
@@ -245,14 +248,14 @@ def parsed_arguments(arguments: Any) -> Any:
 
 
 def argument_text(arguments: Any) -> str:
-    """Arguments of a tool call as JSON text; a text is left as it is, unless it is empty."""
+    """Return arguments of a tool call as JSON text; a text is left as it is, unless it is empty."""
     if isinstance(arguments, str) and arguments.strip() not in ("", "null"):
         return arguments
     return written_arguments(parsed_arguments(arguments))
 
 
 def written_arguments(arguments: Any) -> str:
-    """Arguments of a call as JSON text.
+    """Return arguments of a call as JSON text.
 
     Raises:
         ValueError: a number is not finite, which JSON cannot represent.

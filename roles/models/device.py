@@ -22,7 +22,7 @@ PINNED_BYTES = 16 << 20
 
 
 def choose_device(wanted: Literal["auto", "cuda", "cpu"], gpus: float) -> torch.device:
-    """The GPU of a slot, or the CPU. Call it in the role's own process: a zygote must not touch CUDA.
+    """Return the GPU of a slot, or the CPU. Call it in the role's own process: a zygote must not touch CUDA.
 
     Args:
         gpus: that the slot was given, the only ones that its process sees; a slot that was given none must not touch
@@ -100,7 +100,7 @@ def set_generator_states(states: Mapping[str, torch.Tensor], device: torch.devic
 
 
 def on_host(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """A copy of contiguous values in this process's ordinary memory.
+    """Return a copy of contiguous values in this process's ordinary memory.
 
     From a GPU they come through two pinned buffers, one of which is filled while the other is emptied: pinned memory as
     large as a model is dear, and a copy into ordinary memory crosses the bus at a fraction of its speed.
@@ -113,17 +113,23 @@ def on_host(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tens
     if values.device.type != "cuda":
         out.copy_(values.detach())
         return out
-    source, target = _bytes(values.detach()), _bytes(out)
-    with _Pinned.turn:
-        _through(source, target, _Pinned.buffers())
+    source, target = (one.reshape(-1).view(torch.uint8) for one in (values.detach(), out))
+    with _PinnedBuffers.turn:
+        buffers = _PinnedBuffers.buffers()
+        waiting: tuple[int, torch.Tensor, torch.cuda.Event] | None = None
+        for number, at in enumerate(range(0, len(source), PINNED_BYTES)):
+            part = source[at : at + PINNED_BYTES]
+            buffer = buffers[number % 2][: len(part)]
+            buffer.copy_(part, non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+            _copy_arrived(target, waiting)
+            waiting = at, buffer, copied
+        _copy_arrived(target, waiting)
     return out
 
 
-def _bytes(values: torch.Tensor) -> torch.Tensor:
-    return values.reshape(-1).view(torch.uint8)
-
-
-class _Pinned:
+class _PinnedBuffers:
     """The two buffers of this process; whoever has the turn uses them."""
 
     turn = threading.Lock()
@@ -137,24 +143,10 @@ class _Pinned:
         return cls._made
 
 
-def _through(source: torch.Tensor, target: torch.Tensor, buffers: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Args: source: uint8 [n], on a GPU. target: uint8 [n], on the CPU."""
-    waiting: tuple[int, torch.Tensor, torch.cuda.Event] | None = None
-    for number, at in enumerate(range(0, len(source), len(buffers[0]))):
-        part = source[at : at + len(buffers[0])]
-        buffer = buffers[number % 2][: len(part)]
-        buffer.copy_(part, non_blocking=True)
-        there = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        there.record()
-        _put(target, waiting)
-        waiting = at, buffer, there
-    _put(target, waiting)
-
-
-def _put(target: torch.Tensor, arrived: tuple[int, torch.Tensor, torch.cuda.Event] | None) -> None:
+def _copy_arrived(target: torch.Tensor, arrived: tuple[int, torch.Tensor, torch.cuda.Event] | None) -> None:
     if arrived is not None:
-        at, buffer, there = arrived
-        there.synchronize()
+        at, buffer, copied = arrived
+        copied.synchronize()
         target[at : at + len(buffer)].copy_(buffer)
 
 
@@ -163,7 +155,7 @@ SIGNS = ("can't allocate memory", "not enough memory", "bad_alloc", "out of memo
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory could not be had."""
+    """Return whether an error says that memory could not be had."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)

@@ -11,7 +11,7 @@ _RELEASED = ["mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"]
 """What transformers puts into one `gate_up_proj` of the models whose experts are released under such names."""
 
 
-class Stack(NamedTuple):
+class ExpertStack(NamedTuple):
     """A tensor [experts, pieces x rows, columns] of the matrices of a layer's experts.
 
     Attributes:
@@ -25,8 +25,8 @@ class Stack(NamedTuple):
     columns: int
 
     @classmethod
-    def of(cls, name: str, shape: Sequence[int]) -> Stack | None:
-        """What a tensor is of which transformers knows this name; None: nothing like it."""
+    def of(cls, name: str, shape: Sequence[int]) -> ExpertStack | None:
+        """Return what a tensor is of which transformers knows this name; None: nothing like it."""
         match = _STACKED.fullmatch(name)
         if match is None or len(shape) != 3:
             return None
@@ -46,7 +46,8 @@ class Stack(NamedTuple):
 
 
 def released_one_by_one(config: Any) -> bool:
-    """Whether released models of this kind have each expert's matrices under names of their own, as `Stack.names`.
+    """Return whether released models of this kind have each expert's matrices under names of their own, as
+    `Stack.names`.
 
     Args:
         config: of transformers, of the whole model.

@@ -56,12 +56,12 @@ def check_plain(model: Any, folder: Path) -> None:
 
 
 def cache_keyword(layers: Any) -> str:
-    """What a model's layers call the cache that they are given: `past_key_values` until transformers 5.23."""
+    """Return what a model's layers call the cache that they are given: `past_key_values` until transformers 5.23."""
     return "cache" if "cache" in inspect.signature(layers.forward).parameters else "past_key_values"
 
 
 def not_computed(text: Any) -> str:
-    """What of a text model's settings is not computed; empty if nothing."""
+    """Return what of a text model's settings is not computed; empty if nothing."""
     for key, neutral in NEUTRAL.items():
         if (value := getattr(text, key, neutral)) not in (neutral, None):
             return f"{key} = {value} is not computed"

@@ -13,7 +13,7 @@ then."""
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is its own."""
+    """Return memory of this process that is its own."""
     _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
     return (resident - shared) * os.sysconf("SC_PAGESIZE")
 

@@ -11,7 +11,7 @@ ORDER = ("tensor", "context", "expert", "data", "pipeline")
 """Fastest varying first: neighbouring ranks share a tensor-parallel group, pipeline stages lie farthest apart."""
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class ParallelSizes(msgspec.Struct, frozen=True, kw_only=True):
     """How a gang of `world` ranks is divided. Dense layers are cut by tensor x context x data x pipeline, experts by
     expert_tensor x expert x expert data x pipeline: the same ranks, divided a second way."""
 
@@ -58,11 +58,11 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def stage(self, rank: int) -> int:
-        """The pipeline stage of a rank."""
+        """Return the pipeline stage of a rank."""
         return coordinates(rank, self.dense)["pipeline"]
 
 
-class Group(msgspec.Struct, frozen=True):
+class RankGroup(msgspec.Struct, frozen=True):
     """Ranks that call collectives together."""
 
     kind: str
@@ -70,7 +70,7 @@ class Group(msgspec.Struct, frozen=True):
 
 
 def coordinates(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The rank as a number in mixed radix: its place along each kind, the first kind varying fastest."""
+    """Return the rank as a number in mixed radix: its place along each kind, the first kind varying fastest."""
     found = {}
     for kind, size in sizes.items():
         rank, found[kind] = divmod(rank, size)
@@ -78,7 +78,7 @@ def coordinates(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def rank_groups(sizes: Mapping[str, int], *kinds: str) -> list[tuple[int, ...]]:
-    """Groups of ranks that differ only along `kinds`, ascending; together they hold every rank exactly once."""
+    """Return groups of ranks that differ only along `kinds`, ascending; together they hold every rank exactly once."""
     together: dict[tuple[int, ...], list[int]] = {}
     for rank in range(math.prod(sizes.values())):
         place = coordinates(rank, sizes)
@@ -87,8 +87,8 @@ def rank_groups(sizes: Mapping[str, int], *kinds: str) -> list[tuple[int, ...]]:
     return sorted(tuple(ranks) for ranks in together.values())
 
 
-def groups(sizes: Sizes, *, tied: bool = False, experts: bool = False) -> list[Group]:
-    """The groups of a gang with more than one member each, in the kinds that training calls collectives in.
+def groups(sizes: ParallelSizes, *, tied: bool = False, experts: bool = False) -> list[RankGroup]:
+    """Return the groups of a gang with more than one member each, in the kinds that training calls collectives in.
 
     Args:
         tied: input and output embedding are one tensor, whose gradients the first and last stage add up.
@@ -111,10 +111,10 @@ def groups(sizes: Sizes, *, tied: bool = False, experts: bool = False) -> list[G
             ("expert data", rank_groups(sizes.experts, "data")),
         ]
     kinds.append(("world", [tuple(range(sizes.world))]))
-    return [Group(kind, ranks) for kind, found in kinds for ranks in found if len(ranks) > 1]
+    return [RankGroup(kind, ranks) for kind, found in kinds for ranks in found if len(ranks) > 1]
 
 
 def stage_layers(layers: int, stages: int, stage: int) -> range:
-    """The layers of a pipeline stage; all stages have the same number."""
+    """Return the layers of a pipeline stage; all stages have the same number."""
     each = layers // stages
     return range(stage * each, (stage + 1) * each)

@@ -28,13 +28,13 @@ BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 
 
 def computes_bfloat16(cpuinfo: Path = CPUINFO) -> bool | None:
-    """Whether the CPU has instructions for bfloat16 matrix products; None: unknown."""
+    """Return whether the CPU has instructions for bfloat16 matrix products; None: unknown."""
     flags = cpuinfo_field(("flags", "Features"), cpuinfo)
     return None if flags is None else not BFLOAT16.isdisjoint(flags.split())
 
 
 def processor_name(cpuinfo: Path = CPUINFO) -> str:
-    """The CPU model; "this CPU" if it is unknown."""
+    """Return the CPU model; "this CPU" if it is unknown."""
     return cpuinfo_field(CPU_MODEL, cpuinfo) or "this CPU"
 
 
@@ -57,14 +57,14 @@ HIDING = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_
 """Environment variables that keep libraries from using a CPU's instructions."""
 
 
-class Choice(NamedTuple):
+class DtypeChoice(NamedTuple):
     """A dtype, and the reason for the choice as text for the user."""
 
     dtype: Named
     why: str
 
 
-class Timing(NamedTuple):
+class DtypeTiming(NamedTuple):
     """Processor time (s) of the same matrix products in both dtypes, the best of some rounds."""
 
     float32_s: float
@@ -77,9 +77,9 @@ class Timing(NamedTuple):
 
 
 def choose_for_cpu(
-    instructions: bool | None, measure: Callable[[], Timing | None], *, name: str = "this CPU"
-) -> Choice:
-    """The dtype that a CPU computes fast.
+    instructions: bool | None, measure: Callable[[], DtypeTiming | None], *, name: str = "this CPU"
+) -> DtypeChoice:
+    """Return the dtype that a CPU computes fast.
 
     Flags alone are not sufficient: a library may be configured not to use the instructions, and a VM may emulate them.
 
@@ -88,18 +88,20 @@ def choose_for_cpu(
         measure: times both dtypes; None: it cannot.
     """
     if instructions is False:
-        return Choice("float32", f"{name} has no instructions for bfloat16 (amx_bf16, avx512_bf16)")
+        return DtypeChoice("float32", f"{name} has no instructions for bfloat16 (amx_bf16, avx512_bf16)")
     timing = measure()
     if timing is None:
         has = "has" if instructions else "is not known to have"
         why = f"{name} {has} instructions for bfloat16; not timed, as torch is not installed here"
-        return Choice("bfloat16" if instructions else "float32", why)
+        return DtypeChoice("bfloat16" if instructions else "float32", why)
     dtype: Named = "bfloat16" if timing.ratio <= CLEAR else "float32"
-    return Choice(dtype, f"on {name} matrix products in bfloat16 take {timing.ratio:.2g} times as long as in float32")
+    return DtypeChoice(
+        dtype, f"on {name} matrix products in bfloat16 take {timing.ratio:.2g} times as long as in float32"
+    )
 
 
-def cpu_dtype(*, measured: bool = True) -> Choice:
-    """The dtype that this machine's CPU computes fast.
+def cpu_dtype(*, measured: bool = True) -> DtypeChoice:
+    """Return the dtype that this machine's CPU computes fast.
 
     Args:
         measured: False answers at once, from the flags and what was measured before; it may be another answer.
@@ -109,7 +111,7 @@ def cpu_dtype(*, measured: bool = True) -> Choice:
     return choose_for_cpu(computes_bfloat16(), measure, name=processor_name())
 
 
-def time_products(clock: Callable[[], float] = time.thread_time) -> Timing:
+def time_products(clock: Callable[[], float] = time.thread_time) -> DtypeTiming:
     """Time the products of a linear layer's forward and backward pass in both dtypes, some milliseconds.
 
     Safe on a busy machine: the clock counts this thread's processor time, rounds of both dtypes alternate, and the best
@@ -130,7 +132,7 @@ def time_products(clock: Callable[[], float] = time.thread_time) -> Timing:
                 # Libraries have a kernel for each of the three layouts, and may have a fast one for the first only.
                 torch.nn.functional.linear(x, w), torch.mm(x, w), torch.mm(x.t(), x)
                 best[dtype] = min(best[dtype], clock() - began)
-            found = Timing(best[torch.float32], best[torch.bfloat16])
+            found = DtypeTiming(best[torch.float32], best[torch.bfloat16])
             if number >= LEAST_ROUNDS and found.ratio > HOPELESS:
                 break
     finally:
@@ -138,7 +140,7 @@ def time_products(clock: Callable[[], float] = time.thread_time) -> Timing:
     return found
 
 
-def measure_and_keep() -> Timing | None:
+def measure_and_keep() -> DtypeTiming | None:
     """`time_products`, kept in the cache folder for later processes, so that all of a machine decide alike."""
     if find_spec("torch") is None:
         return None
@@ -154,10 +156,10 @@ def measure_and_keep() -> Timing | None:
     return timing
 
 
-def _recall() -> Timing | None:
+def _recall() -> DtypeTiming | None:
     try:
         kept = json.loads(_kept_at().read_text())
-        timing = Timing(float(kept["float32_s"]), float(kept["bfloat16_s"]))
+        timing = DtypeTiming(float(kept["float32_s"]), float(kept["bfloat16_s"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return timing if timing.float32_s > 0 and timing.bfloat16_s > 0 else None
@@ -174,18 +176,18 @@ def _kept_at() -> Path:
     return cache_dir() / f"cpu-dtype-{hashlib.sha256(about.encode()).hexdigest()[:16]}.json"
 
 
-def choose_for_gpu(capabilities: list[float]) -> Choice:
-    """The dtype that all of these GPUs compute fast.
+def choose_for_gpu(capabilities: list[float]) -> DtypeChoice:
+    """Return the dtype that all of these GPUs compute fast.
 
     Args:
         capabilities: compute capability of each, as 9.0; empty: not known.
     """
     if not capabilities:
-        return Choice("bfloat16", f"GPUs are taken to have compute capability {FAST_GPU} or higher")
+        return DtypeChoice("bfloat16", f"GPUs are taken to have compute capability {FAST_GPU} or higher")
     lowest = min(capabilities)
     if lowest >= FAST_GPU:
-        return Choice("bfloat16", f"GPUs of compute capability {lowest} compute it fast")
-    return Choice(
+        return DtypeChoice("bfloat16", f"GPUs of compute capability {lowest} compute it fast")
+    return DtypeChoice(
         "float32", f"a GPU of compute capability {lowest} has no bfloat16 in its tensor cores ({FAST_GPU} has)"
     )
 

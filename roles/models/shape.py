@@ -18,7 +18,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 MAX_BYTES = 1 << 20
 
 
-class Weights(msgspec.Struct, frozen=True):
+class WeightGroup(msgspec.Struct, frozen=True):
     """A group of like tensors: their name in a Hugging Face checkpoint, elements together, how they are split, and
     the elements of the largest single one."""
 
@@ -97,56 +97,56 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         """Elements of the largest tensor of a checkpoint: what a bucket of the weight transfer must hold."""
         return max(part.largest or part.elements for part in self.all_weights())
 
-    def all_weights(self) -> Iterator[Weights]:
-        """Every weight of the model, once."""
+    def all_weights(self) -> Iterator[WeightGroup]:
+        """Yield every weight of the model, once."""
         yield from self.input_weights()
         for layer in range(self.layers):
             yield from self.layer_weights(layer)
         yield from self.output_weights()
 
-    def input_weights(self) -> Iterator[Weights]:
-        """What stands before the first layer."""
-        yield Weights("embed_tokens", self.vocabulary * self.hidden, "vocabulary")
+    def input_weights(self) -> Iterator[WeightGroup]:
+        """Yield what stands before the first layer."""
+        yield WeightGroup("embed_tokens", self.vocabulary * self.hidden, "vocabulary")
 
-    def output_weights(self, *, separate: bool = False) -> Iterator[Weights]:
-        """What stands after the last layer.
+    def output_weights(self, *, separate: bool = False) -> Iterator[WeightGroup]:
+        """Yield what stands after the last layer.
 
         Args:
             separate: the last layer lies elsewhere than the input embedding, so that a tied one is there as a copy.
         """
-        yield Weights("norm", self.hidden, "none")
+        yield WeightGroup("norm", self.hidden, "none")
         if self.value_head:
-            yield Weights("score", self.hidden, "none")
+            yield WeightGroup("score", self.hidden, "none")
         elif not self.tied or separate:
-            yield Weights("lm_head", self.vocabulary * self.hidden, "vocabulary")
+            yield WeightGroup("lm_head", self.vocabulary * self.hidden, "vocabulary")
 
-    def layer_weights(self, layer: int) -> Iterator[Weights]:
-        """The weights of one layer."""
+    def layer_weights(self, layer: int) -> Iterator[WeightGroup]:
+        """Yield the weights of one layer."""
         hidden, query, key = self.hidden, self.query, self.key
-        yield Weights("q_proj", hidden * query, "tensor")
-        yield Weights("k_proj+v_proj", 2 * hidden * key, "kv", hidden * key)
-        yield Weights("o_proj", query * hidden, "tensor")
+        yield WeightGroup("q_proj", hidden * query, "tensor")
+        yield WeightGroup("k_proj+v_proj", 2 * hidden * key, "kv", hidden * key)
+        yield WeightGroup("o_proj", query * hidden, "tensor")
         if self.qkv_bias:
-            yield Weights("q_proj.bias", query, "tensor")
-            yield Weights("k_proj+v_proj.bias", 2 * key, "kv", key)
+            yield WeightGroup("q_proj.bias", query, "tensor")
+            yield WeightGroup("k_proj+v_proj.bias", 2 * key, "kv", key)
         if self.out_bias:
-            yield Weights("o_proj.bias", hidden, "none")
+            yield WeightGroup("o_proj.bias", hidden, "none")
         if self.qk_norm:
-            yield Weights("q_norm+k_norm", 2 * self.head_dim, "none", self.head_dim)
-        yield Weights("layernorms", 2 * hidden, "none", hidden)
+            yield WeightGroup("q_norm+k_norm", 2 * self.head_dim, "none", self.head_dim)
+        yield WeightGroup("layernorms", 2 * hidden, "none", hidden)
         if self.sparse[layer]:
-            yield Weights("gate", self.experts * hidden, "none")
+            yield WeightGroup("gate", self.experts * hidden, "none")
             each = hidden * self.expert_ffn
-            yield Weights("experts", self.experts * 3 * each, "expert", each)
+            yield WeightGroup("experts", self.experts * 3 * each, "expert", each)
         else:
-            yield Weights("mlp", 3 * hidden * self.ffn, "tensor", hidden * self.ffn)
+            yield WeightGroup("mlp", 3 * hidden * self.ffn, "tensor", hidden * self.ffn)
             if self.mlp_bias:
-                yield Weights("mlp.bias", 2 * self.ffn, "tensor", self.ffn)
-                yield Weights("down_proj.bias", hidden, "none")
+                yield WeightGroup("mlp.bias", 2 * self.ffn, "tensor", self.ffn)
+                yield WeightGroup("down_proj.bias", hidden, "none")
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """The shape that a folder's config.json describes.
+    """Return the shape that a folder's config.json describes.
 
     Raises:
         RelaxError: there is none, it cannot be read, or it is of a family whose formulas are not known.
@@ -168,7 +168,7 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def shape_of(values: Mapping[str, Any], name: str = "config.json") -> ModelShape:
-    """The shape that a config's values describe, defaults as transformers has them.
+    """Return the shape that a config's values describe, defaults as transformers has them.
 
     Raises:
         RelaxError: a value is missing or impossible, or the family is not known.
@@ -180,7 +180,7 @@ def shape_of(values: Mapping[str, Any], name: str = "config.json") -> ModelShape
         )
     if "quantization_config" in values:
         raise RelaxError(f"{name} is of a quantized model", why="what is trained is not quantized")
-    read = _Reader(values, name)
+    read = _ConfigReader(values, name)
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
     kv_heads = read.size("num_key_value_heads", heads)
     # transformers: Qwen3 has heads of 128 unless told otherwise, the others divide the hidden width.
@@ -190,6 +190,8 @@ def shape_of(values: Mapping[str, Any], name: str = "config.json") -> ModelShape
     bias = family == "qwen2" or bool(values.get("attention_bias"))
     moe = family == "qwen3_moe"
     layers = read.size("num_hidden_layers")
+    # Which layers have experts, by the rule of Qwen3-MoE.
+    step, dense = read.size("decoder_sparse_step", 1) if moe else 1, values.get("mlp_only_layers") or []
     return ModelShape(
         family=family,
         hidden=hidden,
@@ -199,7 +201,7 @@ def shape_of(values: Mapping[str, Any], name: str = "config.json") -> ModelShape
         ffn=read.size("intermediate_size"),
         vocabulary=read.size("vocab_size"),
         context=read.size("max_position_embeddings", 32_768),
-        sparse=_sparse(read, layers) if moe else (False,) * layers,
+        sparse=tuple(moe and layer not in dense and (layer + 1) % step == 0 for layer in range(layers)),
         tied=bool(values.get("tie_word_embeddings", False)),
         qkv_bias=bias,
         out_bias=bias and family != "qwen2",
@@ -212,18 +214,12 @@ def shape_of(values: Mapping[str, Any], name: str = "config.json") -> ModelShape
     )
 
 
-def _sparse(read: _Reader, layers: int) -> tuple[bool, ...]:
-    """Which layers have experts, by the rule of Qwen3-MoE."""
-    step, dense = read.size("decoder_sparse_step", 1), read.values.get("mlp_only_layers") or []
-    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
-
-
-class _Reader:
+class _ConfigReader:
     def __init__(self, values: Mapping[str, Any], name: str) -> None:
         self.values, self.name = values, name
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A count of at least one."""
+        """Return a count of at least one."""
         value = self.values.get(key)
         if value is None:
             value = default

@@ -63,7 +63,8 @@ def build(folder: Path) -> None:
 
 
 def character_tokenizer() -> Any:
-    """One token a printable ASCII character; roles of the chat template are single tokens; `<|end|>` ends a turn."""
+    """Return one token a printable ASCII character; roles of the chat template are single tokens; `<|end|>` ends a
+    turn."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -85,7 +86,7 @@ def character_tokenizer() -> Any:
 
 
 def tiny_model(vocabulary: int, seed: int) -> Any:
-    """The model with fresh weights; leaves torch's global generator as it was."""
+    """Return the model with fresh weights; leaves torch's global generator as it was."""
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     ends = {"pad_token_id": SPECIALS.index("<|pad|>"), "eos_token_id": SPECIALS.index("<|end|>"), "bos_token_id": None}
@@ -118,7 +119,7 @@ def _questions() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
 
 
 def _encode(tokenizer: Any, pairs: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens int64 [n, T] padded on the right, and labels [n, T], -100 except on the answer and its end."""
+    """Return tokens int64 [n, T] padded on the right, and labels [n, T], -100 except on the answer and its end."""
 
     turns = [
         tokenizer.apply_chat_template(
@@ -164,7 +165,11 @@ def _warm_start(tokenizer: Any) -> tuple[Any, int, float]:
         update = _optimizers(model)
         for step in range(1, GIVE_UP_STEPS + 1):
             rows = draw.choices(easy, k=BATCH // 2) + draw.choices(range(len(seen)), k=BATCH - BATCH // 2)
-            _gradients(model, tokens[rows], labels[rows])
+            wanted = labels[rows][:, 1:]
+            hidden = model.model(tokens[rows]).last_hidden_state[:, :-1][wanted >= 0]
+            loss = torch.nn.functional.cross_entropy(model.lm_head(hidden), wanted[wanted >= 0])
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             update(min(1.0, step / 20))
             if step >= FIRST_CHECK and step % 10 == 0:
                 accuracy = _right_answer_probability(model, *check)
@@ -203,15 +208,6 @@ def _optimizers(model: Any) -> Callable[[float], None]:
     return update
 
 
-def _gradients(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> None:
-
-    wanted = labels[:, 1:]
-    hidden = model.model(tokens).last_hidden_state[:, :-1][wanted >= 0]
-    loss = torch.nn.functional.cross_entropy(model.lm_head(hidden), wanted[wanted >= 0])
-    loss.backward()  # type: ignore[no-untyped-call]
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic Newton-Schulz iteration (https://kellerjordan.github.io/posts/muon)."""
 ITERATIONS = 5
@@ -246,7 +242,7 @@ class Muon:
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
-    """Matrices with the same singular vectors and singular values of about 1 (0.7 to 1.2).
+    """Return matrices with the same singular vectors and singular values of about 1 (0.7 to 1.2).
 
     Args:
         matrices: [n, rows, columns].

@@ -15,7 +15,7 @@ from relax_rt.roles.models.chat_template import (
     Message,
     TemplateCapabilities,
     Tool,
-    prepared,
+    prepare_message,
     probe_template,
     template_errors,
     unseen_role,
@@ -42,7 +42,7 @@ class ChatTokenizer:
         return probe_template(lambda messages, tools: self._rendered(messages, tools), str(self.raw.chat_template))
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        """The prompt as text: the template applied, with the opening of the assistant's turn.
+        """Return the prompt as text: the template applied, with the opening of the assistant's turn.
 
         Args:
             tools: functions that the model may call, as OpenAI's `tools`.
@@ -65,7 +65,9 @@ class ChatTokenizer:
         why = unseen_role(messages, self.capabilities)
         if not why:
             try:
-                return self._rendered([prepared(one, self.capabilities) for one in messages], tools, opened=opened)
+                return self._rendered(
+                    [prepare_message(one, self.capabilities) for one in messages], tools, opened=opened
+                )
             except template_errors() as error:
                 why = f"it refuses {messages!r:.200}: {error}"
         raise RelaxError(
@@ -82,23 +84,23 @@ class ChatTokenizer:
         )
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Token ids of a prompt, the opening of the assistant's turn included."""
+        """Return token ids of a prompt, the opening of the assistant's turn included."""
         return self.encode(self.text(messages, tools))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text as it stands: no special tokens are added."""
+        """Return token ids of a text as it stands: no special tokens are added."""
         return list(self.raw(text, add_special_tokens=False)["input_ids"])
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of many texts, several times faster than `encode` one by one."""
+        """Return token ids of many texts, several times faster than `encode` one by one."""
         return [list(ids) for ids in self.raw(list(texts), add_special_tokens=False)["input_ids"]] if texts else []
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token ids, special tokens (an EOS) left out."""
+        """Return text of token ids, special tokens (an EOS) left out."""
         return str(self.raw.decode([int(t) for t in tokens], skip_special_tokens=True))
 
     def spell(self, tokens: Sequence[int]) -> str:
-        """Text of token ids as the model sees it: special tokens written out, no spaces tidied."""
+        """Return text of token ids as the model sees it: special tokens written out, no spaces tidied."""
         return str(
             self.raw.decode([int(t) for t in tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
@@ -128,7 +130,7 @@ class ChatTokenizer:
         return int(end) if end is not None else min(self.stop_ids)
 
     def _turn_end(self) -> int | None:
-        """The special token that the chat template puts right after an assistant's words, if there is one."""
+        """Return the special token that the chat template puts right after an assistant's words, if there is one."""
         mark = "zqx"
         messages = [*PROBE, {"role": "assistant", "content": mark}]
         text = self.conversation(messages)
@@ -158,9 +160,9 @@ PARTS = ("text_config", "thinker_config", "llm_config", "language_config")
 
 
 def named_ends(folder: Path) -> list[int]:
-    """End-of-sequence tokens that a model's files name: those of config.json and generation_config.json together, since
-    SGLang ends at either; of the language model's part of config.json where neither has any, because the parts of a
-    composed model often keep a default that nobody set.
+    """Return end-of-sequence tokens that a model's files name: those of config.json and generation_config.json
+    together, since SGLang ends at either; of the language model's part of config.json where neither has any, because
+    the parts of a composed model often keep a default that nobody set.
 
     Raises:
         RelaxError: a file is no JSON object, or names an end that is no token id.
@@ -197,7 +199,7 @@ def _ends(path: Path, table: dict[str, Any]) -> list[int]:
 
 
 def load_tokenizer(folder: Path) -> ChatTokenizer:
-    """The tokenizer of a model folder; never looks outside it.
+    """Return the tokenizer of a model folder; never looks outside it.
 
     Raises:
         RelaxError: it cannot be loaded, or has no chat template.
@@ -223,14 +225,14 @@ PLACE: KeyPath = ("model", "path")
 
 
 def vocabulary_size(folder: Path) -> int | None:
-    """Rows of the embedding, by config.json; None if it does not say."""
+    """Return rows of the embedding, by config.json; None if it does not say."""
     values: dict[str, Any] = json.loads((folder / "config.json").read_text())
     size = (values.get("text_config") or values).get("vocab_size")
     return size if isinstance(size, int) else None
 
 
 def check_vocabulary(folder: Path, tokenizer: ChatTokenizer, place: KeyPath = PLACE) -> list[Problem]:
-    """What keeps the model in a folder from reading and writing this tokenizer's tokens.
+    """Return what keeps the model in a folder from reading and writing this tokenizer's tokens.
 
     Args:
         place: the setting that named the model.

@@ -11,7 +11,7 @@ import msgspec
 from relax_rt.config.inventory import Inventory, InventoryNode
 from relax_rt.config.problems import Problem
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.models.parallel import Sizes, stage_layers
+from relax_rt.roles.models.parallel import ParallelSizes, stage_layers
 from relax_rt.roles.models.settings import ShardedSettings
 from relax_rt.roles.models.shape import ModelShape
 from relax_rt.roles.planning.division import gang_groups, gang_sizes, is_pool
@@ -160,7 +160,7 @@ def published_width(config: RLConfig) -> int:
     return WIDTH[table.dtype] if isinstance(table, EngineSettings) else WIDTH["bfloat16"]
 
 
-def senders(sizes: Sizes) -> dict[int, int]:
+def senders(sizes: ParallelSizes) -> dict[int, int]:
     """The rank that sends the weights of each pipeline stage: the first of the stage."""
     each = sizes.world // sizes.pipeline
     return {stage: stage * each for stage in range(sizes.pipeline)}

@@ -11,7 +11,7 @@ import msgspec
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.models.parallel import Group, Sizes, groups
+from relax_rt.roles.models.parallel import ParallelSizes, RankGroup, groups
 from relax_rt.roles.models.settings import ShardedSettings
 from relax_rt.roles.models.shape import ModelShape, read_shape
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
@@ -60,13 +60,13 @@ class Shapes:
         return None if kind in self.unknown else self._own.get(kind, self._policy)
 
 
-def gang_sizes(table: ShardedSettings) -> Sizes:
+def gang_sizes(table: ShardedSettings) -> ParallelSizes:
     """Return the sizes of a gang by its settings; of a pool, those of one slot."""
     if is_pool(table):
-        return Sizes(world=1)
+        return ParallelSizes(world=1)
     if table.backend == "torch":
-        return Sizes(world=table.count)
-    return Sizes(
+        return ParallelSizes(world=table.count)
+    return ParallelSizes(
         world=table.count,
         tensor=table.tensor_parallel,
         pipeline=table.pipeline_parallel,
@@ -76,7 +76,7 @@ def gang_sizes(table: ShardedSettings) -> Sizes:
     )
 
 
-def gang_groups(table: ShardedSettings, shape: ModelShape) -> list[Group]:
+def gang_groups(table: ShardedSettings, shape: ModelShape) -> list[RankGroup]:
     """Return the groups of ranks of a gang."""
     return groups(gang_sizes(table), tied=shape.tied, experts=bool(shape.experts))
 

@@ -21,8 +21,7 @@ from relax_rt.roles.evaluation.settings import EvaluatorSettings
 from relax_rt.roles.models.cache import cache_dir
 from relax_rt.roles.planning.division import own_model
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
-from relax_rt.roles.rollout.engines.communicator import communicator_of
-from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings, longest_tokens
+from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings, communicator_of, longest_tokens
 from relax_rt.roles.training.backend.settings import ReferenceSettings, TrainerSettings
 from relax_rt.roles.training.publication.settings import wire_of
 from relax_rt.supervision.plan import plan_roles

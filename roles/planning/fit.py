@@ -43,8 +43,7 @@ from relax_rt.roles.planning.memory import (
     total_bytes,
 )
 from relax_rt.roles.planning.placement import PlacedSlot
-from relax_rt.roles.rollout.engines.communicator import communicator_of
-from relax_rt.roles.rollout.engines.settings import EngineSettings
+from relax_rt.roles.rollout.engines.settings import EngineSettings, communicator_of
 
 GPU_PROCESS_MIB = 6144
 """Resident memory of a process with a GPU: CUDA's libraries, torch, pinned buffers."""

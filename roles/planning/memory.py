@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from relax_rt.roles.models.parallel import Sizes, stage_layers
+from relax_rt.roles.models.parallel import ParallelSizes, stage_layers
 from relax_rt.roles.models.settings import ShardedSettings, TrainedSettings
-from relax_rt.roles.models.shape import ModelShape, Weights
+from relax_rt.roles.models.shape import ModelShape, WeightGroup
 from relax_rt.roles.rollout.engines.settings import EngineSettings
 from relax_rt.roles.training.backend.settings import LoraTable, TrainerSettings
 
@@ -120,17 +120,17 @@ def _expert_activations(shape: ModelShape, tokens: int, imbalance: float, expert
     return dealt * width * (2 * shape.hidden + 3 * shape.expert_ffn / expert_tensor)
 
 
-def rank_elements(part: Weights, sizes: Sizes) -> int:
+def rank_elements(part: WeightGroup, sizes: ParallelSizes) -> int:
     """Elements of a weight on one rank; a vocabulary that tensor parallelism does not divide is padded."""
     if part.split == "expert":
         return part.elements // (sizes.expert * sizes.expert_tensor)
     return part.elements if part.split == "none" else -(-part.elements // sizes.tensor)
 
 
-def rank_weights(shape: ModelShape, sizes: Sizes, rank: int) -> tuple[int, int]:
+def rank_weights(shape: ModelShape, sizes: ParallelSizes, rank: int) -> tuple[int, int]:
     """Elements that a rank holds: those of the dense layers, and those of experts."""
     stage = sizes.stage(rank)
-    parts: list[Weights] = list(shape.input_weights()) if stage == 0 else []
+    parts: list[WeightGroup] = list(shape.input_weights()) if stage == 0 else []
     for layer in stage_layers(shape.layers, sizes.pipeline, stage):
         parts += shape.layer_weights(layer)
     if stage == sizes.pipeline - 1:
@@ -139,7 +139,7 @@ def rank_weights(shape: ModelShape, sizes: Sizes, rank: int) -> tuple[int, int]:
     return sum(rank_elements(part, sizes) for part in parts) - experts, experts
 
 
-def micro_batches(table: ShardedSettings, sizes: Sizes, tokens_a_step: int, longest: int) -> int:
+def micro_batches(table: ShardedSettings, sizes: ParallelSizes, tokens_a_step: int, longest: int) -> int:
     """Micro-batches of one replica in one step, all samples at their longest."""
     each = max(table.tokens_per_micro_batch, longest)
     return max(1, -(-tokens_a_step // (sizes.data * each)))
@@ -148,7 +148,7 @@ def micro_batches(table: ShardedSettings, sizes: Sizes, tokens_a_step: int, long
 def gang_memory(
     shape: ModelShape,
     table: ShardedSettings,
-    sizes: Sizes,
+    sizes: ParallelSizes,
     rank: int,
     *,
     longest: int,
@@ -184,7 +184,7 @@ def gang_memory(
     return [*found, *_overhead(communicators, moving)]
 
 
-def _state(table: ShardedSettings, sizes: Sizes, dense: int, experts: int) -> Iterator[MemoryPart]:
+def _state(table: ShardedSettings, sizes: ParallelSizes, dense: int, experts: int) -> Iterator[MemoryPart]:
     held, width = dense + experts, WIDTH[table.dtype]
     yield MemoryPart("weights", held * width, f"{held:,} parameters x {width} bytes ({table.dtype})")
     if not isinstance(table, TrainedSettings):
@@ -204,7 +204,7 @@ def _state(table: ShardedSettings, sizes: Sizes, dense: int, experts: int) -> It
     yield MemoryPart("optimizer", total, how + (f", experts {experts:,} over {expert_over}" if experts else ""))
 
 
-def _fsdp_state(shape: ModelShape, table: ShardedSettings, sizes: Sizes) -> Iterator[MemoryPart]:
+def _fsdp_state(shape: ModelShape, table: ShardedSettings, sizes: ParallelSizes) -> Iterator[MemoryPart]:
     """FSDP2: everything divided over all ranks, and two layers gathered at a time. A model that is not trained has its
     weights in float32 as well, so that its numbers are those of the trainer."""
     total, over, held = shape.parameters, sizes.world, MASTER
@@ -240,7 +240,7 @@ def adapter_elements(shape: ModelShape, lora: LoraTable) -> int:
     return lora.rank * sum(layers[name] * sum(two) for name, two in chosen.items())
 
 
-def _in_flight(sizes: Sizes, rank: int, batches: int) -> int:
+def _in_flight(sizes: ParallelSizes, rank: int, batches: int) -> int:
     """Micro-batches whose activations a stage holds at once with one forward, one backward."""
     return min(sizes.pipeline - sizes.stage(rank), batches)
 
@@ -251,7 +251,7 @@ def sequence_parallel(table: ShardedSettings) -> bool:
 
 
 def _activations(
-    shape: ModelShape, table: ShardedSettings, sizes: Sizes, rank: int, tokens: int, longest: int, pending: int
+    shape: ModelShape, table: ShardedSettings, sizes: ParallelSizes, rank: int, tokens: int, longest: int, pending: int
 ) -> MemoryPart:
     """Activations of the stage's layers for each micro-batch in flight; a forward pass alone holds one layer's."""
     layers = stage_layers(shape.layers, sizes.pipeline, sizes.stage(rank))
@@ -283,7 +283,7 @@ def _activations(
 
 
 def _logits(
-    shape: ModelShape, table: ShardedSettings, sizes: Sizes, rank: int, tokens: int, *, training: bool
+    shape: ModelShape, table: ShardedSettings, sizes: ParallelSizes, rank: int, tokens: int, *, training: bool
 ) -> MemoryPart | None:
     if sizes.stage(rank) != sizes.pipeline - 1 or shape.value_head:
         return None

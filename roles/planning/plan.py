@@ -12,7 +12,7 @@ import msgspec
 from relax_rt.config.inventory import Inventory
 from relax_rt.config.problems import Problem
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.models.parallel import ORDER, Group, Sizes, coordinates
+from relax_rt.roles.models.parallel import ORDER, ParallelSizes, RankGroup, coordinates
 from relax_rt.roles.models.settings import ShardedSettings
 from relax_rt.roles.models.shape import ModelShape, read_shape
 from relax_rt.roles.planning.communicators import PlannedCommunicator, Port, communicators, ports, ranges
@@ -69,12 +69,12 @@ class GangPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     backend: str
-    sizes: Sizes
+    sizes: ParallelSizes
     data: int
     expert_data: int
     order: tuple[str, ...]
     ranks: list[PlannedRank]
-    groups: list[Group]
+    groups: list[RankGroup]
 
 
 class HardwarePlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -247,7 +247,7 @@ def read_history(run_dir: Path) -> History:
     losses = Losses()
     for event in read_events(run_dir):
         ends.see(_t(event))
-        losses.take(event)
+        losses.update(event)
     history.losses = losses.total
     history.sessions = ends.spans()
     history.steps = path.steps()

@@ -9,19 +9,18 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_rt.config.job import GoldReport, WrongGold
+from relax_rt.config.job import AnswerReport, UnreadableAnswer
 from relax_rt.roles.data.index import RowIndex
 from relax_rt.roles.data.items import answer_text
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.dry_run import offered_info
 from relax_rt.roles.rewards.library.functions import rewards
-from relax_rt.roles.rewards.scoring import Request, Score
+from relax_rt.roles.rewards.scoring import RewardRequest, Score
 from relax_rt.roles.rewards.settings import ComponentTable, RewardTable
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ ANSWER = 1000
 
 def answer_reports(
     table: RewardTable | None, data: DataTable, config_dir: Path, *, every: bool = False
-) -> list[GoldReport]:
+) -> list[AnswerReport]:
     """Run check_answers with the reward functions and the data of a run.
 
     Raises:
@@ -50,7 +49,7 @@ def answer_reports(
     return check_answers(table, RowIndex.open(data, config_dir), config_dir, every=every)
 
 
-def check_answers(table: RewardTable, rows: RowIndex, config_dir: Path, *, every: bool = False) -> list[GoldReport]:
+def check_answers(table: RewardTable, rows: RowIndex, config_dir: Path, *, every: bool = False) -> list[AnswerReport]:
     """Score right answers of rows with each reward that compares with them.
 
     Args:
@@ -62,12 +61,16 @@ def check_answers(table: RewardTable, rows: RowIndex, config_dir: Path, *, every
     comparing = _comparing(table)
     if not comparing:
         return []
-    chosen = range(len(rows)) if every else sorted(_chosen(len(rows)))
+    chosen: Sequence[int] = range(len(rows))
+    if not every:
+        rest = range(FIRST, len(rows))
+        drawn = random.Random(SEED).sample(rest, min(DRAWN, len(rest)))
+        chosen = [*range(min(FIRST, len(rows))), *sorted(drawn)]
     return [asyncio.run(_check(table, one, right, rows, chosen, config_dir)) for one, right in comparing]
 
 
 def _comparing(table: RewardTable) -> list[tuple[ComponentTable, Callable[[Any], str]]]:
-    """The named rewards that define a right completion, each with its `Reward.gold`."""
+    """Return the named rewards that define a right completion, each with its `Reward.gold`."""
     named = table.components or ([ComponentTable(name=table.function)] if table.function in rewards() else [])
     found = []
     for one in named:
@@ -77,20 +80,15 @@ def _comparing(table: RewardTable) -> list[tuple[ComponentTable, Callable[[Any],
     return found
 
 
-def _chosen(rows: int) -> set[int]:
-    rest = range(FIRST, rows)
-    return {*range(min(FIRST, rows)), *random.Random(SEED).sample(rest, min(DRAWN, len(rest)))}
-
-
 async def _check(
     table: RewardTable,
     one: ComponentTable,
     right: Callable[[Any], str],
     rows: RowIndex,
-    chosen: Iterable[int],
+    chosen: Sequence[int],
     config_dir: Path,
-) -> GoldReport:
-    report = GoldReport(str(one.label or one.name), len(rows))
+) -> AnswerReport:
+    report = AnswerReport(str(one.label or one.name), len(rows))
     workers = max(1, min(4, len(os.sched_getaffinity(0)))) if table.workers else 0
     # With weight 1, so that the total of a right answer is 1 whatever the component counts in the run.
     component = one.model_copy(update={"weight": 1.0})
@@ -100,10 +98,15 @@ async def _check(
     known: dict[str, str] = {}
     try:
         await scorer.start()
-        for numbers in _chunks(chosen):
-            items = [rows.raw(number) for number in numbers]
+        for start in range(0, len(chosen), CHUNK):
+            items = [rows.raw(number) for number in chosen[start : start + CHUNK]]
             fresh = {_key(item.answer): item.answer for item in items if _key(item.answer) not in known}
-            requests = [_request(answer, right, group) for group, answer in enumerate(fresh.values())]
+            requests = []
+            for group, answer in enumerate(fresh.values()):
+                text = right(answer)
+                about = {"finish_reason": "stop", "truncated": False, "tokens": max(1, len(text)), "turns": []}
+                info = offered_info("", {}, None, item="", split="train", **about)
+                requests.append(RewardRequest(text, answer, info, group))
             for key, result in zip(fresh, await scorer.score(requests), strict=True):
                 known[key] = _why(result)
             for item in items:
@@ -112,7 +115,7 @@ async def _check(
                     report.wrong += 1
                     if len(report.examples) < KEPT:
                         shown = answer if len(answer := answer_text(item.answer)) <= ANSWER else f"{answer[:ANSWER]}…"
-                        report.examples.append(WrongGold(item.where, shown, why))
+                        report.examples.append(UnreadableAnswer(item.where, shown, why))
             if len(known) > 1_000_000:
                 known.clear()
     finally:
@@ -120,24 +123,12 @@ async def _check(
     return report
 
 
-def _chunks(numbers: Iterable[int]) -> Iterator[list[int]]:
-    left = iter(numbers)
-    while chunk := list(islice(left, CHUNK)):
-        yield chunk
-
-
 def _key(answer: Any) -> str:
     return f"{type(answer).__name__} {answer!r}"
 
 
-def _request(answer: Any, right: Callable[[Any], str], group: int) -> Request:
-    completion = right(answer)
-    about = {"finish_reason": "stop", "truncated": False, "tokens": max(1, len(completion)), "turns": []}
-    return Request(completion, answer, offered_info("", {}, None, item="", split="train", **about), group)
-
-
 def _why(result: Any) -> str:
-    """Why a right answer did not get 1; empty if it did."""
+    """Return why a right answer did not get 1; empty if it did."""
     if isinstance(result, Score) and not result.unreadable:
         return "" if result.total == 1.0 else f"it gets {result.total:g}"
     reason = result.unreadable if isinstance(result, Score) else result.reason

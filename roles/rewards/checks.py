@@ -15,7 +15,7 @@ from relax_rt.process.sandbox import SandboxFailed, cached_mode
 from relax_rt.roles.rewards.compose import Component, read_components, requested_info, takes_groups
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 from relax_rt.roles.rewards.judge import Judging, fields_of, load_judging
-from relax_rt.roles.rewards.scoring import Request
+from relax_rt.roles.rewards.scoring import RewardRequest
 from relax_rt.roles.rewards.settings import JudgeTable, RewardTable
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.transport.rpc.errors import RelaxError
@@ -153,7 +153,7 @@ def _check_questions(config: RunConfig, judging: Judging, items: Sequence[Prompt
     for item in items[:4]:
         info = {"question": item.question, "metadata": item.metadata}
         try:
-            asked = judging.questions(Request("", item.answer, info))
+            asked = judging.questions(RewardRequest("", item.answer, info))
         except ValueError as error:
             yield Problem((*JUDGE, "prompt"), str(error))
             return

@@ -17,15 +17,22 @@ from relax_rt.config.problems import KeyPath, Problem, dotted
 from relax_rt.process.sandbox import SandboxFailed, SandboxMode, require_level
 from relax_rt.roles.rewards.library.code import SandboxOptions
 from relax_rt.roles.rewards.library.functions import RewardFunction, RunsIn, read_options, rewards
-from relax_rt.roles.rewards.scoring import CONCURRENT_CALLS, Caller, Failed, Request, Score, ThreadScorer
+from relax_rt.roles.rewards.scoring import (
+    CONCURRENT_CALLS,
+    RewardCaller,
+    RewardFailed,
+    RewardRequest,
+    Score,
+    ThreadScorer,
+)
 from relax_rt.roles.rewards.settings import ComponentTable, RewardTable
-from relax_rt.roles.rewards.worker import FunctionSpec, Setup, TaskSpec, load_function, task_verifier
+from relax_rt.roles.rewards.worker import FunctionSpec, RewardWorkerSetup, TaskSpec, load_function, task_verifier
 from relax_rt.roles.rewards.workers import RewardWorkers
 from relax_rt.transport.base.targets import did_you_mean
 from relax_rt.transport.rpc.errors import RelaxError
 
 REWARD: KeyPath = ("reward",)
-UNSCORED = Failed("it was not scored")
+UNSCORED = RewardFailed("it was not scored")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +165,9 @@ def takes_groups(table: RewardTable) -> bool:
 class ScoreCall(Protocol):
     """Scores requests with one component, in order."""
 
-    async def __call__(self, requests: Sequence[Request], after_each: Callable[[], None]) -> list[Score | Failed]: ...
+    async def __call__(
+        self, requests: Sequence[RewardRequest], after_each: Callable[[], None]
+    ) -> list[Score | RewardFailed]: ...
 
 
 class Rewards:
@@ -195,7 +204,7 @@ class Rewards:
     def of_function(cls, function: Callable[..., Any], timeout_s: float) -> Rewards:
         """Score with one plain function, called in a thread of this process: for tests and users' own programs."""
         made = cls(RewardTable(function="exact", timeout_s=timeout_s, workers=0), Path())
-        scorer = ThreadScorer(Caller(RewardFunction(function, "f"), timeout_s), timeout_s)
+        scorer = ThreadScorer(RewardCaller(RewardFunction(function, "f"), timeout_s), timeout_s)
         made.components = [Component("f", 1.0, FunctionSpec("f"), "worker", zero_failures=False, zero_excess=False)]
         made._threads.append(scorer)
         made._scores.append(scorer.score)
@@ -209,9 +218,18 @@ class Rewards:
         """
         table, in_workers = self._table, [one.function for one in self.components if one.runs_in == "worker"]
         try:
-            await self._check_sandboxes()
+            for one in self.components:
+                if one.sandbox is None:
+                    continue
+                try:
+                    mode = await require_level(one.sandbox.box, one.sandbox.command)
+                except SandboxFailed as error:
+                    what = f"{one.function.setting} = {one.function.target!r}"
+                    raise RelaxError(what, why=f"{error.what}: {error.why}", hint=error.hint) from error
+                if self.sandbox is None or mode.level == "limits":
+                    self.sandbox = mode
             if in_workers and table.workers:
-                setup = Setup(in_workers, str(self._config_dir), table.timeout_s, self._task)
+                setup = RewardWorkerSetup(in_workers, str(self._config_dir), table.timeout_s, self._task)
                 self._workers = RewardWorkers(
                     setup,
                     table.workers,
@@ -226,23 +244,13 @@ class Rewards:
             await self.close()
             raise
 
-    async def _check_sandboxes(self) -> None:
-        for one in self.components:
-            if one.sandbox is None:
-                continue
-            try:
-                mode = await require_level(one.sandbox.box, one.sandbox.command)
-            except SandboxFailed as error:
-                what = f"{one.function.setting} = {one.function.target!r}"
-                raise RelaxError(what, why=f"{error.what}: {error.why}", hint=error.hint) from error
-            if self.sandbox is None or mode.level == "limits":
-                self.sandbox = mode
-
     async def _load(self, one: Component, in_workers: list[FunctionSpec]) -> ScoreCall:
         if one.runs_in == "worker" and self._workers is not None:
             workers, number = self._workers, in_workers.index(one.function)
 
-            async def score(requests: Sequence[Request], after_each: Callable[[], None]) -> list[Score | Failed]:
+            async def score(
+                requests: Sequence[RewardRequest], after_each: Callable[[], None]
+            ) -> list[Score | RewardFailed]:
                 return await workers.score(number, requests, after_each)
 
             return score
@@ -250,9 +258,25 @@ class Rewards:
         function = await asyncio.to_thread(load_function, one.function, self._config_dir)
         if one.runs_in == "inline" and function.is_async:
             self._inline.append(function)
-            return _inline_score(Caller(function, None))
+            inline = RewardCaller(function, None)
+
+            async def score_inline(
+                requests: Sequence[RewardRequest], after_each: Callable[[], None]
+            ) -> list[Score | RewardFailed]:
+                """Await calls that have deadlines of their own in this process's event loop."""
+                results: list[Score | RewardFailed] = [UNSCORED] * len(requests)
+                for first in range(0, len(requests), CONCURRENT_CALLS):
+
+                    def done(index: int, result: Score | RewardFailed, first: int = first) -> None:
+                        results[first + index] = result
+                        after_each()
+
+                    await inline.together(requests[first : first + CONCURRENT_CALLS], done)
+                return results
+
+            return score_inline
         timeout_s = self._table.timeout_s
-        caller = Caller(function, timeout_s, task_verifier(self._task))
+        caller = RewardCaller(function, timeout_s, task_verifier(self._task))
         scorer = ThreadScorer(caller, timeout_s, groups=one.function.group)
         self._threads.append(scorer)
         return scorer.score
@@ -269,8 +293,8 @@ class Rewards:
         return self._workers.pool.level if self._workers is not None else ""
 
     async def score(
-        self, requests: Sequence[Request], after_each: Callable[[], None] = lambda: None
-    ) -> list[Score | Failed]:
+        self, requests: Sequence[RewardRequest], after_each: Callable[[], None] = lambda: None
+    ) -> list[Score | RewardFailed]:
         """Return scores in order. Where a component scores groups, requests of one `group` fail together.
 
         Args:
@@ -284,11 +308,19 @@ class Rewards:
             asked = [tasks.create_task(score(sorted_requests, after_each)) for score in self._scores]
         results = [combine(self.components, parts) for parts in zip(*(task.result() for task in asked), strict=True)]
         if self.groups:
-            _fail_together(sorted_requests, results)
+            # The group of a failed member is regenerated as a whole, or its function would score only a part of it.
+            failed: dict[int, RewardFailed] = {}
+            for request, result in zip(sorted_requests, results, strict=True):
+                if isinstance(result, RewardFailed):
+                    failed.setdefault(request.group, result)
+            for index, request in enumerate(sorted_requests):
+                if (why := failed.get(request.group)) is not None and not isinstance(results[index], RewardFailed):
+                    reason = f"another completion of its group failed: {why.reason}"
+                    results[index] = RewardFailed(reason, excess=why.excess)
         found = dict(zip(order, results, strict=True))
         return [found[index] for index in range(len(requests))]
 
-    async def score_one(self, request: Request) -> Score | Failed:
+    async def score_one(self, request: RewardRequest) -> Score | RewardFailed:
         """Score one completion."""
         (result,) = await self.score([request])
         return result
@@ -304,24 +336,7 @@ class Rewards:
                 await close()
 
 
-def _inline_score(caller: Caller) -> ScoreCall:
-    """Return calls of an async function that has deadlines of its own, awaited in this process's event loop."""
-
-    async def score(requests: Sequence[Request], after_each: Callable[[], None]) -> list[Score | Failed]:
-        results: list[Score | Failed] = [UNSCORED] * len(requests)
-        for first in range(0, len(requests), CONCURRENT_CALLS):
-
-            def done(index: int, result: Score | Failed, first: int = first) -> None:
-                results[first + index] = result
-                after_each()
-
-            await caller.together(requests[first : first + CONCURRENT_CALLS], done)
-        return results
-
-    return score
-
-
-def combine(components: Sequence[Component], results: Sequence[Score | Failed]) -> Score | Failed:
+def combine(components: Sequence[Component], results: Sequence[Score | RewardFailed]) -> Score | RewardFailed:
     """Return the weighted sum of one completion's scores. Pure.
 
     An unreadable answer of the data makes its component 0 for the whole group, which gives zero advantage. Failing the
@@ -334,12 +349,12 @@ def combine(components: Sequence[Component], results: Sequence[Score | Failed]) 
     total, parts, forgiven, unreadable = 0.0, {}, [], ""
     turns: list[float] = []
     for one, result in zip(components, results, strict=True):
-        if isinstance(result, Failed):
+        if isinstance(result, RewardFailed):
             why = f"{one.label}: {result.reason}" if len(components) > 1 else result.reason
             if result.unreadable:
                 unreadable = unreadable or why
             elif not (one.zero_failures or (result.excess and one.zero_excess)):
-                return Failed(why, stuck=result.stuck, excess=result.excess)
+                return RewardFailed(why, stuck=result.stuck, excess=result.excess)
             forgiven.append(why)
             parts[one.label] = 0.0
             continue
@@ -349,18 +364,6 @@ def combine(components: Sequence[Component], results: Sequence[Score | Failed]) 
             parts |= {f"{one.label}.{name}": value for name, value in result.components.items()}
         if result.turns:
             if turns and len(turns) != len(result.turns):
-                return Failed(f"{one.label} has {len(result.turns)} turn_rewards, and others have {len(turns)}")
+                return RewardFailed(f"{one.label} has {len(result.turns)} turn_rewards, and others have {len(turns)}")
             turns = [a + one.weight * b for a, b in zip(turns or [0.0] * len(result.turns), result.turns, strict=True)]
     return Score(total, parts, tuple(turns), tuple(forgiven), unreadable)
-
-
-def _fail_together(requests: Sequence[Request], results: list[Score | Failed]) -> None:
-    """Fail the whole group of a failed member: it is regenerated as a whole, or its function would see only a part."""
-    why: dict[int, Failed] = {}
-    for request, result in zip(requests, results, strict=True):
-        if isinstance(result, Failed):
-            why.setdefault(request.group, result)
-    for index, request in enumerate(requests):
-        if request.group in why and not isinstance(results[index], Failed):
-            first = why[request.group]
-            results[index] = Failed(f"another completion of its group failed: {first.reason}", excess=first.excess)

@@ -13,7 +13,7 @@ from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.roles.data.items import answer_text
 from relax_rt.roles.models.cache import say
 from relax_rt.roles.rewards.compose import REWARD, Rewards
-from relax_rt.roles.rewards.scoring import Failed, Request
+from relax_rt.roles.rewards.scoring import RewardFailed, RewardRequest
 from relax_rt.roles.rewards.settings import RewardTable
 from relax_rt.roles.rewards.worker import TaskSpec
 from relax_rt.transport.rpc.errors import RelaxError
@@ -91,12 +91,17 @@ def dry_run(
         rewards = Rewards(table, config_dir, task, path=path, key=key)
         return asyncio.run(_first_failure(rewards, requests_for(table, items, also), table, (*path, key)))
     except RelaxError as error:
-        return [Problem(_path(error.what), error.why or str(error), error.hint)]
+        # The key of the component that the error names.
+        named = SETTING.match(error.what)
+        at: KeyPath = KEY
+        if named is not None:
+            at = (*named[1].split("."), int(named[2]), *([named[3]] if named[3] else []))
+        return [Problem(at, error.why or str(error), error.hint)]
 
 
 def requests_for(
     table: RewardTable, items: Sequence[RewardItem], also: Callable[[str], Mapping[str, Any]] = lambda completion: {}
-) -> list[Request]:
+) -> list[RewardRequest]:
     """Return four completions of each item."""
     requests = []
     for group, item in enumerate(items[:ITEMS]):
@@ -113,13 +118,13 @@ def requests_for(
                 **also(text),
             }
             requests.append(
-                Request(text, item.answer, offered_info(item.question, item.metadata, None, **about), group)
+                RewardRequest(text, item.answer, offered_info(item.question, item.metadata, None, **about), group)
             )
     return requests
 
 
 async def _first_failure(
-    rewards: Rewards, requests: Sequence[Request], table: RewardTable, path: KeyPath
+    rewards: Rewards, requests: Sequence[RewardRequest], table: RewardTable, path: KeyPath
 ) -> list[Problem]:
     totals: set[float] = set()
     try:
@@ -128,39 +133,23 @@ async def _first_failure(
         for _, members in itertools.groupby(requests, key=lambda r: r.group if rewards.groups else id(r)):
             asked = list(members)
             for request, result in zip(asked, await rewards.score(asked), strict=True):
-                if isinstance(result, Failed):
-                    return [_failure(rewards, request, result.reason, table, path)]
+                if isinstance(result, RewardFailed):
+                    called = f"on completion {request.completion!r:.60}, answer {request.answer!r:.40}"
+                    if table.function is not None:
+                        return [Problem(KEY, f"reward.function failed in a dry run: {result.reason}, {called}")]
+                    labels = [one.label for one in rewards.components]
+                    index = next((i for i, label in enumerate(labels) if result.reason.startswith(f"{label}: ")), 0)
+                    return [Problem((*path, index), f"a reward failed in a dry run: {result.reason}, {called}")]
                 totals.add(result.total)
     finally:
         await rewards.close()
     if len(totals) == 1 and table.judge is None:
-        say(f"warning: {_equal(requests, totals.pop())}")
+        warning = (
+            f"the reward is {totals.pop():g} for each of {len(requests)} completions in a dry run, for right answers "
+            "and for junk: a policy learns nothing from equal rewards"
+        )
+        answer = requests[0].answer
+        if not isinstance(answer, str):
+            warning += f". Answers are {type(answer).__name__}, as {answer!r:.40}: annotate `answer: str` to get text"
+        say(f"warning: {warning}")
     return []
-
-
-def _equal(requests: Sequence[Request], total: float) -> str:
-    found = (
-        f"the reward is {total:g} for each of {len(requests)} completions in a dry run, for right answers and for "
-        "junk: a policy learns nothing from equal rewards"
-    )
-    answer = requests[0].answer
-    if isinstance(answer, str):
-        return found
-    return f"{found}. Answers are {type(answer).__name__}, as {answer!r:.40}: annotate `answer: str` to get text"
-
-
-def _failure(rewards: Rewards, request: Request, reason: str, table: RewardTable, path: KeyPath) -> Problem:
-    called = f"on completion {request.completion!r:.60}, answer {request.answer!r:.40}"
-    if table.function is not None:
-        return Problem(KEY, f"reward.function failed in a dry run: {reason}, {called}")
-    labels = [one.label for one in rewards.components]
-    index = next((i for i, label in enumerate(labels) if reason.startswith(f"{label}: ")), 0)
-    return Problem((*path, index), f"a reward failed in a dry run: {reason}, {called}")
-
-
-def _path(what: str) -> tuple[str | int, ...]:
-    """Return the key of the component that an error names."""
-    named = SETTING.match(what)
-    if named is None:
-        return KEY
-    return (*named[1].split("."), int(named[2]), *([named[3]] if named[3] else []))

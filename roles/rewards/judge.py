@@ -18,7 +18,7 @@ from relax_rt.config.schema import RunConfig
 from relax_rt.roles.data.items import answer_text
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.roles.rewards.genrm.settings import judge_folder
-from relax_rt.roles.rewards.scoring import Failed, Request
+from relax_rt.roles.rewards.scoring import RewardFailed, RewardRequest
 from relax_rt.roles.rewards.settings import JudgeTable, RewardTable
 from relax_rt.roles.rollout.router import GenerationRequest, NotGenerated, Outcome
 from relax_rt.transport.rpc.errors import RelaxError
@@ -62,7 +62,7 @@ def fields_of(template: str) -> list[str]:
     return found
 
 
-def known_fields(request: Request) -> dict[str, Any]:
+def known_fields(request: RewardRequest) -> dict[str, Any]:
     """Return the fields that a prompt about this request may use."""
     metadata: Mapping[str, Any] = request.info.get("metadata", {})
     answer = answer_text(request.answer)
@@ -82,7 +82,7 @@ class Judging:
         self._pattern = re.compile(table.pattern, re.IGNORECASE if table.words else 0)
         self._words = {word.casefold(): value for word, value in table.words.items()}
 
-    def questions(self, request: Request) -> list[JudgeQuestion]:
+    def questions(self, request: RewardRequest) -> list[JudgeQuestion]:
         """Return one question for each sample of the verdict.
 
         Raises:
@@ -117,7 +117,7 @@ class Judging:
         low, high = self.table.lowest, self.table.highest
         return min(1.0, max(0.0, (number - low) / (high - low)))
 
-    def verdict(self, answers: Sequence[Sequence[int]]) -> JudgeVerdict | Failed:
+    def verdict(self, answers: Sequence[Sequence[int]]) -> JudgeVerdict | RewardFailed:
         """Return the verdict on one completion.
 
         Args:
@@ -127,7 +127,7 @@ class Judging:
         values = [self.read(text) for text in words]
         if None in values:
             text = words[values.index(None)]
-            return Failed(f"the judge's words hold no verdict (reward.judge.pattern): {text[-SHOWN:]!r}")
+            return RewardFailed(f"the judge's words hold no verdict (reward.judge.pattern): {text[-SHOWN:]!r}")
         numbers = [value for value in values if value is not None]
         return JudgeVerdict(sum(numbers) / len(numbers), words)
 
@@ -136,7 +136,7 @@ Generate = Callable[[GenerationRequest], Awaitable[Outcome]]
 """As `Router.generate`."""
 
 
-class LateVerdict(Failed, frozen=True):
+class LateVerdict(RewardFailed, frozen=True):
     """No judge answered in time; neither the sample nor the judge's answer is at fault."""
 
 
@@ -152,29 +152,25 @@ class Judge:
         self._room = asyncio.Semaphore(MAX_IN_FLIGHT)
 
     async def verdicts(
-        self, requests: Sequence[Request], after_each: Callable[[], None] = lambda: None
-    ) -> list[JudgeVerdict | Failed]:
+        self, requests: Sequence[RewardRequest], after_each: Callable[[], None] = lambda: None
+    ) -> list[JudgeVerdict | RewardFailed]:
         """Return verdicts in order; `after_each` is called for each as it comes. An error fails its sample only."""
 
-        async def one(request: Request) -> JudgeVerdict | Failed:
-            verdict = await self._verdict(request)
+        async def one(request: RewardRequest) -> JudgeVerdict | RewardFailed:
+            try:
+                answers = [await self._answer(question) for question in self._judging.questions(request)]
+                verdict = self._judging.verdict(answers)
+            except NotGenerated as error:
+                failed = f"the judge did not answer: {error}"
+                verdict = LateVerdict(failed) if error.outcome.kind == "late" else RewardFailed(failed)
+            except (RelaxError, ValueError) as error:
+                verdict = RewardFailed(f"the judge cannot be asked: {error}")
             after_each()
             return verdict
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(request)) for request in requests]
         return [task.result() for task in tasks]
-
-    async def _verdict(self, request: Request) -> JudgeVerdict | Failed:
-        try:
-            questions = self._judging.questions(request)
-            answers = [await self._answer(question) for question in questions]
-        except NotGenerated as error:
-            failed = f"the judge did not answer: {error}"
-            return LateVerdict(failed) if error.outcome.kind == "late" else Failed(failed)
-        except (RelaxError, ValueError) as error:
-            return Failed(f"the judge cannot be asked: {error}")
-        return self._judging.verdict(answers)
 
     async def _answer(self, question: JudgeQuestion) -> list[int]:
         table = self._judging.table
@@ -205,6 +201,6 @@ def load_judging(config: RunConfig, config_dir: Path) -> Judging:
     return Judging(table, load_tokenizer(judge_folder(config, config_dir)))
 
 
-def with_verdict(request: Request, verdict: JudgeVerdict) -> Request:
+def with_verdict(request: RewardRequest, verdict: JudgeVerdict) -> RewardRequest:
     """Return the request with the verdict among what a reward function may ask for."""
     return msgspec.structs.replace(request, info={**request.info, "verdict": verdict.value})

@@ -18,11 +18,11 @@ from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.dry_run import offered_info, task_of
 from relax_rt.roles.rewards.genrm.settings import genrm_settings
 from relax_rt.roles.rewards.judge import Judge, JudgeVerdict, Judging, LateVerdict, load_judging, with_verdict
-from relax_rt.roles.rewards.scoring import Failed, Request, Score
+from relax_rt.roles.rewards.scoring import RewardFailed, RewardRequest, Score
 from relax_rt.roles.rewards.settings import RewardSettings, RewardTable
 from relax_rt.roles.rollout.router.role import RouterRole
 from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample
-from relax_rt.transport.queue.ledger.messages import ABOUT, Failure
+from relax_rt.transport.queue.ledger.messages import ABOUT, Failure, SampleKey
 from relax_rt.transport.rpc.errors import ProtocolError, RelaxError
 
 TASK = "reward"
@@ -75,7 +75,12 @@ class RewardRole(RouterRole[RewardSettings]):
 
     async def setup(self) -> None:
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading tokenizer and reward function")
-        self.rewards = self._make_rewards()
+
+        def on_lost(why: str) -> None:
+            self.ctx.event("reward_worker_lost", reason=why[:500])
+
+        task = task_of(self.table(DataTable))
+        self.rewards = Rewards(self.table(RewardTable), self.config_dir, task, on_lost)
         self.resources.push_async_callback(self.rewards.close)
         starting = asyncio.create_task(self.rewards.start())
         try:
@@ -94,12 +99,6 @@ class RewardRole(RouterRole[RewardSettings]):
         if self.table(RewardTable).judge is not None:
             self.judging = load_judging(self.config, self.config_dir)
 
-    def _make_rewards(self) -> Rewards:
-        def on_lost(why: str) -> None:
-            self.ctx.event("reward_worker_lost", reason=why[:500])
-
-        return Rewards(self.table(RewardTable), self.config_dir, task_of(self.table(DataTable)), on_lost)
-
     async def run(self) -> None:
         # A request for several whole groups would wait for all of them.
         groups = 1 if self.rewards.groups else 0
@@ -115,22 +114,34 @@ class RewardRole(RouterRole[RewardSettings]):
         began = time.monotonic()
         requests = [self._request(sample) for sample in batch.samples]
         results = await self._score_requests(requests)
-        columns, failures = {}, []
+        columns: dict[SampleKey, dict[str, Any]] = {}
+        failures: list[Failure] = []
         for sample, result in zip(batch.samples, results, strict=True):
-            if isinstance(result, Failed):
-                failures.append(_failure(sample, result))
-            else:
-                columns[sample.key] = _columns(result)
+            if isinstance(result, RewardFailed):
+                meta = sample.decode("meta", SampleMeta)
+                late = result.excess or isinstance(result, LateVerdict)
+                about = str(meta.info.get("question", ""))[:ABOUT]
+                failures.append(Failure(sample.key, result.reason[:500], late, meta.item, about))
+                continue
+            columns[sample.key] = {"reward": np.float32(result.total), "rewards": result.components}
+            if result.turns:
+                columns[sample.key]["turn_rewards"] = np.array(result.turns, np.float32)
         await self.queue.complete(batch, columns, failures)
         if not self._has_worked:
             self._has_worked = True
             self.ctx.event("first_work", what=f"{len(results)} samples scored")
         self._counters.add(results, time.monotonic() - began)
-        self._report_unreadable(requests, results)
+        for request, result in zip(requests, results, strict=True):
+            # An item whose right answer cannot be read is reported once.
+            item = str(request.info.get("item", ""))
+            unreadable = result.unreadable if isinstance(result, Score) else ""
+            if unreadable and item not in self._unreadable and len(self._unreadable) < MAX_UNREADABLE:
+                self._unreadable.add(item)
+                self.ctx.event("answer_unreadable", item=item, items=len(self._unreadable), reason=unreadable[:500])
         self._report()
         self._check_health(results)
 
-    async def _score_requests(self, requests: list[Request]) -> list[Score | Failed]:
+    async def _score_requests(self, requests: list[RewardRequest]) -> list[Score | RewardFailed]:
         """Return scores in order; a sample without a verdict fails before the function is called."""
 
         def advance() -> None:
@@ -145,7 +156,7 @@ class RewardRole(RouterRole[RewardSettings]):
         scores = iter(await self.rewards.score(found, advance))
         return [next(scores) if isinstance(verdict, JudgeVerdict) else verdict for verdict in verdicts]
 
-    def _request(self, sample: LeasedSample) -> Request:
+    def _request(self, sample: LeasedSample) -> RewardRequest:
         meta = sample.decode("meta", SampleMeta)
         if meta.tokenizer_digest != self.tokenizer.tokenizer_digest:
             raise ProtocolError(
@@ -154,6 +165,9 @@ class RewardRole(RouterRole[RewardSettings]):
                 hint="all roles must load the same model folder",
             )
         tokens = sample["tokens"][sample["loss_mask"] != 0]
+        # The conversation as text, if the assistant has more than one turn.
+        several = sum(span.role == "assistant" for span in meta.turns) > 1
+        turns = [(span.role, sample["tokens"][span.start : span.end]) for span in meta.turns if several]
         info = offered_info(
             str(meta.info.get("question", "")),
             dict(meta.info.get("metadata", {})),
@@ -163,40 +177,20 @@ class RewardRole(RouterRole[RewardSettings]):
             finish_reason=meta.finish_reason,
             truncated=meta.truncated,
             tokens=len(tokens),
-            turns=self._turns(sample, meta),
+            turns=[{"role": role, "text": self.tokenizer.decode(own)} for role, own in turns],
         )
-        return Request(self.tokenizer.decode(tokens), meta.answer, info, meta.group)
+        return RewardRequest(self.tokenizer.decode(tokens), meta.answer, info, meta.group)
 
-    def _turns(self, sample: LeasedSample, meta: SampleMeta) -> list[dict[str, str]]:
-        """Return the conversation as text, turn by turn, if the assistant has more than one turn."""
-        if sum(span.role == "assistant" for span in meta.turns) < 2:
-            return []
-        tokens = sample["tokens"]
-        return [{"role": s.role, "text": self.tokenizer.decode(tokens[s.start : s.end])} for s in meta.turns]
-
-    def _report_unreadable(self, requests: list[Request], results: list[Score | Failed]) -> None:
-        """Emit an event for each item whose right answer cannot be read, once per item."""
-        for request, result in zip(requests, results, strict=True):
-            item = str(request.info.get("item", ""))
-            if (
-                isinstance(result, Score)
-                and result.unreadable
-                and item not in self._unreadable
-                and len(self._unreadable) < MAX_UNREADABLE
-            ):
-                self._unreadable.add(item)
-                self.ctx.event(
-                    "gold_unreadable", item=item, items=len(self._unreadable), reason=result.unreadable[:500]
-                )
-
-    def _check_health(self, results: list[Score | Failed]) -> None:
+    def _check_health(self, results: list[Score | RewardFailed]) -> None:
         """Raise if the process, not a sample, is at fault; the role then restarts."""
         for result in results:
             if isinstance(result, LateVerdict):
                 continue
-            self._failures_in_a_row = self._failures_in_a_row + 1 if isinstance(result, Failed) else 0
-            self._has_scored = self._has_scored or not isinstance(result, Failed)
-        failed = [result for result in results if isinstance(result, Failed) and not isinstance(result, LateVerdict)]
+            self._failures_in_a_row = self._failures_in_a_row + 1 if isinstance(result, RewardFailed) else 0
+            self._has_scored = self._has_scored or not isinstance(result, RewardFailed)
+        failed = [
+            result for result in results if isinstance(result, RewardFailed) and not isinstance(result, LateVerdict)
+        ]
         for result in failed:
             if result.stuck:
                 raise RelaxError(
@@ -238,11 +232,11 @@ class RewardCounters:
         """Return whether it is time for a record."""
         return time.monotonic() - self.since >= REPORT_EVERY_S
 
-    def add(self, results: list[Score | Failed], seconds: float) -> None:
+    def add(self, results: list[Score | RewardFailed], seconds: float) -> None:
         """Count a batch."""
         self.seconds += seconds
         for result in results:
-            if isinstance(result, Failed):
+            if isinstance(result, RewardFailed):
                 self.failed += 1
                 self.reason = self.reason or result.reason[:500]
                 continue
@@ -267,16 +261,3 @@ class RewardCounters:
             "mean": total,
             "components": means,
         }
-
-
-def _failure(sample: LeasedSample, failed: Failed) -> Failure:
-    meta = sample.decode("meta", SampleMeta)
-    late, about = failed.excess or isinstance(failed, LateVerdict), str(meta.info.get("question", ""))[:ABOUT]
-    return Failure(sample.key, failed.reason[:500], late, meta.item, about)
-
-
-def _columns(score: Score) -> dict[str, Any]:
-    columns: dict[str, Any] = {"reward": np.float32(score.total), "rewards": score.components}
-    if score.turns:
-        columns["turn_rewards"] = np.array(score.turns, np.float32)
-    return columns

@@ -33,7 +33,7 @@ GRACE_S = 1.0
 """Time for an event loop on top of its calls' deadlines, before its thread or process is abandoned."""
 
 
-class Request(msgspec.Struct, frozen=True):
+class RewardRequest(msgspec.Struct, frozen=True):
     """One completion to score.
 
     Attributes:
@@ -62,7 +62,7 @@ class Score(msgspec.Struct, frozen=True):
     unreadable: str = ""
 
 
-class Failed(msgspec.Struct, frozen=True):
+class RewardFailed(msgspec.Struct, frozen=True):
     """Why a completion has no reward.
 
     Attributes:
@@ -76,7 +76,7 @@ class Failed(msgspec.Struct, frozen=True):
     unreadable: bool = False
 
 
-def read_score(value: Any) -> Score:
+def parse_score(value: Any) -> Score:
     """Return a reward function's result as a score.
 
     A number is the total; a dict holds components, whose sum is the total unless it has a `total` of its own. Its
@@ -88,7 +88,11 @@ def read_score(value: Any) -> Score:
     if not isinstance(value, dict):
         number = _number(value, "it")
         return Score(number, {"reward": number})
-    turns = _turns(value.get(TURNS))
+    given = value.get(TURNS, ())
+    given = () if given is None else given
+    if isinstance(given, str | bytes | dict) or not hasattr(given, "__len__") or len(given) > MAX_TURNS:
+        raise ValueError(f"returned {TURNS} = {given!r:.80}; it must be a list of at most {MAX_TURNS} numbers")
+    turns = tuple(_number(one, f"{TURNS}[{turn}]") for turn, one in enumerate(given))
     parts = {name: part for name, part in value.items() if name != TURNS}
     if not value or len(parts) > MAX_COMPONENTS:
         raise ValueError(f"returned a dict of {len(parts)} components; 1 to {MAX_COMPONENTS} are taken")
@@ -97,14 +101,6 @@ def read_score(value: Any) -> Score:
     if total is None:
         total = _number(sum(numbers.values()) if numbers else sum(turns), "the sum")
     return Score(total, numbers or {"reward": total}, turns)
-
-
-def _turns(value: Any) -> tuple[float, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, str | bytes | dict) or not hasattr(value, "__len__") or len(value) > MAX_TURNS:
-        raise ValueError(f"returned {TURNS} = {value!r:.80}; it must be a list of at most {MAX_TURNS} numbers")
-    return tuple(_number(one, f"{TURNS}[{turn}]") for turn, one in enumerate(value))
 
 
 def _number(value: Any, what: str) -> float:
@@ -120,7 +116,7 @@ def _number(value: Any, what: str) -> float:
     return number
 
 
-class Caller:
+class RewardCaller:
     """Calls one reward function and returns its score or failure, whatever it does short of not returning.
 
     Args:
@@ -137,10 +133,10 @@ class Caller:
         self.function, self.timeout_s = function, timeout_s
         self._verify = verify
 
-    def one(self, request: Request) -> Score | Failed:
+    def one(self, request: RewardRequest) -> Score | RewardFailed:
         """Call it once."""
 
-        def call() -> Score | Failed:
+        def call() -> Score | RewardFailed:
             value = self._call(request)
             if inspect.isawaitable(value):
                 # A plain function that returns a coroutine, as a decorated async one.
@@ -149,13 +145,18 @@ class Caller:
 
         return self.guard(call)
 
-    def group(self, requests: Sequence[Request]) -> list[Score | Failed]:
+    def group(self, requests: Sequence[RewardRequest]) -> list[Score | RewardFailed]:
         """Call it once with all members of a group: its completions as a list, and what differs among them too."""
-        results: list[Score | Failed] = []
+        results: list[Score | RewardFailed] = []
 
-        def call() -> Score | Failed:
-            first, info = requests[0], _together([self._info(request) for request in requests])
-            value = self.function.call([one.completion for one in requests], first.answer, info)
+        def call() -> Score | RewardFailed:
+            # Lists of what differs among the completions; the item's own information as it is.
+            infos = [self._info(request) for request in requests]
+            info = {
+                name: [one.get(name) for one in infos] if name in PER_COMPLETION else value
+                for name, value in infos[0].items()
+            }
+            value = self.function.call([one.completion for one in requests], requests[0].answer, info)
             if inspect.isawaitable(value):
                 value = asyncio.run(_awaited(value))
             if isinstance(value, str | bytes | dict) or not hasattr(value, "__len__") or len(value) != len(requests):
@@ -164,24 +165,26 @@ class Caller:
             return Score(0.0, {})
 
         outcome = self.guard(call)
-        return [outcome] * len(requests) if isinstance(outcome, Failed) else results
+        return [outcome] * len(requests) if isinstance(outcome, RewardFailed) else results
 
-    async def together(self, requests: Sequence[Request], done: Callable[[int, Score | Failed], None]) -> None:
+    async def together(
+        self, requests: Sequence[RewardRequest], done: Callable[[int, Score | RewardFailed], None]
+    ) -> None:
         """Await the calls of an async function side by side, each within its deadline; `done` is told of each."""
 
         async def one(index: int) -> None:
             deadline = asyncio.timeout(self.timeout_s)
-            result: Score | Failed
+            result: Score | RewardFailed
             try:
                 async with deadline:
                     result = self._read(await self._call(requests[index]))
             except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit included
-                result = Failed(self.late(), excess=True) if deadline.expired() else self.failed(error)
+                result = RewardFailed(self.late(), excess=True) if deadline.expired() else self.failed(error)
             done(index, result)
 
         await asyncio.gather(*(one(index) for index in range(len(requests))))
 
-    def guard(self, call: Callable[[], Score | Failed]) -> Score | Failed:
+    def guard(self, call: Callable[[], Score | RewardFailed]) -> Score | RewardFailed:
         """Return the result of a call, or its failure."""
         try:
             return call()
@@ -192,36 +195,28 @@ class Caller:
         """Return the reason of a call that took too long."""
         return f"{self.function.target} did not return within reward.timeout_s = {self.timeout_s or 0:g} s"
 
-    def failed(self, error: BaseException) -> Failed:
+    def failed(self, error: BaseException) -> RewardFailed:
         """Return the failure of a call that raised."""
         if isinstance(error, RelaxError):
-            return Failed(str(error))
+            return RewardFailed(str(error))
         if isinstance(error, UnreadableAnswer):
-            return Failed(f"{self.function.target}: {error}", unreadable=True)
-        return Failed(f"{self.function.target} raised {type(error).__name__}: {error} at {user_line(error)}")
+            return RewardFailed(f"{self.function.target}: {error}", unreadable=True)
+        return RewardFailed(f"{self.function.target} raised {type(error).__name__}: {error} at {user_line(error)}")
 
-    def _call(self, request: Request) -> Any:
+    def _call(self, request: RewardRequest) -> Any:
         return self.function.call(request.completion, request.answer, self._info(request))
 
-    def _info(self, request: Request) -> dict[str, Any]:
+    def _info(self, request: RewardRequest) -> dict[str, Any]:
         if self._verify is None or SCORE in request.info:
             return request.info
         verify, metadata = self._verify, request.info.get("metadata", {})
         return {**request.info, SCORE: lambda text: verify(text, metadata)}
 
-    def _read(self, value: Any) -> Score | Failed:
+    def _read(self, value: Any) -> Score | RewardFailed:
         try:
-            return read_score(value)
+            return parse_score(value)
         except ValueError as error:
-            return Failed(f"{self.function.target} {error}")
-
-
-def _together(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the information of a group: lists of what differs among its completions, the item's own as it is."""
-    return {
-        name: [info.get(name) for info in infos] if name in PER_COMPLETION else value
-        for name, value in infos[0].items()
-    }
+            return RewardFailed(f"{self.function.target} {error}")
 
 
 class CallStuck(DeadlineExceeded):
@@ -290,22 +285,22 @@ class ThreadScorer:
         groups: the function scores whole groups.
     """
 
-    def __init__(self, caller: Caller, timeout_s: float, *, groups: bool = False) -> None:
+    def __init__(self, caller: RewardCaller, timeout_s: float, *, groups: bool = False) -> None:
         self.caller, self.groups, self._timeout_s = caller, groups, timeout_s
         self._thread = CallThread()
 
     async def score(
-        self, requests: Sequence[Request], after_each: Callable[[], None] = lambda: None
-    ) -> list[Score | Failed]:
+        self, requests: Sequence[RewardRequest], after_each: Callable[[], None] = lambda: None
+    ) -> list[Score | RewardFailed]:
         """Return scores in order; `after_each` is called for each result as it comes."""
-        results: list[Score | Failed] = []
-        for chunk in chunks(self.caller.function.is_async, requests, groups=self.groups):
+        results: list[Score | RewardFailed] = []
+        for chunk in split_requests(self.caller.function.is_async, requests, groups=self.groups):
             for result in await self._score(chunk):
                 results.append(result)
                 after_each()
         return results
 
-    async def _score(self, chunk: Sequence[Request]) -> list[Score | Failed]:
+    async def _score(self, chunk: Sequence[RewardRequest]) -> list[Score | RewardFailed]:
         caller = self.caller
         if self.groups:
             return await self._in_thread(lambda: caller.group(chunk), len(chunk), self._timeout_s)
@@ -315,20 +310,20 @@ class ThreadScorer:
         return await self._in_thread(lambda: run_together(caller, chunk), len(chunk), self._timeout_s + GRACE_S)
 
     async def _in_thread(
-        self, call: Callable[[], list[Score | Failed]], size: int, timeout_s: float
-    ) -> list[Score | Failed]:
+        self, call: Callable[[], list[Score | RewardFailed]], size: int, timeout_s: float
+    ) -> list[Score | RewardFailed]:
         try:
             return await self._thread.call(call, timeout_s)
         except CallStuck:
             self._thread = CallThread()
-            return [Failed(self.caller.late(), stuck=True, excess=True)] * size
+            return [RewardFailed(self.caller.late(), stuck=True, excess=True)] * size
 
     async def close(self) -> None:
         """End the thread once it is idle."""
         self._thread.close()
 
 
-def chunks(is_async: bool, requests: Sequence[Request], *, groups: bool) -> list[list[Request]]:
+def split_requests(is_async: bool, requests: Sequence[RewardRequest], *, groups: bool) -> list[list[RewardRequest]]:
     """Split requests, in order, into those of one call: single ones, CONCURRENT_CALLS of an async function, groups."""
     if groups:
         return [list(members) for _, members in itertools.groupby(requests, key=lambda request: request.group)]
@@ -337,23 +332,23 @@ def chunks(is_async: bool, requests: Sequence[Request], *, groups: bool) -> list
 
 
 def run_together(
-    caller: Caller,
-    requests: Sequence[Request],
-    done: Callable[[int, Score | Failed], None] = lambda index, result: None,
-) -> list[Score | Failed]:
+    caller: RewardCaller,
+    requests: Sequence[RewardRequest],
+    done: Callable[[int, Score | RewardFailed], None] = lambda index, result: None,
+) -> list[Score | RewardFailed]:
     """Call an async function for all requests, on an event loop of their own."""
-    results: list[Score | Failed | None] = [None] * len(requests)
+    results: list[Score | RewardFailed | None] = [None] * len(requests)
 
-    def told(index: int, result: Score | Failed) -> None:
+    def told(index: int, result: Score | RewardFailed) -> None:
         results[index] = result
         done(index, result)
 
-    def call() -> Score | Failed:
+    def call() -> Score | RewardFailed:
         asyncio.run(caller.together(requests, told))
         return Score(0.0, {})
 
     outcome = caller.guard(call)
-    missing = outcome if isinstance(outcome, Failed) else Failed("the reward's event loop ended early")
+    missing = outcome if isinstance(outcome, RewardFailed) else RewardFailed("the reward's event loop ended early")
     return [missing if result is None else result for result in results]
 
 

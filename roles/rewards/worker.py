@@ -17,7 +17,7 @@ import msgspec
 from relax_rt.process.worker import WorkerLink
 from relax_rt.roles.data.gym import GymTask
 from relax_rt.roles.rewards.library.functions import RewardFunction, load_reward, make_function
-from relax_rt.roles.rewards.scoring import SCORE, Caller, Failed, Request, Score, run_together
+from relax_rt.roles.rewards.scoring import SCORE, RewardCaller, RewardFailed, RewardRequest, Score, run_together
 from relax_rt.transport.rpc.errors import RelaxError
 
 MAX_REPLY_BYTES = 4 << 20
@@ -41,7 +41,7 @@ class FunctionSpec(msgspec.Struct, frozen=True):
     group: bool = False
 
 
-class Setup(msgspec.Struct, frozen=True):
+class RewardWorkerSetup(msgspec.Struct, frozen=True):
     """The first message to a worker."""
 
     functions: list[FunctionSpec]
@@ -50,7 +50,7 @@ class Setup(msgspec.Struct, frozen=True):
     task: TaskSpec | None = None
 
 
-class Loaded(msgspec.Struct, frozen=True, tag=True):
+class FunctionsLoaded(msgspec.Struct, frozen=True, tag=True):
     """All functions are loaded; whether each is async."""
 
     is_async: list[bool]
@@ -69,7 +69,7 @@ class ScoreRequest(msgspec.Struct, frozen=True):
 
     number: int
     function: int
-    requests: list[Request]
+    requests: list[RewardRequest]
 
 
 class ScoreResult(msgspec.Struct, frozen=True, tag=True):
@@ -82,9 +82,9 @@ class ScoreResult(msgspec.Struct, frozen=True, tag=True):
     excess: bool = False
     unreadable: bool = False
 
-    def outcome(self) -> Score | Failed:
+    def outcome(self) -> Score | RewardFailed:
         """Return it as the role uses it."""
-        return self.score or Failed(self.failed, excess=self.excess, unreadable=self.unreadable)
+        return self.score or RewardFailed(self.failed, excess=self.excess, unreadable=self.unreadable)
 
 
 def main() -> None:
@@ -92,19 +92,19 @@ def main() -> None:
     link = WorkerLink(int(sys.argv[1]), MAX_REPLY_BYTES)
     if (body := link.receive()) is None:
         return
-    setup = msgspec.msgpack.decode(body, type=Setup)
+    setup = msgspec.msgpack.decode(body, type=RewardWorkerSetup)
     try:
         callers = load_callers(setup)
     except RelaxError as error:
         link.send(LoadFailed(error.what, error.why, error.hint))
         return
-    link.send(Loaded([caller.function.is_async for caller in callers]))
+    link.send(FunctionsLoaded([caller.function.is_async for caller in callers]))
     while (body := link.receive()) is not None:
         message = msgspec.msgpack.decode(body, type=ScoreRequest)
         _score(link, message, callers[message.function], group=setup.functions[message.function].group)
 
 
-def load_callers(setup: Setup) -> list[Caller]:
+def load_callers(setup: RewardWorkerSetup) -> list[RewardCaller]:
     """Load the functions of a setup.
 
     Raises:
@@ -115,7 +115,7 @@ def load_callers(setup: Setup) -> list[Caller]:
     if setup.task is not None and any(one.wants is not None and SCORE in one.wants for one in functions):
         # Creating the task takes seconds: do it before the first call, which has a deadline.
         _gym_task(msgspec.json.encode(setup.task).decode())
-    return [Caller(function, setup.timeout_s, verify) for function in functions]
+    return [RewardCaller(function, setup.timeout_s, verify) for function in functions]
 
 
 def load_function(spec: FunctionSpec, config_dir: Path) -> RewardFunction:
@@ -143,15 +143,15 @@ def _gym_task(encoded: str) -> GymTask:
     return GymTask(spec.task, spec.options, spec.size)
 
 
-def _score(link: WorkerLink, message: ScoreRequest, caller: Caller, *, group: bool) -> None:
+def _score(link: WorkerLink, message: ScoreRequest, caller: RewardCaller, *, group: bool) -> None:
     """Call the function and send each result as soon as there is one."""
     sent: set[int] = set()
 
-    def send(index: int, result: Score | Failed) -> None:
+    def send(index: int, result: Score | RewardFailed) -> None:
         if index in sent:
             return
         sent.add(index)
-        if isinstance(result, Failed):
+        if isinstance(result, RewardFailed):
             reason = result.reason[:MAX_REASON_CHARS]
             link.send(
                 ScoreResult(message.number, index, failed=reason, excess=result.excess, unreadable=result.unreadable)

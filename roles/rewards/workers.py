@@ -16,8 +16,15 @@ import msgspec
 from relax_rt.process.sandbox import Level
 from relax_rt.process.worker import encode_frame
 from relax_rt.process.worker_pool import Worker, WorkerDied, WorkerPool, WorkerSpec, WorkerTimeout
-from relax_rt.roles.rewards.scoring import GRACE_S, Failed, Request, Score, chunks
-from relax_rt.roles.rewards.worker import MAX_REPLY_BYTES, Loaded, LoadFailed, ScoreRequest, ScoreResult, Setup
+from relax_rt.roles.rewards.scoring import GRACE_S, RewardFailed, RewardRequest, Score, split_requests
+from relax_rt.roles.rewards.worker import (
+    MAX_REPLY_BYTES,
+    FunctionsLoaded,
+    LoadFailed,
+    RewardWorkerSetup,
+    ScoreRequest,
+    ScoreResult,
+)
 from relax_rt.transport.rpc.errors import RelaxError
 
 MAX_LOST_WHILE_LOADING = 3
@@ -43,7 +50,7 @@ class RewardWorker(Worker):
         """
         body = await super().start()
         try:
-            reply = msgspec.msgpack.decode(body, type=Loaded | LoadFailed)
+            reply = msgspec.msgpack.decode(body, type=FunctionsLoaded | LoadFailed)
             if isinstance(reply, LoadFailed):
                 raise RelaxError(reply.what, why=reply.why, hint=reply.hint)
         except msgspec.MsgspecError:
@@ -69,7 +76,7 @@ class RewardWorkers:
 
     def __init__(
         self,
-        setup: Setup,
+        setup: RewardWorkerSetup,
         size: int,
         *,
         processes: int = 64,
@@ -102,18 +109,18 @@ class RewardWorkers:
             self.is_async = worker.is_async
 
     async def score(
-        self, function: int, requests: Sequence[Request], after_each: Callable[[], None] = lambda: None
-    ) -> list[Score | Failed]:
+        self, function: int, requests: Sequence[RewardRequest], after_each: Callable[[], None] = lambda: None
+    ) -> list[Score | RewardFailed]:
         """Return scores in order; `after_each` is called for each result as it comes."""
         group = self._setup.functions[function].group
-        results: list[Score | Failed] = [Failed("it was not scored")] * len(requests)
-        work: deque[tuple[int, list[Request]]] = deque()
+        results: list[Score | RewardFailed] = [RewardFailed("it was not scored")] * len(requests)
+        work: deque[tuple[int, list[RewardRequest]]] = deque()
         first = 0
-        for chunk in chunks(self.is_async[function], requests, groups=group):
+        for chunk in split_requests(self.is_async[function], requests, groups=group):
             work.append((first, chunk))
             first += len(chunk)
 
-        def settle(index: int, result: Score | Failed) -> None:
+        def settle(index: int, result: Score | RewardFailed) -> None:
             results[index] = result
             after_each()
 
@@ -127,7 +134,7 @@ class RewardWorkers:
         return results
 
     async def _score_chunk(
-        self, function: int, first: int, chunk: list[Request], settle: Callable[[int, Score | Failed], None]
+        self, function: int, first: int, chunk: list[RewardRequest], settle: Callable[[int, Score | RewardFailed], None]
     ) -> None:
         """Have one worker score a chunk. If it is lost, what it has not scored by then fails."""
         spec, timeout_s = self._setup.functions[function], self._setup.timeout_s
@@ -154,14 +161,14 @@ class RewardWorkers:
                 await worker.request(frame, timeout_s + grace_s, take, f"in {spec.target}")
         except WorkerTimeout:
             late = f"did not return within reward.timeout_s = {timeout_s:g} s: its process was killed"
-            failed = Failed(f"{spec.target} {late}", excess=True)
+            failed = RewardFailed(f"{spec.target} {late}", excess=True)
         except WorkerDied as error:
             if loading:
                 self._lost_while_loading += 1
                 if self._lost_while_loading >= MAX_LOST_WHILE_LOADING:
                     why = f"{MAX_LOST_WHILE_LOADING} were lost while they loaded their functions"
                     raise RelaxError("reward workers", why=why) from None
-            failed = Failed(f"{spec.target} did not return: {error.why}", excess=error.over_limit)
+            failed = RewardFailed(f"{spec.target} did not return: {error.why}", excess=error.over_limit)
         else:
             return
         self._on_lost(failed.reason)

@@ -15,7 +15,7 @@ from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.rollout.engines.base import Engine
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings, longest_tokens
 from relax_rt.roles.rollout.engines.sglang.options import (
-    KEPT_BACK,
+    RESERVED_POSITIONS,
     device_of,
     interpreter,
     server_environment,
@@ -55,7 +55,7 @@ def _embedded(ctx: RoleContext, folder: Path, settings: EngineSettings) -> Engin
 def _sglang(ctx: RoleContext, model: Path, settings: EngineSettings) -> Engine:
     """An engine whose server is not started yet."""
     from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
-    from relax_rt.roles.rollout.engines.sglang.server import Place
+    from relax_rt.roles.rollout.engines.sglang.server import ServerSpec
 
     device = device_of(settings.sglang.device)
     name = slot_file(ctx.who.slot, ".sglang")
@@ -63,30 +63,30 @@ def _sglang(ctx: RoleContext, model: Path, settings: EngineSettings) -> Engine:
         # Of an earlier incarnation that was killed together with its server.
         shutil.rmtree(left, ignore_errors=True)
     folder = ctx.shm_dir / f"{name}.{ctx.who.epoch}"
-    place = Place(
+    spec = ServerSpec(
         python=interpreter(settings.sglang.python, Path(ctx.config.config_dir), sys.executable),
         folder=folder / "tmp",
         log=ctx.run_dir / "logs" / f"{name}.log",
         environment=server_environment(device, settings.threads, folder / "tmp", os.environ),
     )
-    kv_tokens = max(MIN_KV_TOKENS, settings.max_sequences * (longest_tokens(ctx.config) + KEPT_BACK))
+    kv_tokens = max(MIN_KV_TOKENS, settings.max_sequences * (longest_tokens(ctx.config) + RESERVED_POSITIONS))
     shares = ctx.config.table(AlgorithmTable).mode in SHARING
     options = functools.partial(server_options, settings, device, kv_tokens=kv_tokens, shares=shares)
 
-    def not_shown(version: int, why: str) -> None:
+    def on_file_fallback(version: int, why: str) -> None:
         ctx.event("handles_fallback", version=version, why=why)
         ctx.log.warning("weights reach the SGLang server by the file", version=version, why=why)
 
     return SglangEngine(
         model,
         settings,
-        place,
+        spec,
         options,
         device=device,
         weights_folder=folder / "weights",
         kv_tokens=kv_tokens,
-        booting=lambda seconds: ctx.progress.extend(seconds, "starting its SGLang server"),
-        tell=lambda how_far: ctx.progress.advance(0, how_far),
+        on_boot=lambda seconds: ctx.progress.extend(seconds, "starting its SGLang server"),
+        on_progress=lambda progress: ctx.progress.advance(0, progress),
         attempt=ctx.shm_dir / slot_file(ctx.who.slot, ".handles"),
-        not_shown=not_shown,
+        on_file_fallback=on_file_fallback,
     )

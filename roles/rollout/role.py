@@ -1,9 +1,9 @@
 """The rollout role: admits groups, has the engine sample them, puts samples on the queue, follows the weights.
 
-Data flow: `_ask` takes tickets of groups from the queue and gives them to the engine; the engine's chunks arrive in
-`_on_chunks`; `_deliver` puts finished samples on the queue; `_journal` saves partial completions there every so many
-tokens; `_follow` swaps weights. A rollout that stops releases its groups with their tokens, and one that dies loses
-what it sampled since it last journaled: whoever gets a group resumes it.
+Data flow: `_admit_groups` gets tickets of groups from the queue and submits them to the engine; the engine's chunks
+arrive in `_on_chunks`; `_put_finished` puts finished samples on the queue; `_journal` saves partial completions there
+every so many tokens; `_follow` swaps weights. A rollout that stops releases its groups with their tokens, and one that
+dies loses what it sampled since it last journaled: whoever gets a group resumes it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
 from relax_rt.roles.training.checkpoints.cold_start import report_cold_start_wait
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import Ticket
-from relax_rt.transport.queue.partials import PartialCompletion
 from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError, Unreachable
 
 ADMIT_WAIT_S = 0.25
-"""Short, because a wait is judged by the engine's version at its start, and a swap makes room at once."""
+"""Short, because the queue judges a wait by the engine's version at its start, and a swap makes room at once."""
 METRICS_EVERY_S = 2.0
 LOAD_ALLOWANCE_S = 120.0
 JOURNAL_EVERY_S = 0.1
@@ -94,12 +93,21 @@ class RolloutRole(RLRole[RolloutSettings]):
         self._capacity, self._finished, self._changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._complete = self._worked = False
         self._unreliable = False
-        """The engine failed, or may sample from incomplete weights: nothing that it makes is kept any more."""
-        self._measured = (0, time.monotonic())
+        """The engine failed, or may sample from incomplete weights: nothing that it samples is kept any more."""
+        self._last_metrics = (0, time.monotonic())
         self.serves_only = plays_episodes(self.config)
         """Environments play the groups: this role admits none, and generates what they request."""
         self.memory_gate = MemoryGate()
-        self.time_slicing = self._time_slicing() if self.table(AlgorithmTable).mode in SHARING else None
+        self.time_slicing: EngineTimeSlicing | None = None
+        if self.table(AlgorithmTable).mode in SHARING:
+            table = self.table(ColocationTable)
+            self.time_slicing = EngineTimeSlicing(
+                ctx,
+                self._release_memory,
+                self._resume_memory,
+                release_timeout_s=table.give_way_s,
+                resume_timeout_s=table.take_back_s,
+            )
         self.engine: Engine
         self.routing: RoutingShape | None = None
         self.cap: EngineCap | None = None
@@ -135,7 +143,13 @@ class RolloutRole(RLRole[RolloutSettings]):
         self.routing = self.engine.routing if self.settings.routing else None
         self.work = RolloutWork(self.settings.journal_every_tokens, self._row_bytes)
         if not self.serves_only:
-            self.source = self._prompts()
+            self.source = PromptSource.load(
+                self.table(DataTable),
+                self.tokenizer,
+                seed=self.config.run.seed,
+                config_dir=self.config_dir,
+                run_dir=self.ctx.run_dir,
+            )
             self.maker = SampleMaker(
                 self.source,
                 self.tokenizer,
@@ -146,81 +160,73 @@ class RolloutRole(RLRole[RolloutSettings]):
                 has_vision=self.engine.image_processor is not None,
             )
         if self.engine.name != "embedded":
-            # The embedded engine has cache for every slot; where sequences share the cache, its use bounds them.
+            # The embedded engine has cache for every slot. Where sequences share a cache, its use bounds their number.
             self.cap = EngineCap(CapLimits(most=self.settings.groups_in_flight * size, least=size))
 
     @property
     def _row_bytes(self) -> int:
         return self.routing.row_bytes if self.routing is not None else 0
 
-    def _prompts(self) -> PromptSource:
-        return PromptSource.load(
-            self.table(DataTable),
-            self.tokenizer,
-            seed=self.config.run.seed,
-            config_dir=self.config_dir,
-            run_dir=self.ctx.run_dir,
-        )
-
     async def run(self) -> None:
-        ask = asyncio.create_task(self._ask())
+        admission = asyncio.create_task(self._admit_groups())
         jobs = [
             asyncio.create_task(job)
-            for job in (self._follow(), self._deliver(), self._journal(), self._report(), self.failure.wait())
+            for job in (self._follow(), self._put_finished(), self._journal(), self._report(), self.failure.wait())
         ]
         if self.time_slicing is not None:
             jobs.append(asyncio.create_task(self.time_slicing.follow()))
         stop = asyncio.create_task(self.ctx.stopping.wait())
         releasing: list[asyncio.Task[None]] = []
         try:
-            finished, _ = await asyncio.wait([stop, ask, *jobs], return_when=asyncio.FIRST_COMPLETED)
+            finished, _ = await asyncio.wait([stop, admission, *jobs], return_when=asyncio.FIRST_COMPLETED)
             self.failure.check()
             for task in finished:
                 task.result()
-            ask.cancel()
+            admission.cancel()
             releasing.append(asyncio.create_task(self._release_all()))
             going: set[asyncio.Task[Any]] = {*releasing, *jobs}
-            # `_follow` ends when the role stops: only an error of it ends the release.
+            # `_follow` ends when the role stops: only its errors end the release.
             while not releasing[0].done():
                 finished, going = await asyncio.wait(going, return_when=asyncio.FIRST_COMPLETED)
                 self.failure.check()
                 for task in finished:
                     task.result()
         finally:
-            for task in (stop, ask, *jobs, *releasing):
+            for task in (stop, admission, *jobs, *releasing):
                 task.cancel()
-            await asyncio.gather(stop, ask, *jobs, *releasing, return_exceptions=True)
+            await asyncio.gather(stop, admission, *jobs, *releasing, return_exceptions=True)
 
     async def teardown(self) -> None:
         try:
             if hasattr(self, "engine"):
                 await self.engine.close(5.0)
-                self._measure()
+                self._record_metrics()
         finally:
             try:
                 if hasattr(self, "queue"):
-                    await self._close_queue()
+                    # The queue may be gone as well: then the tickets lapse.
+                    with suppress(RelaxError, TimeoutError):
+                        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                            await self._release_rest()
             finally:
                 await super().teardown()
 
-    async def _close_queue(self) -> None:
-        # The queue may be gone as well: then the tickets lapse.
-        with suppress(RelaxError, TimeoutError):
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                if not self._unreliable:
-                    await self._save(self.work.take_all())
-                if self.queue.groups:
-                    lost = self.work.unsaved_tokens
-                    self.ctx.event("groups_released", groups=len(self.queue.groups), tokens_lost=lost)
-                    # The engine may have failed because of one of them.
-                    await self.queue.release_groups(list(self.queue.groups), ENDED, losses=int(self._unreliable))
+    async def _release_rest(self) -> None:
+        """Save and release what `_release_all` did not release in time."""
+        if not self._unreliable:
+            await self._save(self.work.take_all())
+        if self.queue.groups:
+            lost = self.work.unsaved_tokens
+            self.ctx.event("groups_released", groups=len(self.queue.groups), tokens_lost=lost)
+            # The engine may have failed because of one of them.
+            await self.queue.release_groups(list(self.queue.groups), ENDED, losses=int(self._unreliable))
 
     async def _follow(self) -> None:
         self.ctx.progress.waiting("the first committed weights")
         await report_cold_start_wait(self.ctx)
         async for record in committed_versions(self.ctx):
             async with self.memory_gate.inside():
-                # The engine may have got it already when it took its memory back from the trainer.
+                # The engine may have got it already when it resumed its memory.
                 if record.version > self.follower.record.version:
                     await self.follow(record)
 
@@ -246,10 +252,14 @@ class RolloutRole(RLRole[RolloutSettings]):
 
     # --- groups
 
-    async def _ask(self) -> None:
-        """Keep as many members in work as `groups_in_flight` groups have."""
+    async def _admit_groups(self) -> None:
+        """Keep as many members in progress as `groups_in_flight` groups have."""
         while True:
-            await self._wait_for_room()
+            while self.serves_only or self._complete or not self.follower.record.version or self._free() <= 0:
+                if self._complete and not self.work.groups:
+                    self.ctx.progress.waiting("the end of the run: the last step is done")
+                self._capacity.clear()
+                await self._capacity.wait()
             async with self.memory_gate.inside():
                 if not self._complete:
                     await self._admit()
@@ -263,58 +273,47 @@ class RolloutRole(RLRole[RolloutSettings]):
                 self.ctx.progress.waiting(answer.waiting_on or "admission by the staleness bound")
             return
         self.ctx.progress.waiting("")
-        await self._start(await without_retired(self.queue, answer.tickets, self._item))
 
-    def _item(self, ticket: Ticket) -> str:
-        return self.source.prompt(ticket.prompt, ticket.item).item
+        def item(ticket: Ticket) -> str:
+            return self.source.prompt(ticket.prompt, ticket.item).item
+
+        await self._start(await without_retired(self.queue, answer.tickets, item))
 
     def _free(self) -> int:
-        """Number of groups that may be started now.
-
-        Counted by members: a group of which only the longest is left leaves room for nearly another one.
-        """
+        """Return how many groups may be started now, counted by members: a group of which only the longest member is
+        left leaves room for nearly another one."""
         size = self.table(AlgorithmTable).group_size
         room = self.settings.groups_in_flight * size - self.work.members
         if self.cap is not None:
             room = min(room, self.cap.room(self.work.sequences))
         return -(-room // size)
 
-    async def _wait_for_room(self) -> None:
-        while self.serves_only or self._complete or not self.follower.record.version or self._free() <= 0:
-            if self._complete and not self.work.groups:
-                self.ctx.progress.waiting("the end of the run: the last step is done")
-            self._capacity.clear()
-            await self._capacity.wait()
-
     async def _start(self, tickets: list[Ticket]) -> None:
-        begun = [ticket for ticket in tickets if ticket.partials]
-        found = await self.queue.load_partials(begun) if begun else {}
+        resumed = [ticket for ticket in tickets if ticket.partials]
+        found = await self.queue.load_partials(resumed) if resumed else {}
+        sampling, stop_ids = self.table(SamplingTable), self.tokenizer.stop_ids
         requests: list[GroupRequest] = []
         for ticket in tickets:
             if ticket.group not in self.queue.groups:
                 continue  # lost meanwhile
             number, origin = next(self._requests), self.maker.origin(ticket)
-            request = self._request(number, ticket, origin, found)
+            request = GroupRequest(
+                id=number,
+                prompt=tuple(self.source.prompt(ticket.prompt, ticket.item).tokens),
+                seeds=tuple(self.source.sample_seed(ticket.prompt, m, ticket.attempt) for m in ticket.wanted()),
+                temperature=sampling.temperature,
+                max_new_tokens=sampling.max_new_tokens,
+                stop_ids=stop_ids,
+                partials=partials_of(ticket, found, origin, sampling.max_new_tokens, stop_ids, self._row_bytes),
+                chunk_tokens=self.settings.journal_every_tokens,
+                routing=self.routing is not None,
+            )
             self.work.add(number, ticket, request, origin)
             requests.append(request)
             if request.partials:
                 had = [len(one.tokens) if one else 0 for one in request.partials]
                 self.ctx.event("group_resumed", group=ticket.group, members=ticket.wanted(), tokens=had)
         self.engine.submit(requests)
-
-    def _request(self, number: int, ticket: Ticket, origin: bytes, found: dict[Any, PartialCompletion]) -> GroupRequest:
-        sampling, stop_ids = self.table(SamplingTable), self.tokenizer.stop_ids
-        return GroupRequest(
-            id=number,
-            prompt=tuple(self.source.prompt(ticket.prompt, ticket.item).tokens),
-            seeds=tuple(self.source.sample_seed(ticket.prompt, m, ticket.attempt) for m in ticket.wanted()),
-            temperature=sampling.temperature,
-            max_new_tokens=sampling.max_new_tokens,
-            stop_ids=stop_ids,
-            partials=partials_of(ticket, found, origin, sampling.max_new_tokens, stop_ids, self._row_bytes),
-            chunk_tokens=self.settings.journal_every_tokens,
-            routing=self.routing is not None,
-        )
 
     def _on_chunks(self, chunks: list[Chunk]) -> None:
         if self._unreliable:
@@ -333,11 +332,10 @@ class RolloutRole(RLRole[RolloutSettings]):
         self._capacity.set()
         self._changed.set()
 
-    # --- what was sampled
+    # --- samples
 
-    async def _deliver(self) -> None:
-        """Put finished samples on the queue, all that are there in one call."""
-
+    async def _put_finished(self) -> None:
+        """Put finished samples on the queue, all in one call."""
         while True:
             await self._finished.wait()
             self._finished.clear()
@@ -383,40 +381,29 @@ class RolloutRole(RLRole[RolloutSettings]):
 
     async def _release_all(self) -> None:
         """Stop at the next token boundary; other rollouts resume what is not finished."""
-        handed = list(self.work.groups.values())
+        groups = list(self.work.groups.values())
         self.ctx.progress.extend(RELEASE_TIMEOUT_S, "releasing unfinished groups")
-        self.release(handed, "the rollout stops")
+        self.release(groups, "the rollout stops")
         with suppress(TimeoutError):
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
                 while self.work.groups:
                     self._capacity.clear()
                     await self._capacity.wait()
-        if handed:
-            left = len(self.work.groups)
-            self.ctx.event("groups_handed_over", groups=len(handed), late=left)
+        if groups:
+            self.ctx.event("groups_handed_over", groups=len(groups), late=len(self.work.groups))
 
     # --- time slicing of the device (modes colocate and hybrid)
-
-    def _time_slicing(self) -> EngineTimeSlicing:
-        table = self.table(ColocationTable)
-        return EngineTimeSlicing(
-            self.ctx,
-            self._release_memory,
-            self._resume_memory,
-            release_timeout_s=table.give_way_s,
-            resume_timeout_s=table.take_back_s,
-        )
 
     async def _release_memory(self) -> None:
         """Release the groups and requests in flight with their tokens, then the engine's memory."""
         await self.memory_gate.close()
         self.generation.pause(TRAINING)
         self.release(list(self.work.groups.values()), TRAINING)
-        # `_deliver` and `_journal` put what is finished, save what is not, and release the groups.
+        # Meanwhile `_put_finished` and `_journal` put what is finished, save what is not, and release the groups.
         while self.work.groups or (load := self.engine.load()).running or load.waiting:  # noqa: ASYNC110 - no event has both
             await asyncio.sleep(POLL_S)
         before_mib = _resident_mib()
-        # Weights that were committed need not be kept: the newest are fetched again.
+        # Committed weights need not be kept: the newest version is fetched again.
         await self.engine.release_memory(keep_weights=not self.follower.record.version)
         await asyncio.to_thread(trim_heap)
         self.ctx.event("engine_memory", resident_mib=_resident_mib(), before_mib=before_mib)
@@ -424,38 +411,35 @@ class RolloutRole(RLRole[RolloutSettings]):
     async def _resume_memory(self) -> None:
         await self.engine.resume_memory()
         if self.follower.record.version:
-            while not await self.follow(await self._newest_version(), again=True):
-                continue  # a newer one took its place
+            while True:
+                try:
+                    committed = (await self.ctx.registry.watch(0, 0.0)).committed
+                except (Unreachable, DeadlineExceeded):
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                assert committed is not None, "this engine had a committed version before"
+                if await self.follow(committed, again=True):
+                    break
         self.generation.resume()
         self.memory_gate.open()
-
-    async def _newest_version(self) -> VersionRecord:
-        while True:
-            try:
-                known = await self.ctx.registry.watch(0, 0.0)
-            except (Unreachable, DeadlineExceeded):
-                await asyncio.sleep(RETRY_S)
-                continue
-            assert known.committed is not None, "this engine had a committed version before"
-            return known.committed
 
     # --- metrics
 
     async def _report(self) -> None:
         while True:
             await asyncio.sleep(METRICS_EVERY_S)
-            self._measure()
+            self._record_metrics()
 
-    def _measure(self) -> None:
+    def _record_metrics(self) -> None:
         """Write a metrics record of the time since the last one."""
         load, now = self.engine.load(), time.monotonic()
-        tokens, then = self._measured
+        tokens, then = self._last_metrics
         if self.cap is not None:
             self.cap.observe(now, load.kv_used, self.work.sequences)
             self._capacity.set()
         if self.serves_only and self.follower.record.version:
-            self.ctx.progress.waiting("" if load.running or load.waiting else "replies that environments ask for")
-        # Tokens, not completions: a long sequence is progress before it ends.
+            self.ctx.progress.waiting("" if load.running or load.waiting else "replies that environments admission for")
+        # Tokens, not completions: a long sequence makes progress before it ends.
         self.ctx.progress.advance(load.tokens_generated - tokens, f"version {load.version}, {load.running} sequences")
         self.ctx.metrics(
             {
@@ -471,10 +455,10 @@ class RolloutRole(RLRole[RolloutSettings]):
                 "resumed_tokens": self.work.resumed_tokens,
             }
         )
-        self._measured = (load.tokens_generated, now)
+        self._last_metrics = (load.tokens_generated, now)
 
 
 def _resident_mib() -> float:
-    """Private memory of this process."""
+    """Return the private resident memory of this process."""
     _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
     return round((resident - shared) * os.sysconf("SC_PAGESIZE") / (1 << 20), 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_rt.roles.data.settings import DataTable
-from relax_rt.roles.data.source import Places, PromptSource
+from relax_rt.roles.data.source import PromptPositions, PromptSource
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
 from relax_rt.roles.training.algorithms.registry import bind
@@ -75,7 +75,7 @@ class PromptCurriculum:
             source.place,
             seed=seed,
             history=PromptHistory() if history is None else history,
-            places=Places(ids),
+            places=PromptPositions(ids),
             ahead=MAX_LOOKAHEAD if math.isinf(most) else min(math.ceil(most), MAX_LOOKAHEAD),
             end=source.limit,
         )

@@ -19,8 +19,7 @@ from relax_rt.roles.base.locations import MODEL_CODE, model_folder, stage_folder
 from relax_rt.roles.base.progress import no_progress
 from relax_rt.roles.base.role import RLRole, wait_for_peer
 from relax_rt.roles.models.resolve import refused_for_good
-from relax_rt.roles.rollout.engines.communicator import communicator_of
-from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable
+from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable, communicator_of
 from relax_rt.roles.rollout.engines.time_slicing import TimeSlicingApi, TrainerTimeSlicing
 from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable, ColdStartTable
 from relax_rt.roles.training.backend.settings import CheckpointTable, TrainerSettings

@@ -16,11 +16,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "toys"))
 
 from toy_run import ToyRun
 
-from relax_rt.chaos.evidence import gather
-from relax_rt.chaos.faults import FAULTS, Strike
-from relax_rt.chaos.injector import Filling, Injector, Intensity
-from relax_rt.chaos.session import play
-from relax_rt.chaos.verdict import breaches, check
+from relax_rt.chaos.evidence import read_evidence
+from relax_rt.chaos.faults import FAULTS, ScheduledFault
+from relax_rt.chaos.injector import FilledDisk, Injector, RestartBudget, run_schedule
+from relax_rt.chaos.verdict import run_checks, violations
 from relax_rt.transport.rpc.errors import Refused
 
 pytestmark = pytest.mark.chaos
@@ -67,7 +66,7 @@ def is_stopped(pid: int) -> bool:
 def test_every_fault_is_told_with_its_end_and_the_run_goes_on(toys: ToyRun) -> None:
     lasting = {"kill": 0.0, "stop": 0.5, "overtake": 0.5, "disk": 0.2}
     strikes = [
-        Strike(
+        ScheduledFault(
             number=number,
             fault=name,
             slot="" if fault.means == "disk" else ("maker/0" if number % 2 else "eater/0"),
@@ -79,9 +78,9 @@ def test_every_fault_is_told_with_its_end_and_the_run_goes_on(toys: ToyRun) -> N
     ]
     with Injector(toys.run_dir, 1, most_disk_bytes=0) as injector:
         # A slot that is still on its way back from the last one is struck when it is there.
-        session = play(toys.run_dir, injector, strikes, settle_s=60.0, defer=True)
-    assert {o.strike.fault for o in session.outcomes if o.withheld} == {"disk"}, session.outcomes
-    assert session.recovered and not session.over
+        session = run_schedule(toys.run_dir, injector, strikes, recovery_s=60.0, defer=True)
+    assert {o.fault.fault for o in session.outcomes if o.skipped} == {"disk"}, session.outcomes
+    assert session.recovered and not session.run_ended
     steps = len([e for e in toys.poll() if e["kind"] == "first_work"])
     assert steps > 0
     assert toys.end() == 0
@@ -91,7 +90,7 @@ def test_every_fault_is_told_with_its_end_and_the_run_goes_on(toys: ToyRun) -> N
     assert all(e["pid"] and e["epoch"] and e["seed"] == 1 for e in told)
     lasted = {e["number"] for e in events if e["kind"] == "fault_ended"}
     assert lasted == {e["number"] for e in told if e["seconds"]}
-    assert breaches(check(gather(toys.run_dir))) == []
+    assert violations(run_checks(read_evidence(toys.run_dir))) == []
 
 
 def test_what_was_stopped_goes_on_when_chaos_itself_is_killed(toys: ToyRun) -> None:
@@ -136,25 +135,25 @@ def test_a_run_may_refuse_to_be_harmed(tmp_path: Path) -> None:
         assert not [e for e in run.poll() if e["kind"] in ("fault_injected", "slot_exited")]
 
 
-def test_harm_that_would_be_escalated_is_withheld(toys: ToyRun) -> None:
-    with Injector(toys.run_dir, 1, intensity=Intensity(max_restarts=1, period_s=600.0)) as injector:
-        first = injector.strike(Strike(number=1, fault="kill", slot="idler/0"))
+def test_a_fault_that_would_escalate_is_skipped(toys: ToyRun) -> None:
+    with Injector(toys.run_dir, 1, budget=RestartBudget(max_restarts=1, period_s=600.0)) as injector:
+        first = injector.inject(ScheduledFault(number=1, fault="kill", slot="idler/0"))
         toys.until(
             "its restart",
             lambda: len([e for e in toys.poll() if e["kind"] == "slot_ready" and e["slot"] == "idler/0"]) > 1,
         )
-        second = injector.strike(Strike(number=2, fault="kill", slot="idler/0"))
-    assert not first.withheld
-    assert "used up its restarts" in second.withheld
-    assert [e["number"] for e in toys.poll() if e["kind"] == "fault_withheld"] == [2]
+        second = injector.inject(ScheduledFault(number=2, fault="kill", slot="idler/0"))
+    assert not first.skipped
+    assert "used up its restarts" in second.skipped
+    assert [e["number"] for e in toys.poll() if e["kind"] == "fault_skipped"] == [2]
 
 
 def test_a_filled_file_system_is_given_back(tmp_path: Path) -> None:
     """Bounded to a little: the file system of the tests belongs to others too."""
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     with pytest.raises(Refused, match="at most"):
-        Filling(tmp_path, most_bytes=1 << 20)
-    filling = Filling(tmp_path, most_bytes=64 << 20, reserve_bytes=free - (32 << 20))
+        FilledDisk(tmp_path, most_bytes=1 << 20)
+    filling = FilledDisk(tmp_path, most_bytes=64 << 20, reserve_bytes=free - (32 << 20))
     try:
         assert filling.nbytes > 0
         assert list(tmp_path.iterdir()) == [], "it has a name"
@@ -183,11 +182,11 @@ def test_a_run_outlives_a_full_disk(small_disk: Path) -> None:
         run.ready()
         before = free()
         with Injector(run.run_dir, 1) as injector:
-            outcome = injector.strike(Strike(number=1, fault="disk", slot="", seconds=2.0))
-            assert not outcome.withheld
+            outcome = injector.inject(ScheduledFault(number=1, fault="disk", slot="", seconds=2.0))
+            assert not outcome.skipped
             assert free() <= 1 << 20 < before
-            session = play(run.run_dir, injector, [], settle_s=60.0)
-        assert session.recovered and not session.over
+            session = run_schedule(run.run_dir, injector, [], recovery_s=60.0)
+        assert session.recovered and not session.run_ended
         run.until("its room back", lambda: free() > before - (8 << 20))
         worked = len(list((run.run_dir / "metrics.jsonl").read_bytes().splitlines()))
         run.until("work", lambda: len((run.run_dir / "metrics.jsonl").read_bytes().splitlines()) > worked)
@@ -195,15 +194,15 @@ def test_a_run_outlives_a_full_disk(small_disk: Path) -> None:
         (told,) = [e for e in run.poll() if e["kind"] == "fault_injected"]
         assert (told["name"], told["nbytes"] > 8 << 20) == ("disk", True)
         assert [e["number"] for e in run.poll() if e["kind"] == "fault_ended"] == [1]
-        assert breaches(check(gather(run.run_dir))) == []
+        assert violations(run_checks(read_evidence(run.run_dir))) == []
 
 
 def test_schedules_by_time_fall_in_order_and_interruptions_undo(toys: ToyRun) -> None:
     pid = next(s.pid for s in toys.ready().slots if s.slot == "idler/0")
     with Injector(toys.run_dir, 1) as injector:
-        assert not injector.strike(Strike(number=1, fault="stop", slot="idler/0", seconds=60.0)).withheld
+        assert not injector.inject(ScheduledFault(number=1, fault="stop", slot="idler/0", seconds=60.0)).skipped
         # The kernel stops its threads when each comes by.
         toys.until("the stop", lambda: is_stopped(pid))
-        again = injector.strike(Strike(number=2, fault="stop", slot="idler/0", seconds=60.0))
-        assert "still lasts" in again.withheld
+        again = injector.inject(ScheduledFault(number=2, fault="stop", slot="idler/0", seconds=60.0))
+        assert "still lasts" in again.skipped
     toys.until("its going on", lambda: not is_stopped(pid))

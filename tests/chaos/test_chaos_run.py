@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from tiny_run import RELAX, TinyRun
 
-from relax_rt.chaos.evidence import gather
+from relax_rt.chaos.evidence import read_evidence
 from relax_rt.chaos.faults import FAULTS, poisson
-from relax_rt.chaos.verdict import breaches, check
+from relax_rt.chaos.verdict import run_checks, violations
 from relax_rt.roles.models.resolve import resolve_model
 
 pytest.importorskip("torch")
@@ -38,36 +38,38 @@ def relax(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def verdict_of(run: TinyRun, *argv: str) -> dict[str, Any]:
-    """Of `relax-rt chaos`, which must find every promise kept."""
+    """Of `relax-rt chaos`, which must find every guarantee kept."""
     done = relax("chaos", str(run.run_dir), *argv, "--json")
     assert done.returncode == 0, done.stdout + done.stderr + run.text()
     return dict(json.loads(done.stdout))
 
 
-def looked_at(verdict: dict[str, Any], name: str) -> int:
-    return int(next(f["looked_at"] for f in verdict["findings"] if f["check"] == name))
+def judged(verdict: dict[str, Any], name: str) -> int:
+    return int(next(r["judged"] for r in verdict["results"] if r["check"] == name))
 
 
 def test_every_kind_of_role_is_killed_and_the_run_reaches_its_target(runs: list[TinyRun], tmp_path: Path) -> None:
     schedule = poisson(10, 1.2, 18.0, [FAULTS["kill"]], {kind: [f"{kind}/0"] for kind in KINDS})
-    drawn = Counter(strike.slot.partition("/")[0] for strike in schedule)
+    drawn = Counter(fault.slot.partition("/")[0] for fault in schedule)
     assert min(drawn[kind] for kind in KINDS) >= 2, drawn
     run = TinyRun(tmp_path / "run", **{"algorithm.steps": 200, "checkpoint.every_steps": 10, **PATIENT})
     runs.append(run.start())
     run.until("a checkpoint", lambda: run.last_step() >= 12)
     shown = json.loads(relax("chaos", str(run.run_dir), *CHAOS, "--dry-run", "--json").stdout)
-    assert [s["slot"] for s in shown["strikes"]] == [s.slot for s in schedule]
+    assert [s["slot"] for s in shown["faults"]] == [s.slot for s in schedule]
     verdict = verdict_of(run, *CHAOS, "--wait", "4m")
     assert run.wait() == 0, run.text()
     assert verdict["ended"] and verdict["status"] == "finished"
     assert {r["role"] for r in verdict["roles"]} == set(KINDS), verdict["roles"]
-    assert {role for role, faults in verdict["struck"].items() if faults.get("kill")} == set(KINDS), verdict["struck"]
-    assert verdict["left"] == 0
+    assert {role for role, faults in verdict["faults_by_role"].items() if faults.get("kill")} == set(KINDS), verdict[
+        "faults_by_role"
+    ]
+    assert verdict["not_injected"] == 0
     assert verdict["ettr"]["value"] is None or verdict["ettr"]["value"] > 0
-    for name in ("trained_once", "trained_what_was_made", "staleness_held", "late_writes", "nothing_left"):
-        assert looked_at(verdict, name) > 0, name
+    for name in ("trained_once", "trained_as_produced", "staleness_bounded", "fencing", "no_leftovers"):
+        assert judged(verdict, name) > 0, name
     story = json.loads(relax("why", "--run", str(run.run_dir), "--json").stdout)
-    killed = {strike.slot for strike in schedule}
+    killed = {fault.slot for fault in schedule}
     assert {death["slot"] for death in story["deaths"]} >= killed
     assert all(death["last"]["cause"] for death in story["deaths"])
 
@@ -85,7 +87,7 @@ def test_what_was_overtaken_while_it_was_stopped_writes_nothing_any_more(runs: l
     )
     assert run.wait() == 0, run.text()
     assert verdict["injected"] == {"overtake": 2}
-    assert looked_at(verdict, "late_writes") > 0
+    assert judged(verdict, "fencing") > 0
     for slot in ("trainer/0", "rollout/0"):
         (fenced,) = [e for e in run.events("slot_overtaken") if e["slot"] == slot]
         assert fenced["by_epoch"] > fenced["epoch"]
@@ -124,9 +126,9 @@ def test_a_killed_agent_at_random_moments_leaves_nothing_and_up_resumes(runs: li
     run.start()
     assert run.wait() == 0, run.text()
     run.gone(run.run_id())
-    evidence = gather(run.run_dir)
+    evidence = read_evidence(run.run_dir)
     assert evidence.reached
-    assert breaches(check(evidence)) == []
+    assert violations(run_checks(evidence)) == []
 
 
 def alive(run: TinyRun) -> str:

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "soak"))
 
 import resume
-from resume_account import SABOTAGES, Account, Job, account, path_of
+from resume_account import SABOTAGES, Account, Job, account, final_path
 
 from relax_rt.chaos.evidence import Checkpoint, Evidence
 
@@ -67,7 +67,7 @@ def evidence() -> Evidence:
             {"kind": "queue_account", **told},
         ],
         steps=steps,
-        made=made,
+        produced=made,
         checkpoints=[Checkpoint("step-30", 30, 1030, "", 1), Checkpoint("step-60", 60, 2060, "", 2)],
     )
 
@@ -118,11 +118,11 @@ def split_group(e: Evidence) -> None:
 
 
 def make_nothing(e: Evidence) -> None:
-    e.made.pop(0)
+    e.produced.pop(0)
 
 
 def make_for_two(e: Evidence) -> None:
-    e.made.append({"prompts": {"10": 7}})
+    e.produced.append({"prompts": {"10": 7}})
 
 
 def fall_to(step: int, *, told: bool = True) -> Callable[[Evidence], None]:
@@ -165,7 +165,7 @@ def tell(**fields: int) -> Callable[[Evidence], None]:
         (make_for_two, "group 10 was made for prompt 0 and for prompt 7"),
         (drop(5), "prompt 5 was dropped \\(quarantined\\) and trained in step 3"),
         (drop(120), "prompts dropped: 1 by the records, 0 by the queue"),
-        (lambda e: e.made.append({"prompts": {"200": 130}}), "11 prompts are pending, and 4 may be under way"),
+        (lambda e: e.produced.append({"prompts": {"200": 130}}), "11 prompts are pending, and 4 may be under way"),
         (tell(prompts_first_issued=100), "100 prompts were issued by the queue, 121 by the records"),
         (tell(prompts_waiting=2), "prompts pending: 1 by the records and 1 unseen, 3 by the queue"),
         (tell(trained_twice=2), "samples trained twice: 0 by the records, 2 by the queue"),
@@ -191,7 +191,7 @@ def test_a_whole_path_shows_no_fall_back_that_was_too_deep() -> None:
 
 
 def test_what_a_later_life_took_again_is_off_the_path() -> None:
-    path, wrong = path_of(evidence().steps)
+    path, wrong = final_path(evidence().steps)
     assert wrong == [] and [path[step]["epoch"] for step in (30, 31, 37, 60)] == [1, 2, 2, 2]
 
 

@@ -12,7 +12,7 @@ import pytest
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
 from relax_rt.roles.rollout.engines.sglang.options import server_environment, server_options
-from relax_rt.roles.rollout.engines.sglang.server import Place
+from relax_rt.roles.rollout.engines.sglang.server import ServerSpec
 from relax_rt.roles.rollout.engines.sglang.weight_loading import OnFileFallback
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ def make_engine(
     *,
     python: str = str(PYTHON),
     routing: bool = False,
-    not_shown: OnFileFallback = lambda version, why: None,
+    on_file_fallback: OnFileFallback = lambda version, why: None,
     **table: Any,
 ) -> SglangEngine:
     """An engine whose server samples each sequence by its own seed; not started.
@@ -47,7 +47,7 @@ def make_engine(
             "sglang": {"device": "cpu", "deterministic": True, "boot_timeout_s": 400.0, **table},
         }
     )
-    place = Place(
+    place = ServerSpec(
         python=python,
         folder=folder / "tmp",
         log=folder / "server.log",
@@ -63,5 +63,5 @@ def make_engine(
         weights_folder=folder / "weights",
         kv_tokens=KV_TOKENS,
         attempt=folder / "attempt",
-        not_shown=not_shown,
+        on_file_fallback=on_file_fallback,
     )

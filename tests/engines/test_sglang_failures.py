@@ -165,7 +165,7 @@ async def test_weights_shown_by_their_handles_and_taken_from_the_file_where_thes
     def not_shown(version: int, why: str) -> None:
         told.append((version, why))
 
-    async with running(conformance_model, folder, weights="handles", not_shown=not_shown) as driver:
+    async with running(conformance_model, folder, weights="handles", on_file_fallback=not_shown) as driver:
         began = driver.version
         asked = driver.request(range(10, 30), 4, new=200, stop_ids=ENDLESS)
         driver.submit(asked)
@@ -200,7 +200,7 @@ async def test_weights_shown_by_their_handles_and_taken_from_the_file_where_thes
             driver.check(whole, completion)
 
         # Handles of nothing end the server; a successor is to find that out before it tries again.
-        driver.engine._loader._handles = True
+        driver.engine._loader._use_handles = True
         await driver.engine.prepare(source := driver.source())
         (folder / "weights/model.safetensors").rename(folder / "elsewhere")
         with pytest.raises(RelaxError):

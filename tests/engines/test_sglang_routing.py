@@ -31,13 +31,13 @@ async def driver(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> A
 async def test_experts_are_shown_to_the_server_under_its_own_names(driver: Driver) -> None:
     assert isinstance(driver.engine, SglangEngine)
     loader, source = driver.engine._loader, driver.source()
-    loader._handles = True
+    loader._use_handles = True
     try:
         await driver.engine.prepare(source)
         await driver.engine.commit(source.record, "recompute")
-        assert loader._handles, "it had to take the file"
+        assert loader._use_handles, "it had to take the file"
     finally:
-        loader._handles = False
+        loader._use_handles = False
     asked = driver.request([7, 8, 9], 3, new=20, routing=True)
     for completion in await driver.complete(asked):
         check(driver, asked, completion)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from relax_rt.roles.models.parallel import Sizes
+from relax_rt.roles.models.parallel import ParallelSizes
 from relax_rt.roles.models.shape import shape_of
 from relax_rt.roles.training.megatron.layout import ModelDivision, naming_of
 from relax_rt.roles.training.megatron.resharding import check_shards, extract_part, place_part, plan_buckets
@@ -89,7 +89,7 @@ def megatron_model() -> Any:
 def resharded(model: Any) -> dict[str, torch.Tensor]:
     """Its weights by their Hugging Face names."""
     shards = [dict(model.named_parameters())]
-    division = ModelDivision(sizes=Sizes(world=1), naming=naming_of(shards[0].keys()))
+    division = ModelDivision(sizes=ParallelSizes(world=1), naming=naming_of(shards[0].keys()))
     plan = plan_buckets(shape_of(CONFIG), division, dtype="bfloat16")
     check_shards(plan, 0, shards)
     into = bytearray(plan.layout.nbytes)

@@ -15,7 +15,7 @@ from harness import Driver, Traits
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
 from relax_rt.roles.rollout.engines.sglang.options import server_environment, server_options
-from relax_rt.roles.rollout.engines.sglang.server import Place
+from relax_rt.roles.rollout.engines.sglang.server import ServerSpec
 
 PYTHON = os.environ.get("RELAX_SGLANG_CUDA_PYTHON", "")
 KV_TOKENS = 65_536
@@ -42,7 +42,7 @@ async def driver(
         }
     )
     environment = server_environment("cuda", 1, folder / "tmp", os.environ)
-    place = Place(python=PYTHON, folder=folder / "tmp", log=folder / "server.log", environment=environment)
+    place = ServerSpec(python=PYTHON, folder=folder / "tmp", log=folder / "server.log", environment=environment)
     options = functools.partial(server_options, settings, "cuda", kv_tokens=KV_TOKENS)
     not_shown: list[str] = []
     engine = SglangEngine(
@@ -53,7 +53,7 @@ async def driver(
         device="cuda",
         weights_folder=folder / "weights",
         kv_tokens=KV_TOKENS,
-        not_shown=lambda version, why: not_shown.append(f"version {version}: {why}"),
+        on_file_fallback=lambda version, why: not_shown.append(f"version {version}: {why}"),
     )
     # Kernels of a device sum in another order than the plain forward pass on the CPU.
     driver = Driver(engine, conformance_model, Traits(tolerance=5e-3))

@@ -11,7 +11,7 @@ from plane_roles import Role
 from sim_broker import Crashed, SimBroker
 from sim_kernel import Steps
 
-from relax_rt.cluster.registry.core import TICK_S, Counters, Dropped, Entry, Issued, RegistryCore, Stored
+from relax_rt.cluster.registry.core import TICK_S, Counters, Dropped, Entry, Issued, RegistryCore, RegistryState
 from relax_rt.interfaces.registry import Changes
 from relax_rt.transport.base.liveness import PauseDetector
 from relax_rt.transport.base.versions import VersionRecord
@@ -44,7 +44,7 @@ class RegistryDisk:
         self._issued: dict[int, Issued] = {}
         self._versions: list[VersionRecord] = []
 
-    def open(self, run: int) -> Stored:
+    def open(self, run: int) -> RegistryState:
         self._generation += 1
         if run != self._run:
             self._run = run
@@ -52,7 +52,7 @@ class RegistryDisk:
                 slot: Entry(msgspec.structs.replace(entry.member, state="gone"))
                 for slot, entry in self._entries.items()
             }
-        return Stored(
+        return RegistryState(
             self._generation,
             self._counters,
             list(self._entries.values()),
@@ -234,10 +234,10 @@ class Broker(SimBroker):
         ledger = self.ledger
         assert ledger is not None
         now = self.now()
-        verdict = self.pauses.look(now)
+        verdict = self.pauses.check(now)
         if verdict == "restart":
             ledger.restart_deadlines(now)
-        elif verdict == "judge" and (lapse := ledger.due(now)) is not None:
+        elif verdict == "expire" and (lapse := ledger.due(now)) is not None:
             self._judge(lapse)
             self.apply(lapse)
         if len(self.journal) > 200:

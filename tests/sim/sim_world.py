@@ -305,7 +305,7 @@ def streaming(seed: int, *, samples: int = 300) -> World:
 
     def done() -> bool:
         ledger = world.broker.ledger
-        return world.to_offer <= 0 and ledger is not None and not ledger.state.groups
+        return world.to_offer <= 0 and ledger is not None and not ledger.core.held
 
     world.run(done)
     world.checker.judge_samples(world.notices(), world.seen_by["store"])

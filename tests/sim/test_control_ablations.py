@@ -27,7 +27,8 @@ from relax_rt.cluster.nodes.table import NodeTable
 from relax_rt.cluster.registry.core import RegistryCore
 from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.interfaces.registry import Member
-from relax_rt.supervision.protocol import SlotExited
+from relax_rt.supervision.executor import SlotOrder
+from relax_rt.supervision.protocol import Kill, SlotExited
 from relax_rt.supervision.supervisor import Supervisor
 from relax_rt.supervision.tree import RestartWindow, RoleNode, Slot
 from relax_rt.transport.base.liveness import PauseDetector
@@ -41,6 +42,7 @@ RUNS = 1000
 one kind, these alone are played."""
 KIND_OF = {"stage: epochs": "three hosts", "gang: generations": "three hosts"}
 ENTER, REGROUP, FLUSH = Supervisor._enter, Supervisor._restart_together, Registry._flush
+CARRY_OUT = Executor.carry_out
 
 
 def hear_all(core: RegistryCore, who: Incarnation) -> Member:
@@ -68,12 +70,14 @@ def answer_first(registry: Registry) -> None:
     FLUSH(registry)
 
 
-def tell_when_killed(executor: Executor, slot: str, kind: Any, reason: str) -> None:
-    """The exit is told with the kill, and comes when it comes."""
-    role = executor.roles.pop(slot, None)
-    if role is not None:
-        executor.world.kernel.after(1.0, partial(role.exit, kind, reason))
-        executor._on_event(SlotExited(slot, Diagnosis(slot=slot, epoch=role.who.epoch, kind=kind, cause=reason)))
+def report_exit_at_kill(executor: Executor, order: SlotOrder) -> None:
+    """The exit is reported with the kill, and comes when it comes."""
+    if not isinstance(order, Kill):
+        CARRY_OUT(executor, order)
+    elif (role := executor.roles.pop(order.slot, None)) is not None:
+        executor.world.kernel.after(1.0, partial(role.exit, order.kind, order.reason))
+        diagnosis = Diagnosis(slot=order.slot, epoch=role.who.epoch, kind=order.kind, cause=order.reason)
+        executor._on_event(SlotExited(order.slot, diagnosis))
 
 
 def all_orders(core: HeadSession, answer: Orders) -> list[Any]:
@@ -113,7 +117,7 @@ ABLATIONS: dict[str, tuple[Any, set[str]]] = {
     "queue: epochs": (patch.object(Callers, "check", lambda *_: None), {HEARD}),
     "stage: epochs": (patch.object(Stage, "fence", lambda *_: None), {HEARD}),
     "registry and queue: no judgement after a pause": (
-        patch.object(PauseDetector, "look", lambda *_: "judge"),
+        patch.object(PauseDetector, "check", lambda *_: "expire"),
         {LAPSED},
     ),
     "registry: durable before the answer": (patch.object(Registry, "_flush", answer_first), {EPOCHS, VERSIONS}),
@@ -122,7 +126,7 @@ ABLATIONS: dict[str, tuple[Any, set[str]]] = {
         {VERSIONS},
     ),
     "queue: calls that are made again": (patch.object(Callers, "reply", lambda *_: None), {DOUBLED, TWICE}),
-    "agent: death is confirmed": (patch.object(Executor, "kill", tell_when_killed), {TWO}),
+    "agent: death is confirmed": (patch.object(Executor, "carry_out", report_exit_at_kill), {TWO}),
     "supervisor: intensity": (patch.object(RestartWindow, "failed", lambda *_: 0), {UNESCALATED}),
     "supervisor: back-off": (patch.object(Supervisor, "_restart_together", regroup_at_once), {UNESCALATED}),
     "supervisor: escalation": (patch.object(Supervisor, "_escalate", give_up_quietly), {UNANSWERED}),

@@ -39,7 +39,7 @@ def test_own_packages_of_the_same_name_work(tmp_path: Path) -> None:
     [
         ("relax_rt", ("numpy", "torch", "pydantic", "msgspec", "zmq")),
         ("relax_rt.config.loader", ("numpy", "torch", "zmq")),
-        ("relax_rt.cli.main", ("numpy", "torch", "zmq", "transformers")),
+        ("relax_rt.cli.main", ("numpy", "torch", "zmq", "transformers", "pydantic", "relax_rt.supervision.control")),
     ],
 )
 def test_imports_stay_light(module: str, heavy: tuple[str, ...], tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from convergence_plot import Curve, draw
 from equivalence_statistics import MARGIN, MAX_SEEDS, Conclusion, Interval, Pair, Score, conclude, interval
 from toy_run import ToyRun
 
-from relax_rt.chaos.session import StepWatch
+from relax_rt.chaos.injector import StepFollower
 from relax_rt.observe.metrics import read_metrics
 from relax_rt.supervision.control import find_run
 
@@ -149,12 +149,12 @@ def carry_out(seed: int, arm: str, settings: dict[str, Any], job: Path = JOB) ->
 
 def wait(run: ToyRun, name: str) -> int:
     """The exit code of a run, once it has ended; meanwhile where it stands is told now and then."""
-    watch, end = StepWatch(run.run_dir), time.monotonic() + RUN_S
+    watch, end = StepFollower(run.run_dir), time.monotonic() + RUN_S
     told = time.monotonic()
     try:
         while run.process.poll() is None and time.monotonic() < end:
             time.sleep(0.2)
-            step = watch.look()
+            step = watch.newest()
             if time.monotonic() - told > TOLD_EVERY_S:
                 told = time.monotonic()
                 print(f"{time.strftime('%X')} {name}: step {step}", file=sys.stderr, flush=True)

@@ -246,19 +246,19 @@ def sglang(task: Task, folder: Path, vocabulary: int) -> list[Round]:
     """The real server on the CPU, behind the same interface; each token is streamed to us, as in a run."""
     from relax_rt.roles.rollout.engines.settings import RolloutSettings
     from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
-    from relax_rt.roles.rollout.engines.sglang.options import KEPT_BACK, server_environment, server_options
-    from relax_rt.roles.rollout.engines.sglang.server import Place
+    from relax_rt.roles.rollout.engines.sglang.options import RESERVED_POSITIONS, server_environment, server_options
+    from relax_rt.roles.rollout.engines.sglang.server import ServerSpec
 
     settings = RolloutSettings.model_validate(
         {"engine": "sglang", "dtype": task.dtype, "max_sequences": task.concurrent, "threads": 1}
     )
     base = "/dev/shm" if Path("/dev/shm").is_dir() else None
     place = Path(tempfile.mkdtemp(prefix="engine-bench-", dir=base))
-    tokens = task.concurrent * (PROMPT_TOKENS[1] + LONGEST * task.median_tokens + KEPT_BACK)
+    tokens = task.concurrent * (PROMPT_TOKENS[1] + LONGEST * task.median_tokens + RESERVED_POSITIONS)
     engine = SglangEngine(
         folder,
         settings,
-        Place(
+        ServerSpec(
             python=task.sglang_python,
             folder=place / "tmp",
             log=place / "server.log",
@@ -268,7 +268,7 @@ def sglang(task: Task, folder: Path, vocabulary: int) -> list[Round]:
         device="cpu",
         weights_folder=place / "weights",
         kv_tokens=tokens,
-        booting=lambda seconds: None,
+        on_boot=lambda seconds: None,
     )
     try:
         return asyncio.run(through_interface(task, engine, folder, vocabulary))

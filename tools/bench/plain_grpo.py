@@ -28,7 +28,7 @@ from relax_rt.roles.models.forward import cache_keyword
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.rewards.library.functions import load_reward
-from relax_rt.roles.rewards.scoring import Caller, Failed, Request, ThreadScorer
+from relax_rt.roles.rewards.scoring import RewardCaller, RewardFailed, RewardRequest, ThreadScorer
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.training.algorithms.advantages import group_advantages
 from relax_rt.roles.training.algorithms.losses import DecoupledOptions
@@ -83,7 +83,7 @@ class Plain:
             fused=True,
         )
         function = load_reward(str(config.reward.function), Path(config.config_dir))
-        self.scorer = ThreadScorer(Caller(function, config.reward.timeout_s), config.reward.timeout_s)
+        self.scorer = ThreadScorer(RewardCaller(function, config.reward.timeout_s), config.reward.timeout_s)
         self.stops = torch.tensor(sorted(self.tokenizer.stop_ids))
 
     @torch.no_grad()
@@ -128,9 +128,9 @@ class Plain:
         for item, row in zip(items, out, strict=True):
             text, stopped = self.text(row)
             info = {**item.info, "finish_reason": "stop" if stopped else "length", "truncated": not stopped}
-            requests.append(Request(text, item.answer, info))
+            requests.append(RewardRequest(text, item.answer, info))
         scores = await self.scorer.score(requests)
-        values = [0.0 if isinstance(score, Failed) else score.total for score in scores]
+        values = [0.0 if isinstance(score, RewardFailed) else score.total for score in scores]
         return np.array(values)
 
     def sample(self, number: int) -> Batch:

@@ -27,7 +27,7 @@ from typing import Any
 import peer_env
 import recovery_cases as cases
 
-from relax_rt.chaos.timeline import over
+from relax_rt.chaos.timeline import percentiles
 
 KILLS, QUICK_KILLS = 200, 3
 SMOLLM_KILLS = 20
@@ -39,7 +39,7 @@ RAY_TIMEOUT_S = 900
 
 def worst(durations: Sequence[float]) -> tuple[str, float | None]:
     """p99 of 200 and more, else the maximum, by its name."""
-    figures = over(durations)
+    figures = percentiles(durations)
     if not figures["n"]:
         return "max", None
     name = "p99" if "p99" in figures else "max"
@@ -77,16 +77,16 @@ def rows_of(slot: str, killed: Sequence[cases.Killed], model: str) -> list[dict[
         ("exit seen after the kill", None, [s for one in killed if (s := one.recovery.exited_s) is not None]),
     ):
         which, value = worst(values)
-        found.append(row(f"{what}: {name}, {which}", value, goal, p50=over(values).get("p50"), n=len(values)))
+        found.append(row(f"{what}: {name}, {which}", value, goal, p50=percentiles(values).get("p50"), n=len(values)))
     for name, title in (("ready", "replacement ready"), ("worked", "first new work")):
         values = [v for one in killed if (v := getattr(one.recovery, f"{name}_s")) is not None]
         which, value = worst(values)
-        p50 = over(values).get("p50")
+        p50 = percentiles(values).get("p50")
         found.append(row(f"{what}: {title}, {which}", value, goals.get(name), p50=p50, n=len(values)))
     stood = [one.still for one in killed if one.still is not None]
     if stood and role != "trainer":
         which, value = worst(stood)
-        name, p50 = f"{what}: training stood still, {which}", over(stood).get("p50")
+        name, p50 = f"{what}: training stood still, {which}", percentiles(stood).get("p50")
         found.append(row(name, value, p50=p50, n=len(stood), not_measured=len(killed) - len(stood)))
     if role == "trainer":
         idle = [one.rollouts_idle for one in killed if one.rollouts_idle is not None]
@@ -130,7 +130,7 @@ def ray_rows(kills: int) -> list[dict[str, Any]]:
     for imports, times in told["restart_s"].items():
         which, value = worst(times)
         name = f"Ray: actor that imports {imports} answers again, {which}"
-        found.append(row(name, None, peers={"ray": value}, p50=over(times).get("p50"), n=len(times)))
+        found.append(row(name, None, peers={"ray": value}, p50=percentiles(times).get("p50"), n=len(times)))
     return found
 
 

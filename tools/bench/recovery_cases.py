@@ -20,10 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toys"))
 
 from toy_run import ToyRun
 
-from relax_rt.chaos.faults import FAULTS, Strike, by_steps, roles_named
-from relax_rt.chaos.injector import Injector
-from relax_rt.chaos.session import play
-from relax_rt.chaos.timeline import Ettr, Recovery, ettr, recoveries
+from relax_rt.chaos.faults import FAULTS, ScheduledFault, by_steps, parse_roles
+from relax_rt.chaos.injector import Injector, run_schedule
+from relax_rt.chaos.timeline import Ettr, Recovery, ettr, find_recoveries
 from relax_rt.interfaces.agent import RunStatus
 from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.observe.events import read_events
@@ -33,7 +32,7 @@ from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.ledger.messages import QueueStats
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, make_hello
+from relax_rt.transport.rpc.rpc import RpcClient, make_hello
 
 HERE = Path(__file__).resolve().parent
 TINY = HERE.parent.parent / "tests/tiny_job/roles.toml"
@@ -104,8 +103,8 @@ def kills(run: ToyRun, injector: Injector, slot: str, count: int, seed: int) -> 
         time.sleep(0.1 + dice.random() * 0.4)
         seen = len(run.poll())
         end = End(next(s.pid for s in run.ready(BACK_WITHIN_S).slots if s.slot == slot))
-        outcome = injector.strike(Strike(number=number, fault="kill", slot=slot))
-        if outcome.withheld:
+        outcome = injector.inject(ScheduledFault(number=number, fault="kill", slot=slot))
+        if outcome.skipped:
             end.close()
             continue
         at = next(e for e in run.poll()[seen:] if e["kind"] == "fault_injected")
@@ -169,7 +168,7 @@ def _recovery(run: ToyRun, at: dict[str, Any]) -> Recovery:
     started = max(0, run.events.index(at) - 400)
     # The life that the kill ended began before it; the newest part of the log is enough for the rest.
     spawned = [e for e in run.events[:started] if e["kind"] == "slot_spawned" and e.get("slot") == at["slot"]][-1:]
-    return next(r for r in recoveries([*spawned, *run.events[started:]]) if r.at == at["m"])
+    return next(r for r in find_recoveries([*spawned, *run.events[started:]]) if r.at == at["m"])
 
 
 def _state(status: RunStatus | None, slot: str) -> str:
@@ -194,9 +193,9 @@ class Asking:
 
     def __init__(self, status: RunStatus | None, slot: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._client: Client | None = None
+        self._client: RpcClient | None = None
         if status is not None:
-            self._client = Client(address_of(status, slot), make_hello(status.run_id, Incarnation("cli/0", 0)))
+            self._client = RpcClient(address_of(status, slot), make_hello(status.run_id, Incarnation("cli/0", 0)))
 
     def stats(self) -> QueueStats | None:
         """The queue's numbers; None when it does not answer."""
@@ -298,7 +297,9 @@ class Probe:
     async def _ask(self) -> bool:
         if self._status is None:
             return False
-        client = Client(address_of(self._status, self._slot), make_hello(self._status.run_id, Incarnation("cli/0", 0)))
+        client = RpcClient(
+            address_of(self._status, self._slot), make_hello(self._status.run_id, Incarnation("cli/0", 0))
+        )
         try:
             bound = client.bind(self.api, timeout_s=PROBE_TIMEOUT_S)
             await (bound.versions() if self._slot == "registry/0" else bound.stats())
@@ -386,24 +387,24 @@ def trained_under_faults(folder: Path, steps: int, prompts: int, share: float, s
     harmed = ToyRun(_made(folder / "disturbed"), TINY, overrides)
     wanted = max(1, round(share * steps))
     with harmed:
-        slots = roles_named("", [s.slot for s in harmed.ready().slots])
+        slots = parse_roles("", [s.slot for s in harmed.ready().slots])
         # The last steps are for what is deferred.
         last = max(2 + wanted, steps - 1 - max(2, steps // 20))
         schedule = by_steps(seed, min(1.0, wanted / (last - 1)), 2, last, [FAULTS["kill"]], slots)
         with Injector(harmed.run_dir, seed) as injector:
-            session = play(harmed.run_dir, injector, schedule, settle_s=0.0, defer=True)
+            session = run_schedule(harmed.run_dir, injector, schedule, recovery_s=0.0, defer=True)
         _to_its_end(harmed)
     found = ettr(list(read_metrics(harmed.run_dir, "step")), baseline, [])
     gaps = sorted(b["m"] - a["m"] for a, b in itertools.pairwise(baseline))
     by_role: dict[str, float] = {}
     for one in session.outcomes:
-        role = one.strike.slot.partition("/")[0]
-        by_role[role] = by_role.get(role, 0) + (not one.withheld)
+        role = one.fault.slot.partition("/")[0]
+        by_role[role] = by_role.get(role, 0) + (not one.skipped)
     return Trained(
         ettr=found,
         step_s=gaps[len(gaps) // 2],
         checkpoint_s=(_checkpoint_s(quiet, steps), _checkpoint_s(harmed, steps)),
-        faults=sum(not one.withheld for one in session.outcomes),
+        faults=sum(not one.skipped for one in session.outcomes),
         wanted=wanted,
         deferred=session.deferred,
         steps=steps,

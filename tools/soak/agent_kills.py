@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toys"))
 
 from toy_run import ToyRun
 
-from relax_rt.chaos.evidence import gather
-from relax_rt.chaos.verdict import breaches, check
+from relax_rt.chaos.evidence import read_evidence
+from relax_rt.chaos.verdict import run_checks, violations
 from relax_rt.supervision.rundir import read_run
 
 TINY = Path(__file__).resolve().parents[2] / "tests/tiny_job/roles.toml"
@@ -75,7 +75,7 @@ def soak(folder: Path, kills: int, seed: int, within_s: float) -> dict[str, Any]
             wrong.append(f"the last `up` ended with {code}: {run.output.read_text()[-2000:]}")
     finally:
         run.__exit__()
-    wrong += [f"{breach.check}: {breach.what}" for breach in breaches(check(gather(run.run_dir)))]
+    wrong += [f"{breach.check}: {breach.what}" for breach in violations(run_checks(read_evidence(run.run_dir)))]
     return {"ok": not wrong, "kills": len(gone), "gone_s": gone, "gone_max_s": max(gone), "wrong": wrong}
 
 

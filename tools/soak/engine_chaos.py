@@ -36,11 +36,10 @@ import engine_chaos_sabotage as sabotage
 from engine_chaos_rollout import STEPS, WAYS
 from toy_run import ToyRun
 
-from relax_rt.chaos.evidence import gather
-from relax_rt.chaos.faults import Strike
-from relax_rt.chaos.injector import Injector
-from relax_rt.chaos.session import settled
-from relax_rt.chaos.verdict import breaches, check
+from relax_rt.chaos.evidence import read_evidence
+from relax_rt.chaos.faults import ScheduledFault
+from relax_rt.chaos.injector import Injector, wait_recovered
+from relax_rt.chaos.verdict import run_checks, violations
 from relax_rt.cluster import discovery
 from relax_rt.observe.events import read_events
 from relax_rt.observe.metrics import read_metrics
@@ -131,7 +130,7 @@ class Soak:
             run.ready(START_S)
             run.until("a step", lambda: any(r["kind"] == "step" for r in read_metrics(run.run_dir)), START_S)
             asyncio.run(self._harm(run))
-            if not settled(run.run_dir, 60.0):
+            if not wait_recovered(run.run_dir, 60.0):
                 self.wrong.append("the run did not recover: a slot is not ready")
             code = run.end()
             # Asked to end, it drains: 130 is the exit status of that.
@@ -185,8 +184,8 @@ class Soak:
     def _in_generation(self, injector: Injector, number: int, slot: str, way: str) -> None:
         fault = {"kill": "kill", "stop": "stop", "hang": "hang_loop"}[way]
         seconds = {"kill": 0.0, "stop": 2.0 if number % 2 else 8.0, "hang": 6.0}[way]
-        outcome = injector.strike(Strike(number=number, fault=fault, slot=slot, seconds=seconds))
-        if not outcome.withheld:
+        outcome = injector.inject(ScheduledFault(number=number, fault=fault, slot=slot, seconds=seconds))
+        if not outcome.skipped:
             self.struck[f"generating {way}"] += 1
 
     def _pause(self, injector: Injector, seconds: float) -> None:
@@ -227,8 +226,8 @@ class Soak:
             "marks": (handed, lost),
             "reward": (rewarded, not_rising),
         }
-        evidence = gather(run_dir)
-        chaos = [f"{b.check}: {b.what}" for b in breaches(check(evidence))]
+        evidence = read_evidence(run_dir)
+        chaos = [f"{b.check}: {b.what}" for b in violations(run_checks(evidence))]
         missing = [f"{m} {w}" for m, w in itertools.product(MOMENTS, WAYS) if not self.struck[f"{m} {w}"]]
         # A round takes longer than its pauses: orders wait for engines that are back.
         round_s = 2 * self.pause_s * len(MOMENTS) * len(WAYS)

@@ -38,12 +38,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toys"))
 from equivalence_statistics import MARGIN, MAX_SEEDS, Conclusion, Interval, Pair, Score, conclude, interval
 from toy_run import ToyRun
 
-from relax_rt.chaos.evidence import Evidence, gather
-from relax_rt.chaos.faults import FAULTS, Strike, poisson, roles_named
-from relax_rt.chaos.injector import Injector
-from relax_rt.chaos.session import play
+from relax_rt.chaos.evidence import Evidence, read_evidence
+from relax_rt.chaos.faults import FAULTS, ScheduledFault, parse_roles, poisson
+from relax_rt.chaos.injector import Injector, run_schedule
 from relax_rt.chaos.timeline import ettr
-from relax_rt.chaos.verdict import breaches, check, struck
+from relax_rt.chaos.verdict import count_by_role, run_checks, violations
 
 JOB = Path(__file__).resolve().parent / "equivalence_job" / "roles.toml"
 UNDISTURBED, CHAOS, BY_LOT = "undisturbed", "chaos", "rewards by lot"
@@ -134,14 +133,14 @@ class Runs:
         if ran.arm == CHAOS:
             strikes = schedule(ran.seed, self._mean_s, [slot.slot for slot in status.slots])
             with Injector(run.run_dir, ran.seed) as injector:
-                play(run.run_dir, injector, list(strikes), settle_s=0.0, defer=True)
+                run_schedule(run.run_dir, injector, list(strikes), recovery_s=0.0, defer=True)
         if code := run.process.wait(RUN_S):
             ran.problems.append(f"`up` ended with {code}: {run.output.read_text()[-1000:]}")
 
     def _judge(self, run: ToyRun, ran: Ran) -> None:
-        evidence = gather(run.run_dir)
+        evidence = read_evidence(run.run_dir)
         take(ran, evidence)
-        ran.problems += [f"{breach.check}: {breach.what}" for breach in breaches(check(evidence))]
+        ran.problems += [f"{breach.check}: {breach.what}" for breach in violations(run_checks(evidence))]
 
 
 def overrides_of(seed: int, arm: str) -> dict[str, Any]:
@@ -152,9 +151,9 @@ def overrides_of(seed: int, arm: str) -> dict[str, Any]:
     return found
 
 
-def schedule(seed: int, mean_s: float, slots: Sequence[str]) -> Iterator[Strike]:
+def schedule(seed: int, mean_s: float, slots: Sequence[str]) -> Iterator[ScheduledFault]:
     """Kills for as long as a run may take, in blocks within which every kind of role gets its share."""
-    roles, begin_s, number = roles_named("", slots), 0.0, 0
+    roles, begin_s, number = parse_roles("", slots), 0.0, 0
     block_s = max(BLOCK, 3 * len(roles)) * mean_s
     for block in itertools.count():
         if begin_s > RUN_S:
@@ -170,7 +169,7 @@ def take(ran: Ran, evidence: Evidence) -> None:
     ran.steps = evidence.last_step
     ran.step_records = evidence.steps
     ran.redone = len(evidence.steps) - len({int(record["step"]) for record in evidence.steps})
-    ran.kills = {role: counts.get("kill", 0) for role, counts in struck(evidence).items()}
+    ran.kills = {role: counts.get("kill", 0) for role, counts in count_by_role(evidence).items()}
     times = [float(record["m"]) for record in evidence.steps]
     ran.wall_s = max(times) - min(times) if times else 0.0
     target = evidence.target or 0

@@ -32,10 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toys"))
 
 from toy_run import ToyRun
 
-from relax_rt.chaos.evidence import gather
-from relax_rt.chaos.faults import FAULTS, poisson, roles_named
+from relax_rt.chaos.evidence import read_evidence
+from relax_rt.chaos.faults import FAULTS, parse_roles, poisson
 from relax_rt.chaos.injector import Injector
-from relax_rt.chaos.verdict import breaches, check
+from relax_rt.chaos.verdict import run_checks, violations
 
 MIB = 1 << 20
 CONFIG = """\
@@ -206,12 +206,12 @@ class Soak:
             while (left := run.leftovers()) and time.monotonic() < deadline:
                 time.sleep(0.05)
             self.wrong += left
-            found = breaches(check(gather(run.run_dir)))
+            found = violations(run_checks(read_evidence(run.run_dir)))
             self.wrong += [f"{breach.check}: {breach.what}" for breach in found]
 
     def _harm(self, run: ToyRun, injector: Injector, counts: Path) -> None:
         status = run.ready()
-        slots = roles_named("", [slot.slot for slot in status.slots])
+        slots = parse_roles("", [slot.slot for slot in status.slots])
         strikes = poisson(self.seed, self.total_s / self.restarts, self.total_s * 10, [FAULTS["kill"]], slots)
         every_s = max(0.5, self.total_s / 400)
         began = said = time.monotonic()
@@ -219,10 +219,10 @@ class Soak:
         done = 0
         while (now := time.monotonic()) - began < self.total_s or done < self.restarts:
             if strikes[0].at_s <= now - began and done < self.restarts:
-                outcome = injector.strike(strikes.pop(0))
-                if not outcome.withheld:
+                outcome = injector.inject(strikes.pop(0))
+                if not outcome.skipped:
                     done += 1
-                    self.killed[outcome.strike.slot] = self.killed.get(outcome.strike.slot, 0) + 1
+                    self.killed[outcome.fault.slot] = self.killed.get(outcome.fault.slot, 0) + 1
             if now - looked >= every_s:
                 looked = now
                 self._look(run, began, counts)

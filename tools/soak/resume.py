@@ -46,11 +46,10 @@ from equivalence_statistics import MAX_SEEDS, Conclusion, Interval, Pair, Score,
 from resume_account import SABOTAGES, Job, account
 from toy_run import ToyRun
 
-from relax_rt.chaos.evidence import Evidence, gather
-from relax_rt.chaos.faults import Strike
-from relax_rt.chaos.injector import Injector
-from relax_rt.chaos.session import StepWatch
-from relax_rt.chaos.verdict import breaches, check
+from relax_rt.chaos.evidence import Evidence, read_evidence
+from relax_rt.chaos.faults import ScheduledFault
+from relax_rt.chaos.injector import Injector, StepFollower
+from relax_rt.chaos.verdict import run_checks, violations
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, read_json, read_run
 
 JOB = Path(__file__).resolve().parent / "equivalence_job" / "roles.toml"
@@ -126,20 +125,20 @@ def kill_slot(run: ToyRun, number: int, slot: str, seed: int) -> None:
         if status is None or not any(one.slot == slot and one.pid for one in status.slots):
             return False
         with Injector(run.run_dir, seed) as injector:
-            return not injector.strike(Strike(number=number, fault="kill", slot=slot), put_off=True).withheld
+            return not injector.inject(ScheduledFault(number=number, fault="kill", slot=slot), may_retry=True).skipped
 
     run.until(f"a process of {slot}", hit, STARTED_S)
 
 
 def harm(run: ToyRun, plan: Sequence[Instant], seed: int, struck: Struck) -> None:
     """Carry the kills out, each at its instant."""
-    watch, newest = StepWatch(run.run_dir), 0
+    watch, newest = StepFollower(run.run_dir), 0
     try:
         for number, instant in enumerate(plan, 1):
 
             def there(step: int = instant.step) -> bool:
                 nonlocal newest
-                newest = max(newest, watch.look())
+                newest = max(newest, watch.newest())
                 return newest >= step
 
             run.until(f"step {instant.step}", there, STEP_S)
@@ -202,12 +201,12 @@ def judge(folder: Path, sabotage: str = "") -> dict[str, Any]:
     """The account of a seed's killed run, and its accuracy beside those of the undisturbed one, if it is there."""
     run_dir = folder / KILLED / "run"
     struck = msgspec.json.decode((folder / KILLED / STRUCK).read_bytes(), type=Struck)
-    evidence, job = gather(run_dir), job_of(run_dir)
+    evidence, job = read_evidence(run_dir), job_of(run_dir)
     if sabotage:
         SABOTAGES[sabotage](evidence)
     found = account(evidence, job)
     wrong = [*struck.wrong, *found.wrong]
-    wrong += [f"{breach.check}: {breach.what}" for breach in breaches(check(evidence))]
+    wrong += [f"{breach.check}: {breach.what}" for breach in violations(run_checks(evidence))]
     result: dict[str, Any] = {
         **msgspec.to_builtins(struck),
         "steps": found.steps,
@@ -221,7 +220,7 @@ def judge(folder: Path, sabotage: str = "") -> dict[str, Any]:
         "after": accuracy(score(evidence, "after")),
     }
     if (folder / UNDISTURBED / "run").exists():
-        quiet = gather(folder / UNDISTURBED / "run")
+        quiet = read_evidence(folder / UNDISTURBED / "run")
         ends = {KILLED: score(evidence, "after"), UNDISTURBED: score(quiet, "after"), HALF: score(quiet, "during")}
         wrong += [f"no accuracy was measured: {name}" for name, one in ends.items() if one is None]
         result |= {"after_undisturbed": accuracy(ends[UNDISTURBED]), "scores": msgspec.to_builtins(ends)}

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from relax_rt.chaos.checks import TRAINER, checkpoint_ignored
 from relax_rt.chaos.evidence import Checkpoint, Evidence
-from relax_rt.chaos.training_checks import TRAINER, fallen_behind
 
 Record = dict[str, Any]
 PASSES = 4
@@ -62,15 +62,15 @@ class Account(msgspec.Struct, kw_only=True):
 
 def account(evidence: Evidence, job: Job) -> Account:
     """The account of an ended run."""
-    path, wrong = path_of(evidence.steps)
+    path, wrong = final_path(evidence.steps)
     # The path alone would be whole as well if each life began anew.
-    wrong += [breach.what for breach in fallen_behind(evidence)]
+    wrong += [breach.what for breach in checkpoint_ignored(evidence)]
     if sorted(path) != list(range(1, job.steps + 1)):
         lack = sorted(set(range(1, job.steps + 1)) - set(path))
         wrong.append(
             f"the path has {len(path)} steps of {job.steps}; it lacks {lack[:10]}, its last is {max(path, default=0)}"
         )
-    prompt_of, odd = prompts_of_groups(evidence.made)
+    prompt_of, odd = prompts_of_groups(evidence.produced)
     wrong += odd
     trained: dict[int, int] = {}
     for step, record in sorted(path.items()):
@@ -104,7 +104,7 @@ def account(evidence: Evidence, job: Job) -> Account:
     return found
 
 
-def path_of(steps: Sequence[Record]) -> tuple[dict[int, Record], list[str]]:
+def final_path(steps: Sequence[Record]) -> tuple[dict[int, Record], list[str]]:
     """The steps that lead to the end, and what is wrong with how the trainers' lives follow each other.
 
     A life (epoch) goes on behind a step of the path: what the lives before it did beyond that is undone.
@@ -216,26 +216,26 @@ def checkpoints_fit(path: dict[int, Record], checkpoints: Sequence[Checkpoint], 
 
 def _double(evidence: Evidence) -> None:
     """A group is trained on a second time, twenty steps later."""
-    path, _ = path_of(evidence.steps)
+    path, _ = final_path(evidence.steps)
     early, late = path[min(path)], path[max(path) // 2 + 1]
     group = late["keys"][0].partition(".")[0]
     again = early["keys"][0].partition(".")[0]
     late["keys"] = [
         key.replace(f"{group}.", f"{again}.") if key.startswith(f"{group}.") else key for key in late["keys"]
     ]
-    made, _ = prompts_of_groups(evidence.made)
+    made, _ = prompts_of_groups(evidence.produced)
     late["prompts"] = sorted(made[int(g)] for g in dict.fromkeys(key.partition(".")[0] for key in late["keys"]))
 
 
 def _leave_out(evidence: Evidence) -> None:
     """A prompt was never made: in its place the step has one that was issued after all others."""
-    path, _ = path_of(evidence.steps)
+    path, _ = final_path(evidence.steps)
     record = path[max(path) // 2]
-    made, _ = prompts_of_groups(evidence.made)
+    made, _ = prompts_of_groups(evidence.produced)
     group = record["keys"][0].partition(".")[0]
     prompt, new = made[int(group)], 1 + max(made.values())
     record["prompts"] = sorted(new if one == prompt else one for one in record["prompts"])
-    for one in evidence.made:
+    for one in evidence.produced:
         one["prompts"] = {g: new if p == prompt else p for g, p in one["prompts"].items()}
 
 
@@ -249,7 +249,7 @@ def _fall_back(evidence: Evidence) -> None:
 
 def _lose_step(evidence: Evidence) -> None:
     """A step of the path left no record."""
-    path, _ = path_of(evidence.steps)
+    path, _ = final_path(evidence.steps)
     evidence.steps.remove(path[max(path) // 2])
 
 
@@ -261,7 +261,7 @@ def _miscount(evidence: Evidence) -> None:
 
 def _swap(evidence: Evidence) -> None:
     """A step says that it was trained on another prompt than the one that its group was made for."""
-    path, _ = path_of(evidence.steps)
+    path, _ = final_path(evidence.steps)
     record = path[max(path)]
     record["prompts"] = [*record["prompts"][:-1], record["prompts"][-1] + 1000]
 

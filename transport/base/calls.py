@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -49,11 +48,12 @@ class NumberedCalls:
         self._patience_s, self._on_wait = patience_s, on_wait
         self._seq = 0
         self._resent = 0
-        self._unanswered: set[int] = set()
+        self._unanswered: dict[int, float] = {}
+        """When each call without an answer began, by number, which is also their order."""
         self._answered = asyncio.Event()
         self._resending = 0
-        self._waiting: dict[int, asyncio.Timeout] = {}
-        self._silences = 0
+        self._waiting: dict[int, asyncio.Task[Any] | None] = {}
+        self._silence: asyncio.TimerHandle | None = None
         self._silence_reported = False
 
     def next_number(self) -> int:
@@ -67,37 +67,34 @@ class NumberedCalls:
         Raises:
             Unreachable, DeadlineExceeded: no answer within patience_s.
         """
-        while self._unanswered and self._seq + 1 - (oldest := min(self._unanswered)) >= WINDOW:
+        while self._unanswered and self._seq + 1 - (oldest := next(iter(self._unanswered))) >= WINDOW:
             if (waiting := self._waiting.pop(oldest, None)) is not None:
-                waiting.reschedule(asyncio.get_running_loop().time())
+                waiting.cancel()
             self._answered.clear()
             await self._answered.wait()
         self._seq += 1
         seq = self._seq
-        self._unanswered.add(seq)
         loop = asyncio.get_running_loop()
-        began = loop.time()
-        silent = loop.call_later(SILENT_S, self._silent)
-        self._silences += 1
+        began = self._unanswered[seq] = loop.time()
+        if self._silence is None:
+            # One timer for all calls, which mostly finds nothing: a call is answered long before.
+            self._silence = loop.call_later(SILENT_S, self._check_silence)
         try:
+            return await send(seq)
+        except (Unreachable, DeadlineExceeded) as error:
+            self._resending += 1
             try:
-                return await send(seq)
-            except (Unreachable, DeadlineExceeded) as error:
-                self._resending += 1
-                try:
-                    return await self._again(seq, send, error, began + self._patience_s)
-                finally:
-                    self._resending -= 1
-                    if not self._resending:
-                        self._on_wait("")
+                return await self._again(seq, send, error, began + self._patience_s)
+            finally:
+                self._resending -= 1
+                if not self._resending:
+                    self._on_wait("")
         finally:
-            silent.cancel()
-            self._silences -= 1
-            if self._silence_reported and not self._silences and not self._resending:
+            del self._unanswered[seq]
+            self._answered.set()
+            if self._silence_reported and not self._unanswered:
                 self._silence_reported = False
                 self._on_wait("")
-            self._unanswered.discard(seq)
-            self._answered.set()
 
     async def wait(self, send: Callable[[int, float], Awaitable[T]], wait_s: float) -> T:
         """A changing call that may wait at the broker; it ends early when newer calls cannot be sent because of it.
@@ -106,13 +103,12 @@ class NumberedCalls:
         """
 
         async def once(seq: int) -> T:
-            limit = asyncio.timeout(None)
-            self._waiting[seq] = limit
+            task = self._waiting[seq] = asyncio.current_task()
             try:
-                async with limit:
-                    return await send(seq, wait_s)
-            except TimeoutError:
-                if not limit.expired():
+                return await send(seq, wait_s)
+            except asyncio.CancelledError:
+                # `call` takes the entry away when it ends this wait. Whoever else cancels leaves it there.
+                if seq in self._waiting or task is None or task.uncancel():
                     raise
             finally:
                 self._waiting.pop(seq, None)
@@ -121,10 +117,18 @@ class NumberedCalls:
 
         return await self.call(once)
 
-    def _silent(self) -> None:
+    def _check_silence(self) -> None:
         """Report a wait: a broker that lives answers sooner, if only with the reason of a wait."""
-        self._silence_reported = True
-        self._on_wait(f"the queue's broker has not answered for {SILENT_S:g} s")
+        self._silence = None
+        if not self._unanswered:
+            return
+        loop = asyncio.get_running_loop()
+        due = next(iter(self._unanswered.values())) + SILENT_S
+        if due <= loop.time():
+            self._silence_reported = True
+            self._on_wait(f"the queue's broker has not answered for {SILENT_S:g} s")
+            due = loop.time() + SILENT_S
+        self._silence = loop.call_at(due, self._check_silence)
 
     async def _again(self, seq: int, send: Callable[[int], Awaitable[T]], error: Exception, deadline: float) -> T:
         loop = asyncio.get_running_loop()
@@ -140,7 +144,6 @@ class NumberedCalls:
         raise error
 
     def statistics(self) -> CallStatistics:
-        """Current statistics."""
         return CallStatistics(self._seq, self._resent, len(self._unanswered))
 
 
@@ -173,7 +176,7 @@ class WaitingCalls:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._events: dict[str, asyncio.Event] = {}
+        self._waiters: dict[str, dict[int, asyncio.Future[None]]] = {}
         self._waiting: dict[int, WaitingCall] = {}
         self._over: dict[str, WaitCount] = {}
         self._token = 0
@@ -193,10 +196,17 @@ class WaitingCalls:
             return
         one = self._waiting[token]
         one.reason = reason
-        event = self._events.setdefault(one.topic, asyncio.Event())
-        with suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await event.wait()
+        # No asyncio.timeout: brokers come here without a task of their own (see rpc.interface.eager).
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        waiters = self._waiters.setdefault(one.topic, {})
+        waiters[token] = waiter
+        timer = loop.call_later(limit_s, _wake, waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            waiters.pop(token, None)
 
     def leave(self, token: int) -> None:
         """The call was answered or cancelled."""
@@ -207,15 +217,12 @@ class WaitingCalls:
             count.total_s += self._clock() - one.since
 
     def touch(self, topics: Iterable[str]) -> None:
-        """Wake the calls that wait on these topics."""
         for topic in topics:
-            event = self._events.pop(topic, None)
-            if event is not None:
-                event.set()
+            for waiter in self._waiters.pop(topic, {}).values():
+                _wake(waiter)
 
     def touch_all(self) -> None:
-        """Wake all calls."""
-        self.touch(list(self._events))
+        self.touch(list(self._waiters))
 
     def __len__(self) -> int:
         return sum(bool(one.reason) for one in self._waiting.values())
@@ -236,3 +243,8 @@ class WaitingCalls:
     def over(self) -> dict[str, dict[str, float]]:
         """By topic: how many waits have ended, and their seconds together."""
         return {topic: {"waits": count.n, "total_s": count.total_s} for topic, count in sorted(self._over.items())}
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

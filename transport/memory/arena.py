@@ -16,13 +16,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_rt.transport.memory.blocks import Block, BlockPlan, ColumnSource, resolver
+from relax_rt.transport.memory.blocks import Block, BlockPlan, ColumnSource, RowLayout, resolver
 from relax_rt.transport.memory.refs import SPILL_PREFIX, BlobRef, BlockRef, Extent, is_spilled, slab_name
 from relax_rt.transport.memory.slabs import PAGE_BYTES, Slab, aligned, map_read_only, path_of
 from relax_rt.transport.memory.values import (
     BLOB,
     BLOB_KIND,
     BYTES,
+    SHARE_FROM_BYTES,
     Data,
     Hashes,
     Kind,
@@ -37,6 +38,10 @@ from relax_rt.transport.rpc.identity import Incarnation
 Given = tuple[str, Kind, Any]
 """A column to be written: name, kind, and stacked rows or a list of them."""
 
+RowKey = tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]
+"""Name, dtype and shape of each array of a row."""
+MAX_LAYOUTS = 1024
+"""Layouts of rows that are remembered; ragged producers make ever new ones."""
 IDLE_S = 30.0
 """An extra slab that was empty for this long is unlinked; making it again costs its page faults."""
 
@@ -145,6 +150,7 @@ class ArenaWriter:
         self._total_bytes = self._used_bytes = self._made = self._floor_bytes = 0
         self._closed = False
         self._counters = ArenaWriterStatistics()
+        self._layouts: dict[RowKey, RowLayout] = {}
         self._lock = threading.Lock()
 
     def warm(self, nbytes: int = 1) -> None:
@@ -173,10 +179,33 @@ class ArenaWriter:
             OutOfSpace: there is no room now; free something, or wait for it. Nothing was put.
             Refused: a value is not of a kind that can be put, or the rows are larger than the arena.
         """
+        key = _row_key(rows[0]) if len(rows) == 1 else None
+        if key is not None and (layout := self._layouts.get(key)) is not None:
+            return [(self._put_row(layout, rows[0], length_field), [0])]
         groups, hashes = _grouped(rows)
         plans = [_planned(columns) for columns, _ in groups]
         placed = self._place(plans, hashes, length_field)
+        if key is not None and not hashes.shared and (layout := plans[0].layout()) is not None:
+            if len(self._layouts) >= MAX_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[key] = layout
         return [(put, indices) for put, (_, indices) in zip(placed, groups, strict=True)]
+
+    def _put_row(self, layout: RowLayout, row: Mapping[str, NDArray[Any]], length_field: str) -> PlacedBlock:
+        """Copy a row of arrays like one that was put before."""
+        ((slab, extent),) = self._allocate([layout.nbytes])
+        try:
+            layout.write(slab.memory[extent.offset : extent.offset + extent.nbytes], row.values())
+        except BaseException:
+            self.free(extent)
+            raise
+        with self._lock:
+            self._counters.puts += 1
+            self._counters.rows += 1
+            self._counters.blocks += 1
+            self._counters.copied_bytes += layout.nbytes
+        shape = row[length_field].shape if length_field in row else ()
+        return PlacedBlock(BlockRef(extent, 1, layout.fields), [shape[0] if shape else -1])
 
     def put_columns(self, columns: Mapping[str, Any], *, length_field: str = "") -> PlacedBlock:
         """Copy columns into shared memory, as one block.
@@ -410,6 +439,16 @@ class ArenaWriter:
 
 def _pages(nbytes: int) -> int:
     return max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
+
+
+def _row_key(row: Mapping[str, Any]) -> RowKey | None:
+    """What decides the layout of a row of arrays; None if it is anything else, or may hold a value twice."""
+    key = []
+    for name, value in row.items():
+        if type(value) is not np.ndarray or (value.nbytes >= SHARE_FROM_BYTES and value.dtype == np.uint8):
+            return None
+        key.append((name, value.dtype, value.shape))
+    return tuple(key)
 
 
 def _planned(columns: list[Given]) -> BlockPlan:

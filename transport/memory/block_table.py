@@ -130,8 +130,12 @@ class BlockTable(msgspec.Struct):
 
     def drop_row(self, id_: int, alive: AliveTest) -> None:
         """A sample with a row in the block has ended; the last one frees the block."""
+        self.drop_rows(id_, 1, alive)
+
+    def drop_rows(self, id_: int, rows: int, alive: AliveTest) -> None:
+        """Some samples with a row in the block have ended."""
         block = self.blocks[id_]
-        block.rows -= 1
+        block.rows -= rows
         if block.rows:
             return
         del self.blocks[id_]

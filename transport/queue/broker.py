@@ -45,6 +45,7 @@ from relax_rt.transport.queue.samplers.loading import load_sampler
 from relax_rt.transport.queue.statistics import States, broker_statistics
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.interface import eager
 
 _SPILL_RETRY_S = 5.0
 FAR_SILENT_S = 600.0
@@ -217,27 +218,33 @@ class Broker(JournaledBroker[Ledger]):
             self._apply(ev.ProcessExited(who, reason))
         self._sweep_wanted = True
 
+    @eager
     async def put_groups(self, seq: int, puts: list[BlockPut], groups: list[int], wait_s: float) -> GroupsPut:
         return await self._wait_for(ev.PutGroups(puts, groups), ROOM, seq, wait_s, GroupsPut)
 
+    @eager
     async def admit(self, seq: int, engine_version: int, groups: int, wait_s: float) -> Admission:
         return await self._wait_for(ev.RequestTickets(engine_version, groups), ROOM, seq, wait_s, Admission)
 
+    @eager
     async def put_samples(self, seq: int, puts: list[BlockPut], short_bytes: int = 0) -> list[Extent]:
         if short_bytes and self._limits.spill_bytes:
             self._short[owner_key(self._identify())] = short_bytes
             self._tight.set()
         return self._call(ev.PutSamples(puts), seq, Freed).extents
 
+    @eager
     async def save_partials(self, seq: int, chunks: list[PartialChunk]) -> SavedPartials:
         return self._call(ev.SavePartials(chunks), seq, SavedPartials)
 
+    @eager
     async def load_partials(self, keys: list[SampleKey]) -> list[PartialChunk]:
         self._check_alive()
         who = self._identify()
         self._ledger.knows(who)
         return load_partials(self._ledger.core, who, keys)
 
+    @eager
     async def release_groups(
         self,
         seq: int,
@@ -272,6 +279,7 @@ class Broker(JournaledBroker[Ledger]):
     async def reinstate(self, items: list[str]) -> None:
         self._apply(ev.ReinstateItems(items))
 
+    @eager
     async def renew(self, groups: list[int], leases: list[int]) -> list[int]:
         # Not journaled: after a restart all leases run at full length.
         self._check_alive()
@@ -281,17 +289,21 @@ class Broker(JournaledBroker[Ledger]):
             self._far[who] = self._clock()
         return self._ledger.renew(who, [*groups, *leases], self._clock())
 
+    @eager
     async def lease(self, seq: int, task: str, request: LeaseRequest, wait_s: float) -> LeaseGrant:
         return await self._wait_for(ev.RequestLease(task, request), task, seq, wait_s, LeaseGrant)
 
+    @eager
     async def complete(
         self, seq: int, lease: int, puts: list[BlockPut], failures: list[Failure], pinned: bool
     ) -> list[Extent]:
         return self._call(ev.CompleteLease(lease, puts, failures, pinned), seq, Freed).extents
 
+    @eager
     async def unpin(self, seq: int, leases: list[int]) -> list[Extent]:
         return self._call(ev.UnpinLeases(leases), seq, Freed).extents
 
+    @eager
     async def release(self, seq: int, lease: int, reason: str, pinned: bool = False) -> None:
         self._apply(ev.ReleaseLease(lease, reason, pinned), self._identify(), seq)
 
@@ -379,11 +391,11 @@ class Broker(JournaledBroker[Ledger]):
         while True:
             self._rearm.clear()
             now, straggler_at = self._clock(), self._ledger.straggler_deadline()
-            verdict = pauses.look(now)
+            verdict = pauses.check(now)
             if verdict == "restart":
                 self._ledger.restart_deadlines(now)
                 self._far = dict.fromkeys(self._far, now)
-            elif verdict == "judge" and self._judge(now):
+            elif verdict == "expire" and self._judge(now):
                 continue
             if straggler_at is not None and straggler_at <= now and woken_for != straggler_at:
                 woken_for = straggler_at
@@ -429,7 +441,7 @@ class Broker(JournaledBroker[Ledger]):
                 # Who is still short of memory says so again.
                 self._short.clear()
                 try:
-                    copied, unread = await asyncio.to_thread(self._disk.spill, moves)
+                    copied, unreadable = await asyncio.to_thread(self._disk.spill, moves)
                 except OutOfSpace as error:
                     # Producers wait meanwhile; their calls say that memory is full.
                     self._notify("queue_spill_failed", {"error": str(error), "n": self._ledger.n})
@@ -438,7 +450,7 @@ class Broker(JournaledBroker[Ledger]):
                 self._apply(ev.MoveBlocks(copied))
                 self._disk.written()
                 self._sweep_wanted = True
-                for id_, why in unread.items():
+                for id_, why in unreadable.items():
                     self._notify("queue_block_unreadable", {"block": id_, "why": why, "n": self._ledger.n})
                 self._unspillable = {id_ for id_ in self._unspillable if id_ in self._ledger.state.blocks.blocks}
-                self._unspillable |= unread.keys()
+                self._unspillable |= unreadable.keys()

@@ -6,6 +6,7 @@ Roles use `QueueClient` itself; processes outside a run come to it by `TransferQ
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -645,26 +646,34 @@ class QueueClient:
         """Carry work to its end also when the caller is cancelled; then undo what it was granted."""
         # A cancelled call may have reached the broker already. Were it cut off here, memory that the broker counts as
         # put could be written again, and a lease that it granted would be held by nobody until it lapses. So the call
-        # goes on in a task of its own, and only its caller is released.
-        task = asyncio.ensure_future(work)
+        # runs in a task of its own, and only its caller is released. (asyncio.shield does the same with two more turns
+        # of the event loop, which a single put would feel.)
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[T] = loop.create_future()
+        task = loop.create_task(self._carry_out(work, outcome, undo))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            caller = asyncio.current_task()
-            if task.cancelled() and caller is not None and not caller.cancelling():
-                why = "this end of the queue was closed while it was under way: it may have been carried out, or not"
-                raise Refused("call of the queue", why=why, hint="end your calls before you leave the queue") from None
-            orphan = asyncio.ensure_future(self._settle(task, undo))
-            self._background.add(orphan)
-            orphan.add_done_callback(self._background.discard)
-            raise
+        task.add_done_callback(functools.partial(_refuse_if_closed, outcome))
+        return await outcome
 
-    async def _settle(self, task: asyncio.Future[T], undo: Callable[[T], Awaitable[None]] | None) -> None:
-        # The caller is gone: an error has nobody to go to, and what it left undone lapses with the lease.
-        (result,) = await asyncio.gather(task, return_exceptions=True)
-        if undo is not None and not isinstance(result, BaseException):
+    @staticmethod
+    async def _carry_out(
+        work: Coroutine[Any, Any, T], outcome: asyncio.Future[T], undo: Callable[[T], Awaitable[None]] | None
+    ) -> None:
+        try:
+            result = await work
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            # Without a caller an error has nobody to go to, and what it left undone lapses with the lease.
+            if not outcome.done():
+                outcome.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        if not outcome.done():
+            outcome.set_result(result)
+        elif undo is not None:
             await undo(result)
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
@@ -746,3 +755,10 @@ class QueueClient:
             mine = [group for group in lost if self.groups.pop(group, None) is not None]
             if mine and self._on_lost is not None:
                 self._on_lost(mine)
+
+
+def _refuse_if_closed(outcome: asyncio.Future[Any], task: asyncio.Task[None]) -> None:
+    """Tell the caller of a call under which the client was closed that nobody waits for the answer any more."""
+    if task.cancelled() and not outcome.done():
+        why = "this end of the queue was closed while it was under way: it may have been carried out, or not"
+        outcome.set_exception(Refused("call of the queue", why=why, hint="end your calls before you leave the queue"))

@@ -232,7 +232,6 @@ class PutBatcher:
         self._send = send
         self._waiting: deque[PendingPut] = deque()
         self._pending = 0
-        self._wanted = asyncio.Event()
         self._room = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -257,11 +256,12 @@ class PutBatcher:
         put = PendingPut(rows, groups, priorities, nbytes, deadline, loop.create_future())
         self._waiting.append(put)
         self._pending += len(rows)
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run())
-        self._wanted.set()
+        if self._task is None:
+            self._task = loop.create_task(self._run())
         # A caller that is cancelled gives up the answer; its samples go their way.
-        ids = await asyncio.shield(put.answer)
+        ids = await put.answer
+        if len(ids) == len(rows):
+            return [SampleKey(id_, 0) for id_ in ids]
         return [SampleKey(id_, member) for id_, size in zip(ids, groups, strict=True) for member in range(size)]
 
     async def _wait_for_room(self, deadline: float) -> None:
@@ -274,17 +274,19 @@ class PutBatcher:
             raise OutOfSpace("put", why=f"{self._pending} samples of this process wait to be sent already") from None
 
     async def _run(self) -> None:
-        while True:
-            if not self._waiting:
-                self._wanted.clear()
-                await self._wanted.wait()
-            puts = self._next()
-            try:
-                await self._deliver(puts)
-            finally:
-                # Only where this task is cancelled, by close(), is one without an answer.
-                _fail(puts, _closed(": it was on its way and may have been put"))
-                self._settle(puts)
+        """Send until nothing waits: what comes while a message is under way goes with the next one."""
+        try:
+            while self._waiting:
+                puts = self._next()
+                try:
+                    await self._deliver(puts)
+                except asyncio.CancelledError:
+                    _fail(puts, _closed(": it was on its way and may have been put"))
+                    raise
+                finally:
+                    self._settle(puts)
+        finally:
+            self._task = None
 
     async def _deliver(self, puts: list[PendingPut]) -> None:
         while puts:
@@ -307,27 +309,32 @@ class PutBatcher:
 
     async def _sent(self, puts: list[PendingPut]) -> list[PendingPut]:
         """Send one message; answers with those that are to be sent once more."""
-        rows = [row for put in puts for row in put.rows]
-        groups = [size for put in puts for size in put.groups]
-        priorities = [priority for put in puts for priority in put.priorities]
+        rows, groups, priorities = puts[0].rows, puts[0].groups, puts[0].priorities
+        if len(puts) > 1:
+            rows = [row for put in puts for row in put.rows]
+            groups = [size for put in puts for size in put.groups]
+            priorities = [priority for put in puts for priority in put.priorities]
         self.messages += 1
 
         def until() -> float:
             # Those behind them wait for the same room.
             return min(put.deadline for queue in (puts, self._waiting) for put in queue)
 
-        (ids,) = await asyncio.gather(self._send(rows, groups, priorities, until), return_exceptions=True)
-        if not isinstance(ids, BaseException):
+        try:
+            ids = await self._send(rows, groups, priorities, until)
+        except OutOfSpace as error:
+            return self._without_the_late(puts, error)
+        except Exception as error:  # noqa: BLE001 - whatever a value raises goes to whoever put it
+            if len(puts) == 1 or not _of_one(error):
+                _fail(puts, error)
+                return []
+        else:
             self.rows += len(rows)
             _answer(puts, ids)
-        elif isinstance(ids, OutOfSpace):
-            return self._without_the_late(puts, ids)
-        elif len(puts) > 1 and _of_one(ids):
-            # Only its own caller should hear of it.
-            for put in puts:
-                await self._deliver([put])
-        else:
-            _fail(puts, ids)
+            return []
+        # Only its own caller should hear of it.
+        for put in puts:
+            await self._deliver([put])
         return []
 
     def _without_the_late(self, puts: list[PendingPut], error: OutOfSpace) -> list[PendingPut]:
@@ -349,7 +356,7 @@ class PutBatcher:
         self._room.set()
         if self._task is not None:
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await asyncio.wait([self._task])
         _fail([*self._waiting], _closed())
         self._settle([*self._waiting])
         self._waiting.clear()

@@ -74,7 +74,7 @@ class ClientStatistics(msgspec.Struct):
     bytes_out: int = 0
 
 
-class Client:
+class RpcClient:
     """A connection to one server, made when first needed and made again when lost; shared by all its proxies.
 
     Args:
@@ -361,7 +361,7 @@ class ClientConnection:
 
     channel: Channel
 
-    def __init__(self, client: Client, address: str) -> None:
+    def __init__(self, client: RpcClient, address: str) -> None:
         loop = asyncio.get_running_loop()
         self.client = client
         self.address = address
@@ -370,6 +370,11 @@ class ClientConnection:
         self.going_away = False
         """The server sent GoAway: it starts nothing more on this connection."""
         self.pending: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._deadlines: dict[int, float] = {}
+        # One timer for all calls, armed for the earliest deadline known when it was set. Calls end long before their
+        # deadlines, so that it fires rarely; a timer of its own would be a good part of what a call costs.
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
         self.streams: dict[int, ItemBuffer] = {}
         self.greeted: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
@@ -430,6 +435,8 @@ class ClientConnection:
 
     def _fail(self, error: Exception) -> None:
         self.dead = True
+        if self._timer is not None:
+            self._timer.cancel()
         if not self.greeted.done():
             self.greeted.set_exception(error)
         # Whether or not someone still awaits the greeting, its error is known here.
@@ -480,7 +487,7 @@ class ClientConnection:
             return
         if isinstance(answer, ItemFrame):
             incoming = self.streams.get(answer.id)
-            # Of a stream that was cancelled items may still be under way.
+            # Items of a cancelled stream may still be under way.
             if incoming is not None:
                 incoming.put(answer.value)
             return
@@ -557,14 +564,16 @@ class ClientConnection:
             left_s = max(0.0, deadline - self._loop.time())
             self._write(method, RequestFrame(number, method.api, method.name, left_s, msgspec.Raw(payload)))
             self.pending[number] = answer
-            timer = self._loop.call_at(deadline + grace_s, self._timed_out, number)
+            self._deadlines[number] = deadline + grace_s
+            if deadline + grace_s < self._timer_at:
+                self._arm(deadline + grace_s)
             try:
                 return cast(msgspec.Raw, await answer)
             except asyncio.CancelledError:
                 self._abandon(number)
                 raise
             finally:
-                timer.cancel()
+                del self._deadlines[number]
         finally:
             self._slots.release()
 
@@ -614,6 +623,21 @@ class ClientConnection:
             )
         self.channel.send(data)
 
+    def _arm(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_at = self._loop.call_at(at, self._check_deadlines), at
+
+    def _check_deadlines(self) -> None:
+        """Fail the calls whose deadline has passed, and set the timer for the next one."""
+        now, self._timer, self._timer_at = self._loop.time(), None, math.inf
+        for number, at in list(self._deadlines.items()):
+            if at <= now:
+                self._timed_out(number)
+        later = [at for number, at in self._deadlines.items() if number in self.pending]
+        if later:
+            self._arm(min(later))
+
     def _timed_out(self, number: int) -> None:
         answer = self.pending.get(number)
         if answer is not None and not answer.done():
@@ -650,21 +674,21 @@ def describe(function: Callable[..., Any], method: Method) -> Callable[..., Any]
 class _Proxy:
     """Looks like an implementation of the interface."""
 
-    def __init__(self, client: Client, api: type, timeout_s: float, window: int) -> None:
+    def __init__(self, client: RpcClient, api: type, timeout_s: float, window: int) -> None:
         self.__dict__["_relax_of"] = (client, api)
         for name, method in methods_of(api).items():
             make = self._streamer(client, method, timeout_s, window) if method.stream else None
             self.__dict__[name] = describe(make or self._caller(client, method, timeout_s), method)
 
     @staticmethod
-    def _caller(client: Client, method: Method, timeout_s: float) -> Callable[..., Awaitable[Any]]:
+    def _caller(client: RpcClient, method: Method, timeout_s: float) -> Callable[..., Awaitable[Any]]:
         async def call(*args: Any, **kwargs: Any) -> Any:
             return await client.call(method, method.bind(args, kwargs), timeout_s)
 
         return call
 
     @staticmethod
-    def _streamer(client: Client, method: Method, timeout_s: float, window: int) -> Callable[..., RemoteStream[Any]]:
+    def _streamer(client: RpcClient, method: Method, timeout_s: float, window: int) -> Callable[..., RemoteStream[Any]]:
         def stream(*args: Any, **kwargs: Any) -> RemoteStream[Any]:
             return client.stream(method, method.bind(args, kwargs), timeout_s, window)
 

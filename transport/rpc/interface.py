@@ -25,6 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _IDEMPOTENT = "__relax_idempotent__"
 _TELL = "__relax_tell__"
+_EAGER = "__relax_eager__"
 _STREAMS = (AsyncIterator, AsyncGenerator, AsyncIterable)
 
 
@@ -32,6 +33,20 @@ def idempotent(fn: F) -> F:
     """Mark a method of an interface: carrying it out twice does no harm, so it is sent again after a reconnect."""
     setattr(fn, _IDEMPOTENT, True)
     return fn
+
+
+def eager(fn: F) -> F:
+    """Mark an implementation whose calls rarely wait: the server runs them without a task up to their first await.
+
+    Until then there is no current task, so that neither `asyncio.timeout` nor `asyncio.current_task` works there.
+    """
+    setattr(fn, _EAGER, True)
+    return fn
+
+
+def is_eager(fn: Callable[..., Any]) -> bool:
+    """Whether an implementation is marked as eager."""
+    return getattr(fn, _EAGER, False)
 
 
 def tell(fn: F) -> F:
@@ -52,6 +67,7 @@ class Method:
         parameters: names, in the order of the wire; keyword_only of them, at the end, are passed by name.
         idempotent, one_way: its marks.
         stream: it yields items; `result` decodes one of them.
+        wait_index: place of the parameter named wait_s; -1: there is none.
     """
 
     api: str
@@ -64,6 +80,7 @@ class Method:
     stream: bool
     arguments: msgspec.msgpack.Decoder[Any]
     result: msgspec.msgpack.Decoder[Any]
+    wait_index: int = -1
 
     def __str__(self) -> str:
         return f"{self.api}.{self.name}"
@@ -82,9 +99,9 @@ class Method:
 
     def wait_s(self, values: tuple[Any, ...]) -> float:
         """The argument named wait_s, by which the call's deadline is extended; 0 without one."""
-        if "wait_s" not in self.parameters:
+        if self.wait_index < 0:
             return 0.0
-        value = values[self.parameters.index("wait_s")]
+        value = values[self.wait_index]
         return max(0.0, float(value)) if isinstance(value, int | float) else 0.0
 
     def encode_arguments(self, values: tuple[Any, ...]) -> bytes:
@@ -214,6 +231,7 @@ def _method(api: str, name: str, function: Callable[..., Any]) -> Method:
         stream=item is not None,
         arguments=wire.decoder_for(kinds, f"arguments of {label}"),
         result=wire.decoder_for(result if item is None else item, f"result of {label}"),
+        wait_index=names.index("wait_s") if "wait_s" in names else -1,
     )
 
 

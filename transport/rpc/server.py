@@ -9,20 +9,22 @@ import asyncio
 import collections
 import contextvars
 import dataclasses
+import functools
 import logging
 import math
 import traceback
+import types
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
 from relax_rt.transport.rpc import unix_channel, wire
 from relax_rt.transport.rpc.channel import Channel, parse_address
-from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, Refused, ShuttingDown
+from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, Refused, RelaxError, ShuttingDown
 from relax_rt.transport.rpc.identity import CurveKeys, Hello
-from relax_rt.transport.rpc.interface import Method, check_implementation, did_you_mean, methods_of
+from relax_rt.transport.rpc.interface import Method, check_implementation, did_you_mean, is_eager, methods_of
 from relax_rt.transport.rpc.wire import (
     CancelFrame,
     EndFrame,
@@ -47,7 +49,7 @@ _caller: contextvars.ContextVar[Hello] = contextvars.ContextVar("relax_rpc_calle
 _CANCEL_PATIENCE_S = 1.0
 _CLIENT_CLOSE_S = 0.25
 """How long `close` waits for clients to close idle connections; one that is stopped is not waited for."""
-TOLD_BYTES = 1024 * 1024
+ONE_WAY_BYTES = 1024 * 1024
 """Bytes of one-way messages of one connection that are held when there is no room."""
 
 
@@ -93,11 +95,11 @@ class _Listener(Protocol):
     async def close(self) -> None: ...
 
 
-class Server:
+class RpcServer:
     """Offers implementations of interfaces to peers of the same run.
 
     Args:
-        hello: who this process is; peers of another run or protocol are turned away.
+        hello: who this process is; peers of another run or protocol are rejected.
         max_message_bytes: bound of one message, in both directions.
         max_inflight: handlers at work for one connection; as many requests may wait for room, who sends more is
             not read.
@@ -149,6 +151,8 @@ class Server:
         self.closing = False
         self._curve = curve
         self._offers: dict[str, dict[str, tuple[Method, Handler]]] = {}
+        self.eager: dict[tuple[str, str], tuple[Method, Handler]] = {}
+        """Methods whose implementations are marked as eager, by interface and name."""
         self._listeners: list[_Listener] = []
 
     def offer(self, api: type[T], implementation: T) -> None:
@@ -161,7 +165,11 @@ class Server:
             raise Refused(f"offering {api.__name__}", why=f"{self.hello.who} offers an interface of this name already")
         check_implementation(api, implementation)
         methods = methods_of(api)
-        self._offers[api.__name__] = {name: (method, getattr(implementation, name)) for name, method in methods.items()}
+        offer = {name: (method, getattr(implementation, name)) for name, method in methods.items()}
+        self._offers[api.__name__] = offer
+        for name, (method, handler) in offer.items():
+            if is_eager(handler) and not method.stream and not method.one_way:
+                self.eager[api.__name__, name] = (method, handler)
 
     async def listen(self, address: str) -> str:
         """Accept connections at an address, besides those listened on before; returns it with the real port.
@@ -274,7 +282,7 @@ class Server:
 class ServerConnection:
     """A peer of the server: first greets, then calls."""
 
-    def __init__(self, server: Server, channel: Channel) -> None:
+    def __init__(self, server: RpcServer, channel: Channel) -> None:
         loop = asyncio.get_running_loop()
         self.server = server
         self.channel = channel
@@ -282,7 +290,7 @@ class ServerConnection:
         self.requests: dict[int, CallTask] = {}
         self.inflight = 0
         self._held: collections.OrderedDict[int | str, _HeldRequest] = collections.OrderedDict()
-        self._held_bytes = self._told_bytes = self._tells = 0
+        self._held_bytes = self._one_way_bytes = self._tells = 0
         self._paused = False
         self.ended: asyncio.Future[None] = loop.create_future()
         self._context = contextvars.copy_context()
@@ -368,7 +376,7 @@ class ServerConnection:
         if isinstance(request, TellFrame):
             self._tells += 1
             key = f"tell {self._tells}"
-            self._told_bytes += size
+            self._one_way_bytes += size
         else:
             key = request.id
         self._held_bytes += size
@@ -383,14 +391,14 @@ class ServerConnection:
         # A client bounds its requests by the limit in the greeting; one-way messages are bounded only here.
         server = self.server
         many = len(self._held) >= server.max_inflight
-        return many or self._told_bytes >= TOLD_BYTES or self._held_bytes >= server.max_message_bytes
+        return many or self._one_way_bytes >= ONE_WAY_BYTES or self._held_bytes >= server.max_message_bytes
 
     def _release(self, key: int | str) -> _HeldRequest:
         held = self._held.pop(key)
         held.timer.cancel()
         self._held_bytes -= held.size
         if isinstance(held.request, TellFrame):
-            self._told_bytes -= held.size
+            self._one_way_bytes -= held.size
         return held
 
     def go_away(self) -> None:
@@ -437,11 +445,45 @@ class ServerConnection:
 
     def _start(self, request: RequestFrame | TellFrame | OpenStreamFrame, arrived: float) -> None:
         server = self.server
-        context = self._context.copy()
-        kind = StreamTask if isinstance(request, OpenStreamFrame) else CallTask
-        call = kind(self, request, context, arrived + bounded_s(request.timeout_s))  # type: ignore[arg-type]
-        server.calls.add(call)
         server.by_method[f"{request.api}.{request.method}"] += 1
+        if type(request) is RequestFrame and not self.channel.congested:
+            eager = server.eager.get((request.api, request.method))
+            if eager is not None:
+                server.counters.requests += 1
+                self._run_eagerly(request, *eager, arrived)
+                return
+        kind = StreamTask if isinstance(request, OpenStreamFrame) else CallTask
+        self._add(kind(self, request, self._context.copy(), arrived + bounded_s(request.timeout_s)))  # type: ignore[arg-type]
+
+    def _run_eagerly(self, request: RequestFrame, method: Method, handler: Handler, arrived: float) -> None:
+        """Run a handler up to its first wait. A task is made only for one that waits.
+
+        A task costs two turns of the event loop, a timer and a copy of the context, which together is more than most
+        calls of a broker take.
+        """
+        counters = self.server.counters
+        try:
+            args, kwargs = method.decode_arguments(request.args)
+            work = cast(Coroutine[Any, Any, Any], handler(*args, **kwargs))
+            waits_for = self._context.run(work.send, None)
+        except StopIteration as end:
+            message, faulty = self.encode_reply(request, method, end.value)
+        except Exception as error:  # noqa: BLE001 - whatever user code raises goes to the caller
+            message, faulty = self.encode_fault(request, error), True
+        else:
+            deadline = arrived + bounded_s(request.timeout_s)
+            # Counted as a request by _add.
+            counters.requests -= 1
+            self._add(CallTask(self, request, self._context.copy(), deadline, (method, resume(work, waits_for))))
+            return
+        counters.replies += not faulty
+        counters.faults += faulty
+        self.channel.send(message)
+
+    def _add(self, call: CallTask) -> None:
+        """Register a call that has a task."""
+        server, request = self.server, call.request
+        server.calls.add(call)
         server.counters.peak_inflight = max(server.counters.peak_inflight, len(server.calls))
         if isinstance(request, TellFrame):
             server.counters.tells += 1
@@ -452,6 +494,30 @@ class ServerConnection:
                 server.counters.requests += 1
             self.requests[request.id] = call
         self.inflight += 1
+
+    def encode_reply(self, request: RequestFrame, method: Method, result: Any) -> tuple[bytes, bool]:
+        """The encoded answer, and whether it is a fault because the result cannot be sent."""
+        try:
+            message = wire.encode_message(
+                ReplyFrame(request.id, msgspec.Raw(wire.encode(result, f"result of {method}")))
+            )
+            self.check_size(len(message), method)
+        except RelaxError as error:
+            return self.encode_fault(request, error), True
+        return message, False
+
+    def encode_fault(self, request: RequestFrame | OpenStreamFrame, error: BaseException) -> bytes:
+        where = f"{self.server.hello.who} {request.api}.{request.method}"
+        return wire.encode_message(fault_of(error, request.id, where))
+
+    def check_size(self, size: int, method: Method) -> None:
+        """Raises: ProtocolError, when a result of this size is over the limit of either end."""
+        server, peer = self.server, self.peer
+        limit = min(server.max_message_bytes, (peer and peer.max_message_bytes) or server.max_message_bytes)
+        if size > limit:
+            raise ProtocolError(
+                f"result of {method}", why=f"it has {size} bytes; the limit is {limit}", hint="answer in parts"
+            )
 
     def finished(self, call: CallTask) -> None:
         self.server.calls.discard(call)
@@ -480,8 +546,28 @@ class _HeldRequest:
     timer: asyncio.TimerHandle
 
 
+@types.coroutine
+def resume(work: Coroutine[Any, Any, T], waits_for: Any) -> Generator[Any, Any, T]:
+    """Continue a coroutine whose first step was run and that waits for this future."""
+    while True:
+        try:
+            value = yield waits_for
+        except BaseException as error:  # noqa: BLE001 - it goes to the coroutine that waits
+            step = functools.partial(work.throw, error)
+        else:
+            step = functools.partial(work.send, value)
+        try:
+            waits_for = step()
+        except StopIteration as end:
+            return cast(T, end.value)
+
+
 class CallTask:
-    """A running handler, cancelled at a deadline of the loop's clock."""
+    """A running handler, cancelled at a deadline of the loop's clock.
+
+    Args:
+        rest: what is left of an eager handler, with its method.
+    """
 
     def __init__(
         self,
@@ -489,10 +575,12 @@ class CallTask:
         request: RequestFrame | TellFrame | OpenStreamFrame,
         context: contextvars.Context,
         deadline: float,
+        rest: tuple[Method, Awaitable[Any]] | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.connection = connection
         self.request = request
+        self._rest = rest
         self.task = loop.create_task(self._serve(), context=context)
         self._expired = False
         self._dropped = False
@@ -536,40 +624,33 @@ class CallTask:
         """The encoded answer, None when there is none to send, and whether it is a fault."""
         request, server = self.request, self.connection.server
         try:
-            method, handler = server.find(request.api, request.method)
-            if method.stream:
-                raise Refused(f"call of {method}", why="it gives a stream", hint="read it with `async for`")
-            args, kwargs = method.decode_arguments(request.args)
-            result = await handler(*args, **kwargs)
-            if isinstance(request, TellFrame):
-                return None, False
-            assert isinstance(request, RequestFrame)
-            message = wire.encode_message(
-                ReplyFrame(request.id, msgspec.Raw(wire.encode(result, f"result of {method}")))
-            )
-            self._check_size(len(message), str(method))
+            if self._rest is not None:
+                (method, rest), self._rest = self._rest, None
+                result = await rest
+            else:
+                method, handler = server.find(request.api, request.method)
+                if method.stream:
+                    raise Refused(f"call of {method}", why="it gives a stream", hint="read it with `async for`")
+                args, kwargs = method.decode_arguments(request.args)
+                result = await handler(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - whatever user code raises goes to the caller
             return self._fault(error), True
-        return message, False
-
-    def _check_size(self, size: int, method: str) -> None:
-        server, peer = self.connection.server, self.connection.peer
-        limit = min(server.max_message_bytes, (peer and peer.max_message_bytes) or server.max_message_bytes)
-        if size > limit:
-            raise ProtocolError(
-                f"result of {method}", why=f"it has {size} bytes; the limit is {limit}", hint="answer in parts"
-            )
+        if isinstance(request, TellFrame):
+            return None, False
+        assert isinstance(request, RequestFrame)
+        return self.connection.encode_reply(request, method, result)
 
     def _fault(self, error: BaseException) -> bytes | None:
         request, who = self.request, self.connection.server.hello.who
         if isinstance(request, TellFrame):
             self.connection.server.counters.faults += 1
             trace = "".join(traceback.format_exception(error))
-            log.warning("%s: %s.%s, told by %s, failed:\n%s", who, request.api, request.method, self._peer(), trace)
+            log.warning("%s: %s.%s, sent by %s, failed:\n%s", who, request.api, request.method, self._peer(), trace)
             return None
-        where = f"{who} {request.api}.{request.method}"
         # A handler may turn its cancellation into an error of its own; the deadline is the cause.
-        return wire.encode_message(self._expired_fault() if self._expired else fault_of(error, request.id, where))
+        if self._expired:
+            return wire.encode_message(self._expired_fault())
+        return self.connection.encode_fault(request, error)
 
     def _expired_fault(self) -> FaultFrame:
         request = self.request
@@ -638,7 +719,7 @@ class StreamTask(CallTask):
 
     async def _produce(self, method: Method, items: Any) -> bool:
         """Send items as credit allows; False when the consumer does not read."""
-        server, what, name = self.connection.server, f"item of {method}", str(method)
+        server, what = self.connection.server, f"item of {method}"
         try:
             while True:
                 if not self._credit:
@@ -651,7 +732,7 @@ class StreamTask(CallTask):
                 self._due = math.inf
                 value = msgspec.Raw(wire.encode(item, what))
                 message = wire.encode_message(ItemFrame(self.request.id, value))
-                self._check_size(len(message), name)
+                self.connection.check_size(len(message), method)
                 if not await self._send(message):
                     return False
                 self._credit -= 1

@@ -13,7 +13,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -64,7 +64,6 @@ class StoredVersion(msgspec.Struct, frozen=True):
 
 
 def version_folder(root: Path, version: int) -> Path:
-    """Name the folder of a version."""
     return root / f"v{version:08d}"
 
 
@@ -111,13 +110,23 @@ class WeightDirectory:
         if manifest.payload != "full" or len(data) < manifest.layout.nbytes:
             raise Refused(what, why=f"a {manifest.payload} payload of {len(data)} bytes is not the whole version")
         self._fence()
-        self._remove_unfinished()
+        # What dead incarnations, and failed removals of this one, left.
+        for left in [*self.root.glob(".writing-*"), *self.root.glob(".retired-*")]:
+            shutil.rmtree(left, ignore_errors=True)
         temporary = self.root / f".writing-{self.epoch}-{folder.name}"
         until = self._clock() + timeout_s
         try:
             temporary.mkdir(mode=0o700)
             stored = list(self._write_shards(temporary, manifest, data, until, what))
-            self._write_rest(temporary, StoredVersion(FORMAT, record, manifest, tuple(stored)))
+            total = sum(entry.nbytes for entry in manifest.layout.entries)
+            index = {"metadata": {"total_size": total}, "weight_map": {t.name: t.file for t in stored}}
+            (temporary / INDEX_FILE).write_bytes(msgspec.json.encode(index))
+            version = StoredVersion(FORMAT, record, manifest, tuple(stored))
+            (temporary / MANIFEST_FILE).write_bytes(msgspec.json.encode(version))
+            if self._companions is not None:
+                for pattern in COMPANIONS:
+                    for path in self._companions.glob(pattern):
+                        shutil.copyfile(path, temporary / path.name)
             self._fence()
             temporary.rename(folder)
         except OSError as error:
@@ -131,7 +140,11 @@ class WeightDirectory:
         for folder in self.root.glob("v*"):
             found = _VERSION.fullmatch(folder.name)
             if found and int(found[1]) < committed:
-                self._remove(folder)
+                # Renamed first, so that a half-removed folder is never taken for a version.
+                gone = self.root / f".retired-{folder.name}"
+                with suppress(OSError):
+                    folder.rename(gone)
+                    shutil.rmtree(gone, ignore_errors=True)
 
     def _fence(self) -> None:
         try:
@@ -139,24 +152,13 @@ class WeightDirectory:
         except (OSError, ValueError) as error:
             raise _unusable(error, self.root) from error
 
-    def _remove(self, folder: Path) -> None:
-        # Renamed first, so that a half-removed folder is never taken for a version.
-        gone = self.root / f".retired-{folder.name}"
-        try:
-            folder.rename(gone)
-        except OSError:
-            return
-        shutil.rmtree(gone, ignore_errors=True)
-
-    def _remove_unfinished(self) -> None:
-        """Remove what dead incarnations, and failed removals of this one, left."""
-        for left in [*self.root.glob(".writing-*"), *self.root.glob(".retired-*")]:
-            shutil.rmtree(left, ignore_errors=True)
-
     def _write_shards(
         self, folder: Path, manifest: Manifest, data: memoryview, until: float, what: str
     ) -> Iterator[StoredTensor]:
-        _check_gaps(manifest, data, what)
+        # Padding is not written to the files, and the digests of the whole cover it.
+        for gap in _gaps(manifest):
+            if any(data[gap]):
+                raise Refused(what, why=f"bytes {gap.start} to {gap.stop}, which belong to no tensor, are not zero")
         shards = _shards(manifest.layout.entries, self._shard_bytes)
         for number, entries in enumerate(shards, 1):
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -168,7 +170,8 @@ class WeightDirectory:
                 _write_all(descriptor, memoryview(header))
                 for entry in entries:
                     digest = xxhash.xxh3_128()
-                    for piece in _pieces(data[entry.offset : entry.offset + entry.nbytes]):
+                    for at in range(entry.offset, entry.offset + entry.nbytes, PIECE_BYTES):
+                        piece = data[at : min(at + PIECE_BYTES, entry.offset + entry.nbytes)]
                         if self._clock() >= until:  # also where both are infinite
                             raise DeadlineExceeded(what, why=f"the disk is too slow; at tensor {entry.name}")
                         digest.update(piece)
@@ -176,16 +179,6 @@ class WeightDirectory:
                     yield StoredTensor(entry.name, name, digest.hexdigest())
             finally:
                 os.close(descriptor)
-
-    def _write_rest(self, folder: Path, stored: StoredVersion) -> None:
-        total = sum(entry.nbytes for entry in stored.manifest.layout.entries)
-        index = {"metadata": {"total_size": total}, "weight_map": {t.name: t.file for t in stored.tensors}}
-        (folder / INDEX_FILE).write_bytes(msgspec.json.encode(index))
-        (folder / MANIFEST_FILE).write_bytes(msgspec.json.encode(stored))
-        if self._companions is not None:
-            for pattern in COMPANIONS:
-                for path in self._companions.glob(pattern):
-                    shutil.copyfile(path, folder / path.name)
 
 
 class DirectorySource:
@@ -207,7 +200,14 @@ class DirectorySource:
         self.manifest = self._stored.manifest
         self.payload: Sent = "full"
         self.nbytes = self.manifest.layout.nbytes
-        _check_stored(self._stored, record, self._what)
+        stored, manifest = self._stored, self.manifest
+        if stored.format != FORMAT:
+            raise Corrupt(self._what, why=f"its manifest is of format {stored.format}, this is {FORMAT}")
+        if stored.record.version != record.version:
+            raise Corrupt(self._what, why=f"the folder says that it is version {stored.record.version}")
+        check_manifest(manifest, record, self._what)
+        if [tensor.name for tensor in stored.tensors] != [entry.name for entry in manifest.layout.entries]:
+            raise Corrupt(self._what, why="the manifest's checksums are not those of its tensors")
 
     def copy_into(self, into: memoryview) -> None:
         """Fill `into`; each tensor is verified against its checksum."""
@@ -328,17 +328,6 @@ def _read_stored(folder: Path, what: str) -> StoredVersion:
         raise Corrupt(f"{path.name} of {what}", why=str(error)) from error
 
 
-def _check_stored(stored: StoredVersion, record: VersionRecord, what: str) -> None:
-    manifest = stored.manifest
-    if stored.format != FORMAT:
-        raise Corrupt(what, why=f"its manifest is of format {stored.format}, this is {FORMAT}")
-    if stored.record.version != record.version:
-        raise Corrupt(what, why=f"the folder says that it is version {stored.record.version}")
-    check_manifest(manifest, record, what)
-    if [tensor.name for tensor in stored.tensors] != [entry.name for entry in manifest.layout.entries]:
-        raise Corrupt(what, why="the manifest's checksums are not those of its tensors")
-
-
 def _shards(entries: Sequence[TensorEntry], shard_bytes: int) -> list[list[TensorEntry]]:
     shards: list[list[TensorEntry]] = [[]]
     size = 0
@@ -360,18 +349,6 @@ def _gaps(manifest: Manifest) -> Iterator[slice]:
         at = entry.offset + entry.nbytes
     if manifest.layout.nbytes > at:
         yield slice(at, manifest.layout.nbytes)
-
-
-def _check_gaps(manifest: Manifest, data: memoryview, what: str) -> None:
-    """Refuse padding that is not zero: it is not written to the files, and the digests of the whole cover it."""
-    for gap in _gaps(manifest):
-        if any(data[gap]):
-            raise Refused(what, why=f"bytes {gap.start} to {gap.stop}, which belong to no tensor, are not zero")
-
-
-def _pieces(data: memoryview) -> Iterator[memoryview]:
-    for at in range(0, len(data), PIECE_BYTES):
-        yield data[at : at + PIECE_BYTES]
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:

@@ -61,7 +61,6 @@ class Lora(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Factor of b @ a."""
         return self.alpha / self.rank
 
 
@@ -134,7 +133,7 @@ def merge_lora(lora: Lora, layout: Layout, into: memoryview, *, workers: int = 0
     workers = workers or min(4, max(1, len(os.sched_getaffinity(0)) // 4))
     flat = torch.frombuffer(into, dtype=torch.uint8)
     blocks = (
-        _Block(_matrix(flat, entry)[at : at + rows], exact._replace(b=exact.b[at : at + rows]))
+        _Block(_tensor(flat, entry).view(entry.shape[0], -1)[at : at + rows], exact._replace(b=exact.b[at : at + rows]))
         for entry, exact in targets
         for rows in (max(1, _BLOCK_ELEMENTS // max(1, exact.a.shape[1])),)
         for at in range(0, exact.b.shape[0], rows)
@@ -149,7 +148,7 @@ def merge_lora(lora: Lora, layout: Layout, into: memoryview, *, workers: int = 0
             for done in [pool.submit(_add_products, shared) for _ in range(workers)]:
                 done.result()
     if late.is_set():
-        raise DeadlineExceeded("adapters were not added in time", why="the computation was given up")
+        raise DeadlineExceeded("adapters were not added in time", why="their deadline has passed")
 
 
 class _Exact(NamedTuple):
@@ -327,7 +326,7 @@ def _opened(blob: memoryview, what: str) -> tuple[Header, memoryview]:
 
 def _facts(header: Header, payload: str, what: str) -> dict[str, str]:
     if header.metadata.get("payload") != payload:
-        raise Corrupt(what, why=f"it says that it is {header.metadata.get('payload', 'nothing')[:32]!r}")
+        raise Corrupt(what, why=f"its kind is {header.metadata.get('payload', 'nothing')[:32]!r}")
     return header.metadata
 
 
@@ -362,7 +361,3 @@ def _tensor(flat: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
 
     dtype: torch.dtype = getattr(torch, entry.dtype)
     return flat[entry.offset : entry.offset + entry.nbytes].view(dtype).view(entry.shape)
-
-
-def _matrix(flat: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-    return _tensor(flat, entry).view(entry.shape[0], -1)

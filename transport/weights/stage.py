@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -146,7 +146,10 @@ class WeightStage:
         self._fence()
         name, descriptor = self._free_buffer(layout.nbytes, keep)
         try:
-            view = memoryview(self._map(name, descriptor, layout.nbytes))[: layout.nbytes]
+            mapping = self._maps.get(name)
+            if mapping is None or len(mapping) < layout.nbytes:
+                mapping = self._maps[name] = mmap.mmap(descriptor, layout.nbytes)
+            view = memoryview(mapping)[: layout.nbytes]
             try:
                 yield name, view
             finally:
@@ -345,17 +348,14 @@ class WeightStage:
         self._fence()
         kept = self._file_of(keep)
         names = [name for number in range(MAX_BUFFERS) if (name := f"w{number}.buf") != kept]
-        if any(self._is_free(name) for name in names):
-            return ""
+        for name in names:
+            with _exclusive(self.folder / name) as free:
+                if free:  # or it does not exist, and can be made
+                    return ""
         self._remove_manifests(names[0])
         (self.folder / names[0]).unlink(missing_ok=True)
         self._unmap(names[0])
         return names[0]
-
-    def _is_free(self, name: str) -> bool:
-        """Return whether no process holds the buffer; one that does not exist can be created."""
-        with _exclusive(self.folder / name) as free:
-            return free
 
     def _unmap(self, name: str) -> None:
         mapping = self._maps.pop(name, None)
@@ -408,12 +408,6 @@ class WeightStage:
         raise OutOfSpace(
             f"a buffer for weights in {self.folder}", why=f"all {MAX_BUFFERS} are pinned by readers", hint="see `why`"
         )
-
-    def _map(self, name: str, descriptor: int, nbytes: int) -> mmap.mmap:
-        mapping = self._maps.get(name)
-        if mapping is None or len(mapping) < nbytes:
-            mapping = self._maps[name] = mmap.mmap(descriptor, nbytes)
-        return mapping
 
 
 def _files_of(deltas: Iterable[Delta]) -> set[str]:
@@ -508,53 +502,31 @@ def keep_file(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-@contextmanager
-def wire_view(folder: Path, manifest: Manifest) -> Iterator[memoryview]:
-    """Map a staged version in the wire dtype, read-only.
-
-    Raises:
-        Gone: it was retired meanwhile, or there is none.
-    """
+def wire_view(folder: Path, manifest: Manifest) -> AbstractContextManager[memoryview]:
+    """Map a staged version in the wire dtype, read-only. Raises Gone: it was retired meanwhile, or there is none."""
     what = f"policy version {manifest.version} in the wire dtype"
-    with _mapped(folder / wire_file(manifest.version), manifest.wire_bytes, what) as view:
-        yield view
+    return _mapped(folder / wire_file(manifest.version), manifest.wire_bytes, what)
 
 
-@contextmanager
-def adapters_view(folder: Path, manifest: Manifest) -> Iterator[memoryview]:
-    """Map the adapters of a staged version, read-only.
-
-    Raises:
-        Gone: they were retired meanwhile, or there are none.
-    """
+def adapters_view(folder: Path, manifest: Manifest) -> AbstractContextManager[memoryview]:
+    """Map the adapters of a staged version, read-only. Raises Gone: they were retired meanwhile, or there are none."""
     what = f"adapters of policy version {manifest.version}"
-    with _mapped(folder / adapters_file(manifest.version), manifest.adapter_bytes, what) as view:
-        yield view
+    return _mapped(folder / adapters_file(manifest.version), manifest.adapter_bytes, what)
+
+
+def delta_view(folder: Path, version: int, digest: str) -> AbstractContextManager[memoryview]:
+    """Map the delta that makes a version, read-only. Raises Gone: no version on the stage names it any more."""
+    return _mapped(folder / delta_file(version, digest), None, f"delta to policy version {version}")
 
 
 @contextmanager
-def delta_view(folder: Path, version: int, digest: str) -> Iterator[memoryview]:
-    """Map the delta that makes a version, read-only.
-
-    Raises:
-        Gone: no version on the stage names it any more, or there is none.
-    """
-    path, what = folder / delta_file(version, digest), f"delta to policy version {version}"
-    try:
-        nbytes = path.stat().st_size
-    except OSError as error:
-        raise Gone(what, why=str(error)) from error
-    with _mapped(path, nbytes, what) as view:
-        yield view
-
-
-@contextmanager
-def _mapped(path: Path, nbytes: int, what: str) -> Iterator[memoryview]:
-    if not nbytes:
+def _mapped(path: Path, nbytes: int | None, what: str) -> Iterator[memoryview]:
+    """Map a file that lies beside a version; None: all of it."""
+    if nbytes == 0:
         raise Gone(what, why="it is not staged so")
     try:
         with path.open("rb") as file:
-            mapping = mmap.mmap(file.fileno(), nbytes, prot=mmap.PROT_READ)
+            mapping = mmap.mmap(file.fileno(), nbytes or 0, prot=mmap.PROT_READ)
     except (OSError, ValueError) as error:
         raise Gone(what, why=str(error)) from error
     view = memoryview(mapping)
@@ -604,14 +576,3 @@ def _compare(manifest: Manifest, part: slice, found: str, expected: str) -> None
             f"weights of policy version {manifest.version}, bytes {part.start}-{part.stop}",
             why="the copy does not match the digest taken at stage",
         )
-
-
-def fetch(folder: Path, manifest: Manifest, into: memoryview) -> None:
-    """Copy a staged version into private memory and verify the copy, bucket by bucket.
-
-    Raises:
-        Gone: the version was retired meanwhile; ask for the newest one.
-        Corrupt: the bytes do not match their digests; the copy must not be used.
-    """
-    with pinned(folder, manifest) as view:
-        copy_verified(manifest, view, into)

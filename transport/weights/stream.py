@@ -25,7 +25,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import zmq
@@ -72,29 +72,12 @@ _SIDE_FILES = ("adapters", "delta")
 _NAME = re.compile(r"(manifest|weights|wire|adapters|delta)-(\d{1,18})-([0-9a-f]{0,64})")
 
 
-def manifest_name(version: int, digest: str) -> str:
-    """Name a version's manifest: its length in front (MANIFEST_HEAD), then JSON."""
-    return f"manifest-{version}-{digest}"
+def served_name(kind: Literal["manifest", "weights", "wire", "adapters", "delta"], version: int, digest: str) -> str:
+    """Name what the server gives out: a version's manifest or flat buffer, or what its manifest says lies beside them.
 
-
-def weights_name(version: int, digest: str) -> str:
-    """Name a version's flat buffer."""
-    return f"weights-{version}-{digest}"
-
-
-def wire_name(version: int, digest: str) -> str:
-    """Name a version in the wire dtype, if its manifest has `wire_bytes`."""
-    return f"wire-{version}-{digest}"
-
-
-def adapters_name(version: int, digest: str) -> str:
-    """Name a version's adapters, if its manifest has `adapter_bytes`; their base is version ROOT."""
-    return f"adapters-{version}-{digest}"
-
-
-def delta_name(version: int, digest: str) -> str:
-    """Name the delta that makes a version, as long as a manifest names it."""
-    return f"delta-{version}-{digest}"
+    A manifest is served with its length in front (MANIFEST_HEAD). A delta is served as long as any manifest names it.
+    """
+    return f"{kind}-{version}-{digest}"
 
 
 def stage_server(folder: Path, keys: CurveKeys | None, *, io_threads: int = 2) -> PayloadServer:
@@ -102,7 +85,7 @@ def stage_server(folder: Path, keys: CurveKeys | None, *, io_threads: int = 2) -
     return PayloadServer(folder, keys=keys, served=StagedVersions(folder), io_threads=io_threads)
 
 
-class _Pinned(NamedTuple):
+class _ServedVersion(NamedTuple):
     kind: str
     view: memoryview
     release: contextlib.ExitStack
@@ -113,7 +96,7 @@ class StagedVersions:
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock
-        self._pins: OrderedDict[str, _Pinned] = OrderedDict()
+        self._pins: OrderedDict[str, _ServedVersion] = OrderedDict()
         self._used: dict[str, float] = {}
         self._manifest = ("", b"")
 
@@ -131,7 +114,17 @@ class StagedVersions:
         if found is None:
             raise Corrupt(f"{name[:64]!r} on the weight stage", why="that is no name of a version")
         kind, version, digest = found[1], int(found[2]), found[3]
-        whole = self._text(name, version, digest) if kind == "manifest" else self._bytes(name, kind, version, digest)
+        if kind == "manifest":
+            if self._manifest[0] != name:
+                text = msgspec.json.encode(self._read(version, digest))
+                self._manifest = (name, MANIFEST_HEAD.pack(MANIFEST_MAGIC, len(text)) + text)
+            whole = memoryview(self._manifest[1])
+        else:
+            if name not in self._pins:
+                self._pin(name, kind, version, digest)
+            self._used[name] = self._clock()
+            self._pins.move_to_end(name)
+            whole = self._pins[name].view
         if offset < 0 or nbytes < 0 or offset + nbytes > len(whole):
             raise Corrupt(f"{name} on the weight stage", why=f"bytes {offset} to {offset + nbytes} of {len(whole)}")
         return whole[offset : offset + nbytes]
@@ -143,50 +136,43 @@ class StagedVersions:
                 self._unpin(name)
 
     def clear(self) -> None:
-        """Unpin all."""
         for name in list(self._pins):
             self._unpin(name)
 
-    def _bytes(self, name: str, kind: str, version: int, digest: str) -> memoryview:
-        if name not in self._pins:
-            with contextlib.ExitStack() as entering:
-                try:
-                    view = self._map(entering, kind, version, digest)
-                except OSError as error:
-                    raise Gone(f"weights of policy version {version}", why=str(error)) from error
-                self._make_room(kind, len(view))
-                self._pins[name] = _Pinned(kind, view, entering.pop_all())
-        self._used[name] = self._clock()
-        self._pins.move_to_end(name)
-        return self._pins[name].view
+    def _pin(self, name: str, kind: str, version: int, digest: str) -> None:
+        """Map what has this name, and unpin the least recently read of its kind until all are within the limits."""
+        with contextlib.ExitStack() as entering:
+            try:
+                if kind == "delta":
+                    # The manifests of later versions name it as well; that of its own version may be retired.
+                    view = entering.enter_context(delta_view(self._folder, version, digest))
+                elif kind == "adapters":
+                    view = entering.enter_context(adapters_view(self._folder, self._read(version, digest)))
+                else:
+                    manifest = self._read(version, digest)
+                    view = entering.enter_context(pinned(self._folder, manifest))
+                    if kind == "wire":
+                        view = entering.enter_context(wire_view(self._folder, manifest))
+            except OSError as error:
+                raise Gone(f"weights of policy version {version}", why=str(error)) from error
+            beside = kind in _SIDE_FILES
+            alike = [name for name, pinned in self._pins.items() if (pinned.kind in _SIDE_FILES) == beside]
+            most = MAX_SIDE_FILES if beside else MAX_PINNED
+            most_bytes = MAX_SIDE_VERSIONS * self._version_bytes() if beside else math.inf
+            total = len(view) + sum(len(self._pins[name].view) for name in alike)
+            while alike and (len(alike) >= most or total > most_bytes):
+                oldest = alike.pop(0)
+                total -= len(self._pins[oldest].view)
+                self._unpin(oldest)
+            self._pins[name] = _ServedVersion(kind, view, entering.pop_all())
 
-    def _make_room(self, kind: str, nbytes: int) -> None:
-        """Unpin the least recently read of the same kind until another one is within the limits."""
-        beside = kind in _SIDE_FILES
-        alike = [name for name, pinned in self._pins.items() if (pinned.kind in _SIDE_FILES) == beside]
-        most = MAX_SIDE_FILES if beside else MAX_PINNED
-        most_bytes = MAX_SIDE_VERSIONS * _version_bytes(self._folder) if beside else math.inf
-        total = nbytes + sum(len(self._pins[name].view) for name in alike)
-        while alike and (len(alike) >= most or total > most_bytes):
-            oldest = alike.pop(0)
-            total -= len(self._pins[oldest].view)
-            self._unpin(oldest)
-
-    def _map(self, entering: contextlib.ExitStack, kind: str, version: int, digest: str) -> memoryview:
-        if kind == "delta":
-            # The manifests of later versions name it as well; that of its own version may be retired.
-            return entering.enter_context(delta_view(self._folder, version, digest))
-        manifest = self._read(version, digest)
-        if kind == "adapters":
-            return entering.enter_context(adapters_view(self._folder, manifest))
-        view = entering.enter_context(pinned(self._folder, manifest))
-        return entering.enter_context(wire_view(self._folder, manifest)) if kind == "wire" else view
-
-    def _text(self, name: str, version: int, digest: str) -> memoryview:
-        if self._manifest[0] != name:
-            text = msgspec.json.encode(self._read(version, digest))
-            self._manifest = (name, MANIFEST_HEAD.pack(MANIFEST_MAGIC, len(text)) + text)
-        return memoryview(self._manifest[1])
+    def _version_bytes(self) -> int:
+        """Size of a version on the stage, by its buffers; 0: there is none."""
+        found = 0
+        for path in self._folder.glob("w*.buf"):
+            with contextlib.suppress(FileNotFoundError):
+                found = max(found, path.stat().st_size)
+        return found
 
     def _read(self, version: int, digest: str) -> Manifest:
         what = f"weights of policy version {version}"
@@ -202,15 +188,6 @@ class StagedVersions:
         # A message that ZeroMQ still sends keeps the mapping, and so the pin, until it is sent or dropped.
         self._used.pop(name)
         self._pins.pop(name).release.close()
-
-
-def _version_bytes(folder: Path) -> int:
-    """Size of a version on a stage, by its buffers; 0: there is none."""
-    found = 0
-    for path in folder.glob("w*.buf"):
-        with contextlib.suppress(FileNotFoundError):
-            found = max(found, path.stat().st_size)
-    return found
 
 
 CHUNK_BYTES, WINDOW_BYTES = 1 << 20, 16 << 20
@@ -342,7 +319,7 @@ class StageMirror:
             os.close(descriptor)
 
     def _fetch(self, record: VersionRecord, until: float) -> None:
-        with _Reader(self._locate, self._keys, self._settings, until, self._report_wait) as reader:
+        with _StageReader(self._locate, self._keys, self._settings, until, self._report_wait) as reader:
             try:
                 manifest = _read_manifest(reader, record)
                 stage = WeightStage(self.folder, manifest.epoch)
@@ -356,7 +333,7 @@ class StageMirror:
             finally:
                 self.bytes_in += reader.bytes_in
 
-    def _fill(self, reader: _Reader, stage: WeightStage, manifest: Manifest, until: float) -> None:
+    def _fill(self, reader: _StageReader, stage: WeightStage, manifest: Manifest, until: float) -> None:
         keep = max(
             (int(found[1]) for path in self.folder.iterdir() if (found := _VERSION.fullmatch(path.name))), default=0
         )
@@ -377,7 +354,9 @@ class StageMirror:
                 self._report_wait(str(error))
                 time.sleep(_ROOM_RETRY_S)
 
-    def _make(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float) -> None:
+    def _make(
+        self, reader: _StageReader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float
+    ) -> None:
         """Fill `into` with the version: by a delta, the wire dtype or adapters where that saves bytes, else in full.
 
         Buckets that do not match their digest afterwards are fetched in full."""
@@ -391,7 +370,7 @@ class StageMirror:
         reader.read_weights(manifest, into, wrong)
 
     def _make_from_less(
-        self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float
+        self, reader: _StageReader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float
     ) -> Sent:
         """Make the version from deltas, the wire dtype or adapters, as far as possible; the result is not verified."""
         held, narrow = self._find_held(manifest), manifest.wire_bytes
@@ -402,14 +381,19 @@ class StageMirror:
             if self._apply_in_time(reader, lambda: self._fetch_deltas(reader, manifest, held, into), until):
                 return "delta"
         if narrow and _missing_exceeds(manifest, into, narrow):
-            _widen(reader, manifest, into)
+            blob = bytearray(narrow)
+            try:
+                reader.read_all(served_name("wire", manifest.version, manifest.digest), memoryview(blob))
+                decode_wire(memoryview(blob), manifest.layout, into)
+            except (Gone, Corrupt, Refused):
+                reader.reset()
         adapters = manifest.adapter_bytes
         if not adapters or not _missing_exceeds(manifest, into, adapters):
             return "full"
         adapted = self._apply_in_time(reader, lambda: self._fetch_adapters(reader, stage, manifest, into), until)
         return "adapters" if adapted else "full"
 
-    def _apply_in_time(self, reader: _Reader, fetch: Callable[[], _Make], until: float) -> bool:
+    def _apply_in_time(self, reader: _StageReader, fetch: Callable[[], _Make], until: float) -> bool:
         """Fetch and apply; return whether that succeeded in time. `why_full` says why not."""
         if self._in_full:
             self._in_full -= 1
@@ -442,26 +426,26 @@ class StageMirror:
             self.why_full = f"its deltas are of {bases_of(manifest)}; none is whole on this node's stage"
         return None
 
-    def _fetch_deltas(self, reader: _Reader, manifest: Manifest, held: _Held, into: memoryview) -> _Make:
+    def _fetch_deltas(self, reader: _StageReader, manifest: Manifest, held: _Held, into: memoryview) -> _Make:
         """Copy the version that is here into `into` and fetch the deltas that lead on from it."""
         # Pinned only for the copy: nothing may overwrite it meanwhile.
         with pinned(self.folder, held.base) as view:
             copy_verified(held.base, view, into)
         blobs = [memoryview(bytearray(delta.nbytes)) for delta in held.deltas]
         for delta, blob in zip(held.deltas, blobs, strict=True):
-            reader.read_all(delta_name(delta.version, delta.digest), blob)
+            reader.read_all(served_name("delta", delta.version, delta.digest), blob)
         named = manifest.as_delta(held.base.version, held.base.digest)
         return lambda by: apply(blobs, into, named, verified=False, until=by)
 
-    def _fetch_adapters(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview) -> _Make:
+    def _fetch_adapters(self, reader: _StageReader, stage: WeightStage, manifest: Manifest, into: memoryview) -> _Make:
         """Fill `into` with the base, which is fetched once, and fetch the adapters."""
         base = self._base(reader, stage, manifest, into)
         blob = memoryview(bytearray(manifest.adapter_bytes))
-        reader.read_all(adapters_name(manifest.version, manifest.digest), blob)
+        reader.read_all(served_name("adapters", manifest.version, manifest.digest), blob)
         lora = lora_for(blob, base)
         return lambda by: merge_lora(lora, base.layout, into, until=by)
 
-    def _base(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview) -> Manifest:
+    def _base(self, reader: _StageReader, stage: WeightStage, manifest: Manifest, into: memoryview) -> Manifest:
         """Copy the base of the version's adapters from this node's stage; fetch it first if it is missing or damaged.
 
         A broken attempt is resumed."""
@@ -478,7 +462,7 @@ class StageMirror:
         return base
 
 
-class _Reader:
+class _StageReader:
     """Reads named bytes from a stage's server in the calling thread; reconnects when connections are lost."""
 
     def __init__(
@@ -502,7 +486,7 @@ class _Reader:
         self.bytes_in = 0
         self._last_at = float("-inf")
 
-    def __enter__(self) -> _Reader:
+    def __enter__(self) -> _StageReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -510,7 +494,6 @@ class _Reader:
         self._context.term()
 
     def read(self, name: str, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes of `name` from `offset` on."""
         for _ in self._fetch_ranges({(offset, len(into)): into}, name):
             pass
 
@@ -527,7 +510,10 @@ class _Reader:
 
     def read_weights(self, manifest: Manifest, into: memoryview, missing: dict[int, slice]) -> None:
         """Fill `into` with the buckets of a version that are missing there, by where they begin."""
-        name, what = weights_name(manifest.version, manifest.digest), f"weights of policy version {manifest.version}"
+        name, what = (
+            served_name("weights", manifest.version, manifest.digest),
+            f"weights of policy version {manifest.version}",
+        )
         parts = bucket_slices(manifest.layout.nbytes)
         expected = {part.start: digest for part, digest in zip(parts, manifest.buckets, strict=True)}
         for attempt in range(2):
@@ -547,66 +533,60 @@ class _Reader:
             missing = wrong
             part = next(iter(wrong.values()))
             if attempt:
-                raise Corrupt(f"{what}, bytes {part.start}-{part.stop}", why="they do not match their digest")
+                raise Corrupt(
+                    f"weights of {what}, bytes {part.start}-{part.stop}", why="they do not match their digest"
+                )
 
     def _fetch_ranges(self, places: dict[tuple[int, int], memoryview], name: str) -> Generator[int]:
-        """Fetch ranges of a name into their places; yield the offset of each when it is complete."""
+        """Fetch ranges of a name into their places; yield the offset of each when it is complete.
+
+        All that is left is requested anew after the loss of all connections, and the address is asked for again: a
+        restarted server listens on another port.
+        """
         left = dict(places)
         while left:
-            entries = self._request(left, name)
+            self._check_time(name, left)
+            if self._peer is None:
+                try:
+                    address = self._locate()
+                except RelaxError as error:
+                    self._pause(f"where it is served is not known: {error}")
+                    continue
+                if not address:
+                    self._pause("it is served nowhere at the moment")
+                    continue
+                self._peer = Peer(address, self._settings, self._numbers, random.Random())
+            peer = self._peer
+            entries = [CacheEntry(peer.address, Extent(name, at, n), _BufferRegion(m)) for (at, n), m in left.items()]
+            for entry in entries:
+                peer.want(entry)
             while left and self._peer is not None:
-                self._poll_once(name, left, entries)
+                before = set(peer.links)
+                closed = peer.step(self._context, self._keys, time.monotonic())
+                for link in peer.links:
+                    if link not in before:
+                        self._poller.register(link.sock, zmq.POLLIN)
+                        self._poller.register(link.monitor, zmq.POLLIN)
+                for link in closed:
+                    self._end(link)
+                self._poller.poll(max(0, min(_POLL_MS, int((self._until - time.monotonic()) * 1000))))
+                peer.receive(self, time.monotonic())
+                if self._error is not None:
+                    failure, self._error = self._error, None
+                    raise failure
+                if peer.trouble and not any(link.up for link in peer.links):
+                    self._trouble = peer.trouble
+                    for entry in entries:
+                        entry.region = None
+                    self._disconnect()
+                    self._pause(self._trouble)
+                self._check_time(name, left)
                 for entry in self._arrived:
                     del left[(entry.extent.offset, entry.extent.nbytes)]
                     yield entry.extent.offset
                 self._arrived.clear()
 
-    def _request(self, left: dict[tuple[int, int], memoryview], name: str) -> list[CacheEntry]:
-        """Request all that is left from the server at its current address."""
-        self._check_time(name, left)
-        if self._peer is None:
-            try:
-                address = self._locate()
-            except RelaxError as error:
-                self._pause(f"where it is served is not known: {error}")
-                return []
-            if not address:
-                self._pause("it is served nowhere at the moment")
-                return []
-            self._peer = Peer(address, self._settings, self._numbers, random.Random())
-        entries = [CacheEntry(self._peer.address, Extent(name, at, n), _BufferRegion(m)) for (at, n), m in left.items()]
-        for entry in entries:
-            self._peer.want(entry)
-        return entries
-
-    def _poll_once(self, name: str, left: dict[tuple[int, int], memoryview], entries: list[CacheEntry]) -> None:
-        peer = self._peer
-        assert peer is not None
-        before = set(peer.links)
-        closed = peer.step(self._context, self._keys, time.monotonic())
-        for link in peer.links:
-            if link not in before:
-                self._poller.register(link.sock, zmq.POLLIN)
-                self._poller.register(link.monitor, zmq.POLLIN)
-        for link in closed:
-            self._end(link)
-        wait_ms = max(0, min(_POLL_MS, int((self._until - time.monotonic()) * 1000)))
-        self._poller.poll(wait_ms)
-        peer.receive(self, time.monotonic())
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        if peer.trouble and not any(link.up for link in peer.links):
-            # Ask for the address again: a restarted server listens on another port.
-            self._trouble = peer.trouble
-            for entry in entries:
-                entry.region = None
-            self._disconnect()
-            self._pause(self._trouble)
-        self._check_time(name, left)
-
     def arrived(self, entry: CacheEntry, nbytes: int) -> None:
-        """For `FetchSink`."""
         self.bytes_in += nbytes
         self._last_at = time.monotonic()
         self._attempts = 0
@@ -615,7 +595,6 @@ class _Reader:
             self._arrived.append(entry)
 
     def failed(self, entry: CacheEntry, error: RelaxError) -> None:
-        """For `FetchSink`."""
         self._error = self._error or error
 
     def protocol_error(self, peer: str, error: ProtocolError) -> None:
@@ -649,18 +628,7 @@ class _Reader:
         self._peer = None
 
 
-def _widen(reader: _Reader, manifest: Manifest, into: memoryview) -> None:
-    """Fill `into` from the version in the wire dtype, as far as possible."""
-    narrow = bytearray(manifest.wire_bytes)
-    try:
-        reader.read_all(wire_name(manifest.version, manifest.digest), memoryview(narrow))
-        decode_wire(memoryview(narrow), manifest.layout, into)
-    except (Gone, Corrupt, Refused):
-        reader.reset()
-
-
 def _mismatches(manifest: Manifest, data: memoryview) -> Iterator[slice]:
-    """Yield the buckets that do not match the version's digests."""
     parts = zip(bucket_slices(manifest.layout.nbytes), manifest.buckets, strict=True)
     return (part for part, digest in parts if bucket_digest(data[part]) != digest)
 
@@ -676,8 +644,8 @@ def _missing_exceeds(manifest: Manifest, data: memoryview, nbytes: int) -> bool:
     return any(sofar > nbytes for sofar in missing)
 
 
-def _read_manifest(reader: _Reader, record: VersionRecord) -> Manifest:
-    name, what = manifest_name(record.version, record.digest), f"weights of policy version {record.version}"
+def _read_manifest(reader: _StageReader, record: VersionRecord) -> Manifest:
+    name, what = served_name("manifest", record.version, record.digest), f"weights of policy version {record.version}"
     head = bytearray(MANIFEST_HEAD.size)
     reader.read(name, 0, memoryview(head))
     text = bytearray(manifest_bytes(bytes(head), what))

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -24,19 +24,13 @@ from relax_rt.cluster.nodes.api import (
     HELLO_NAME,
     AgentStarted,
     BindRendezvous,
-    DumpSlot,
     EndNode,
     EventLine,
     HeadApi,
-    InjectSlot,
-    KillSlot,
     LeaveRequested,
     Order,
     RendezvousBound,
     SlotAddress,
-    SlotEvent,
-    StartSlot,
-    StopSlot,
 )
 from relax_rt.cluster.nodes.links import role_environment
 from relax_rt.cluster.nodes.membership import (
@@ -54,14 +48,15 @@ from relax_rt.interfaces.agent import WhereApi
 from relax_rt.observe.events import EventFollower, EventLog
 from relax_rt.observe.logs import open_log, setup_logging
 from relax_rt.process import procfs
+from relax_rt.supervision.executor import InjectFault
 from relax_rt.supervision.local import LocalExecutor, failure_of
 from relax_rt.supervision.plan import RolePlan, plan_roles
-from relax_rt.supervision.protocol import Event, SlotExited, SlotSpawned
+from relax_rt.supervision.protocol import Event, Kill, SlotEvent, SlotExited, SlotSpawned
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, owner_of, slot_file, update_run
 from relax_rt.supervision.system_roles import AGENT_SLOT
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, CurveKeys, Server, make_hello
+from relax_rt.transport.rpc.rpc import CurveKeys, RpcClient, RpcServer, make_hello
 
 T = TypeVar("T")
 
@@ -117,7 +112,7 @@ class NodeAgent:
             environment=role_environment(paths, run_id=membership.run_id, node=membership.node, host=record.host),
         )
         self._keeper_pid = keeper_pid
-        self._client = Client(
+        self._client = RpcClient(
             record.head, make_hello(HELLO_NAME, Incarnation(f"{membership.node}/0", membership.epoch)), curve=keys
         )
         # Several calls fit into a lease, so that one that is lost does not cost it.
@@ -140,11 +135,11 @@ class NodeAgent:
             loop.add_signal_handler(number, self._interrupted, signal.Signals(number).name)
         if self._keeper_pid:
             self._local.watch_keeper(self._keeper_pid)
-        server = Server(make_hello(self.membership.run_id, Incarnation(AGENT_SLOT, 0)))
+        server = RpcServer(make_hello(self.membership.run_id, Incarnation(AGENT_SLOT, 0)))
         server.offer(WhereApi, self)
         await server.listen(f"unix://{self.paths.agent_socket}")
         self._local.prepare()
-        self._session.add_item(AgentStarted(os.getpid(), str(self.paths.run_dir)))
+        self._session.add(AgentStarted(os.getpid(), str(self.paths.run_dir)))
         self._to_report.set()
         self._events.emit(
             "node_agent_started", node=self.membership.node, node_epoch=self.membership.epoch, pid=os.getpid()
@@ -186,7 +181,7 @@ class NodeAgent:
         if not self._over.done():
             # Kill before anything else: the head starts these slots elsewhere soon after the lease has ended.
             for slot in self._living:
-                self._local.kill(slot, "killed", reason)
+                self._local.carry_out(Kill(slot, "killed", reason))
             self._log.info("the membership ends", reason=reason, over=over)
             self._over.set_result(
                 MembershipEnd(membership=str(self.membership), over=over, exit_code=exit_code, reason=reason)
@@ -195,7 +190,7 @@ class NodeAgent:
     def _interrupted(self, name: str) -> None:
         self._signals += 1
         if self._signals == 1:
-            self._session.add_item(LeaveRequested(name))
+            self._session.add(LeaveRequested(name))
             self._to_report.set()
         else:
             self._finish(over=True, exit_code=130, reason=f"{name} again")
@@ -206,11 +201,11 @@ class NodeAgent:
             self._living.add(event.slot)
         elif isinstance(event, SlotExited):
             self._living.discard(event.slot)
-        self._session.add_event(event)
+        self._session.add(event)
         self._to_report.set()
 
     def _on_address(self, slot: str, address: str, remote: str) -> None:
-        self._session.add_item(SlotAddress(slot, address, remote))
+        self._session.add(SlotAddress(slot, address, remote))
         self._to_report.set()
 
     async def _call(self, call: Callable[[], Awaitable[T]]) -> T | None:
@@ -244,17 +239,9 @@ class NodeAgent:
 
     def _carry_out(self, order: Order) -> None:
         match order:
-            case StartSlot(order=start):
-                self._local.start(start)
-            case StopSlot(slot=slot):
-                self._local.stop(slot)
-            case KillSlot(slot=slot, kind=kind, reason=reason):
-                self._local.kill(slot, kind, reason)
-            case DumpSlot(slot=slot):
-                self._local.dump_stacks(slot)
-            case InjectSlot(slot=slot, fault=fault, seconds=seconds, amount=amount):
+            case InjectFault(slot=slot, fault=fault):
                 try:
-                    self._local.inject(slot, fault, seconds, amount)
+                    self._local.carry_out(order)
                 except Refused as error:
                     self._log.warning("fault refused", error=str(error))
                     self._events.emit("fault_refused", slot=slot, name=fault, reason=str(error))
@@ -264,6 +251,8 @@ class NodeAgent:
                 binding.add_done_callback(self._bindings.discard)
             case EndNode(exit_code=exit_code, reason=reason):
                 self._finish(over=True, exit_code=exit_code, reason=reason)
+            case _:
+                self._local.carry_out(order)
 
     async def _bind(self, order: BindRendezvous) -> None:
         try:
@@ -271,7 +260,7 @@ class NodeAgent:
             answer = RendezvousBound(order.slot, order.generation, at.host, at.port)
         except OSError as error:
             answer = RendezvousBound(order.slot, order.generation, "", 0, str(error))
-        self._session.add_item(answer)
+        self._session.add(answer)
         self._to_report.set()
 
     async def _report(self) -> None:
@@ -307,10 +296,10 @@ class NodeAgent:
 
     async def _queue_events(self, follower: EventFollower) -> None:
         for event in await asyncio.to_thread(follower.poll):
-            self._session.add_item(EventLine(msgspec.json.encode({**event, "node": self.membership.node})))
+            self._session.add(EventLine(msgspec.json.encode({**event, "node": self.membership.node})))
             self._to_report.set()
 
-    async def _close(self, server: Server, follower: EventFollower, end: MembershipEnd) -> None:
+    async def _close(self, server: RpcServer, follower: EventFollower, end: MembershipEnd) -> None:
         left = await self._local.close()
         await server.close()
         self._events.emit("node_ended", node=self.membership.node, node_epoch=self.membership.epoch, reason=end.reason)
@@ -326,12 +315,8 @@ class NodeAgent:
         follower.close()
         self._events.close()
         self.paths.remove_private()
-        self._write(end)
-
-    def _write(self, end: MembershipEnd) -> None:
-        fields: dict[str, Any] = {"exit_code": end.exit_code, "reason": end.reason}
         try:
-            update_run(self.paths.run_dir, status="node ended", **fields)
+            update_run(self.paths.run_dir, status="node ended", exit_code=end.exit_code, reason=end.reason)
             write_end(self.paths.run_dir, end)
         except OSError as error:
             self._log.error("the end of the membership cannot be written", error=str(error))

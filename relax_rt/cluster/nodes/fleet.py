@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Protocol
 
 import psutil  # type: ignore[import-untyped]
 import structlog
@@ -18,26 +18,18 @@ from relax_rt.cluster.nodes.api import (
     HELLO_NAME,
     AgentStarted,
     BindRendezvous,
-    DumpSlot,
     EndNode,
     EventLine,
     HeadApi,
-    InjectSlot,
     Item,
     JoinReply,
-    KillSlot,
     LeaveRequested,
     NodeFacts,
     NodeMembership,
     Order,
     Orders,
     RendezvousBound,
-    ReportedEvent,
     SlotAddress,
-    SlotEvent,
-    StartSlot,
-    StopSlot,
-    decode_event,
 )
 from relax_rt.cluster.nodes.checks import pinned_plans
 from relax_rt.cluster.nodes.links import role_environment
@@ -49,15 +41,30 @@ from relax_rt.config.schema import RunConfig
 from relax_rt.interfaces.agent import NodeStatus
 from relax_rt.observe.events import CURRENT, Appender
 from relax_rt.supervision.devices import count_gpus
-from relax_rt.supervision.executor import EmitEvent, Executor, GangRendezvous, HeadAgent, StartOrder
+from relax_rt.supervision.executor import (
+    EmitEvent,
+    Executor,
+    GangRendezvous,
+    InjectFault,
+    SlotOrder,
+    StartOrder,
+)
 from relax_rt.supervision.placement import Node
 from relax_rt.supervision.plan import RolePlan
-from relax_rt.supervision.protocol import DrainRequested, NodeJoined, NodeLost, SlotExited, SlotSpawned
+from relax_rt.supervision.protocol import (
+    DrainRequested,
+    Event,
+    NodeJoined,
+    NodeLost,
+    SlotEvent,
+    SlotExited,
+    SlotSpawned,
+)
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, read_run
 from relax_rt.transport.rpc.channel import AddressError, parse_address
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import CurveKeys, Server, make_hello
+from relax_rt.transport.rpc.rpc import CurveKeys, RpcServer, make_hello
 
 MIB = 1 << 20
 BIND_TIMEOUT_S = 10.0
@@ -66,8 +73,24 @@ LEAVE_TIMEOUT_S = 5.0
 """How long the end of a run waits for its nodes to say that nothing is left there."""
 
 
-class Fleet:
-    """The nodes of a run: the head's own, and those that joined. Implements relax_rt.supervision.executor.Nodes.
+class NodeEvents(Protocol):
+    """What the fleet reports to: the head's agent."""
+
+    def post(self, event: Event) -> None:
+        """An event for the supervisor."""
+
+    def on_event(self, event: Event) -> None:
+        """Something happened to a slot on a node that joined."""
+
+    def on_address(self, slot: str, address: str, remote: str) -> None:
+        """Where a role on such a node serves."""
+
+    def on_gone(self, slot: str, epoch: int, reason: str) -> None:
+        """A process was lost with its node."""
+
+
+class NodeFleet:
+    """The nodes of a run: the head's own, and those that joined.
 
     Args:
         config: of the run; without [supervision.nodes] listen no other node can join.
@@ -93,13 +116,17 @@ class Fleet:
         """The order that ends every node; set once the run is over."""
 
     def pinned(self, plans: Sequence[RolePlan]) -> list[RolePlan]:
+        """Return the roles, those pinned to the head that cannot run elsewhere."""
         return pinned_plans(plans, self._config)
 
-    def attach(self, local: Executor, agent: HeadAgent, emit: EmitEvent) -> None:
+    def attach(self, local: Executor, agent: NodeEvents, emit: EmitEvent) -> None:
+        """Use this executor for the head's own node, and report to this agent. Call it once, before all others."""
         self._local, self._agent, self.emit = local, agent, emit
 
     async def open(self, kinds: Sequence[str]) -> str:
-        """See Nodes. Where any port will do, the one before: nodes that knew the head before it died find it there.
+        """Listen for nodes, which are told of these kinds of role; return the address, empty in a run of one node.
+
+        Where any port will do, use the one before: nodes that knew the head before it died find it there.
 
         Raises:
             AddressError: nothing can listen there.
@@ -195,10 +222,11 @@ class Fleet:
                 self._log.error("an item of a node's report was refused", node=str(membership), error=str(error))
 
     def _apply(self, executor: RemoteExecutor, item: Item) -> None:
+        if isinstance(item, SlotEvent):
+            executor.apply_event(item)
+            self._release_if_empty(executor)
+            return
         match item:
-            case ReportedEvent():
-                executor.apply_event(decode_event(item))
-                self._release_if_empty(executor)
             case SlotAddress(slot=slot, address=address, remote=remote):
                 if slot in executor.open:
                     self._agent.on_address(slot, address, remote)
@@ -209,14 +237,11 @@ class Fleet:
             case EventLine(line=line):
                 self._lines.append(line)
             case LeaveRequested(reason=reason):
-                self._request_leave(executor, reason)
-
-    def _request_leave(self, executor: RemoteExecutor, reason: str) -> None:
-        assert self.table is not None
-        if self.table.request_leave(executor.membership, reason):
-            self.emit("node_leaving", node=executor.node, node_epoch=executor.membership.epoch, reason=reason)
-            self._agent.post(DrainRequested(executor.node))
-            self._release_if_empty(executor)
+                assert self.table is not None
+                if self.table.request_leave(executor.membership, reason):
+                    self.emit("node_leaving", node=executor.node, node_epoch=executor.membership.epoch, reason=reason)
+                    self._agent.post(DrainRequested(executor.node))
+                    self._release_if_empty(executor)
 
     def _release_if_empty(self, executor: RemoteExecutor) -> None:
         """End a node that wants to leave once nothing runs on it."""
@@ -225,6 +250,7 @@ class Fleet:
             self.wake()
 
     async def close(self, exit_code: int, reason: str) -> None:
+        """End all nodes that joined, wait until they are gone (or for a while), and stop listening."""
         self.ending = EndNode(exit_code, reason)
         for node in self._remote:
             assert self.table is not None
@@ -242,6 +268,7 @@ class Fleet:
             await self._listener.close()
 
     def status(self, slots: Sequence[str]) -> list[NodeStatus]:
+        """Return every node, the head's own first, with its slots of these."""
         elsewhere = {slot for executor in self._remote.values() for slot in executor.open}
         own = NodeStatus(
             node=self.here.name,
@@ -297,23 +324,13 @@ class RemoteExecutor:
         """Epoch of each slot that was ordered to start there and has not exited."""
         self._binding: dict[tuple[str, int], asyncio.Future[GangRendezvous]] = {}
 
-    def start(self, order: StartOrder) -> None:
-        self.open[order.slot] = order.epoch
-        self._order(StartSlot(order))
-
-    def stop(self, slot: str) -> None:
-        self._order(StopSlot(slot))
-
-    def kill(self, slot: str, kind: Literal["killed", "hang"], reason: str) -> None:
-        self._order(KillSlot(slot, kind, reason))
-
-    def dump_stacks(self, slot: str) -> None:
-        self._order(DumpSlot(slot))
-
-    def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
-        if slot not in self.open:
-            raise Refused(f"cannot inject {fault} into {slot}", why=f"it has no process on node {self.node}")
-        self._order(InjectSlot(slot, fault, seconds, amount))
+    def carry_out(self, order: SlotOrder) -> None:
+        if isinstance(order, StartOrder):
+            self.open[order.slot] = order.epoch
+        elif isinstance(order, InjectFault) and order.slot not in self.open:
+            what = f"cannot inject {order.fault} into {order.slot}"
+            raise Refused(what, why=f"it has no process on node {self.node}")
+        self._order(order)
 
     async def rendezvous(self, slot: str, generation: int) -> GangRendezvous:
         bound: asyncio.Future[GangRendezvous] = asyncio.get_running_loop().create_future()
@@ -372,11 +389,11 @@ class NodeListener:
         keys: of the run.
     """
 
-    def __init__(self, fleet: Fleet, table: NodeTable, *, config: str, system: list[str], keys: CurveKeys) -> None:
+    def __init__(self, fleet: NodeFleet, table: NodeTable, *, config: str, system: list[str], keys: CurveKeys) -> None:
         self._fleet, self._table = fleet, table
         self._config, self._system = config, system
         self._log = structlog.get_logger()
-        self._server = Server(make_hello(HELLO_NAME, Incarnation(f"{HEAD}/0", 0)), curve=keys)
+        self._server = RpcServer(make_hello(HELLO_NAME, Incarnation(f"{HEAD}/0", 0)), curve=keys)
         self._server.offer(HeadApi, self)
         self._ticking: asyncio.Task[None] | None = None
         self.address = ""

@@ -1,1 +1,1 @@
-"""Environments of other packages: modules with `factory(name, options)`. They block, so that they run in workers."""
+"""Adapters for environments of other packages, run in workers: modules with `factory(name, options)`."""

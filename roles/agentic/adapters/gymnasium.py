@@ -1,8 +1,7 @@
-"""Environments of gymnasium with a few actions and a text or an image to show, as FrozenLake, Taxi and CliffWalking.
+"""Adapter for gymnasium environments with a few actions, as FrozenLake, Taxi and CliffWalking.
 
-What the policy sees is the environment's own drawing (`render_mode = "ansi"`), the place it stands at in brackets; what
-it says is the name of an action. With `pixels` it sees images: the observation where that is one, else what the
-environment draws (`rgb_array`).
+Observations are the environment's text rendering (`render_mode = "ansi"`), the agent's position in brackets; a reply
+names an action. With `pixels` they are images: the observation itself if it is one, else the `rgb_array` rendering.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ ACTIONS = {
     "CliffWalking": ["up", "right", "down", "left"],
     "Blackjack": ["stick", "hit"],
 }
-"""Names of the actions of environments that are known here, by their number."""
+"""Action names of known environments, by number."""
 COLOURED = re.compile(r"\x1b\[\d+m(.*?)\x1b\[0m", re.DOTALL)
 OWN = ("actions", "system", "introduction", "invalid_reward", "pixels")
 """Options of the adapter; all others are the environment's."""
@@ -37,9 +36,9 @@ class GymnasiumGame:
     """One episode. A reply that names no action changes nothing and costs a turn.
 
     Args:
-        make: the environment. actions: their names, by number.
-        introduction: put before the first drawing. invalid_reward: of a turn whose reply names no action.
-        pixels: show images.
+        actions: their names, by number.
+        introduction: put before the first observation. invalid_reward: of a reply that names no action.
+        pixels: observations are images.
     """
 
     def __init__(
@@ -60,60 +59,58 @@ class GymnasiumGame:
         self._pattern = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, longest_first))})(?!\w)", re.IGNORECASE)
 
     def reset(self, task: Task) -> Observation:
-        """Begin, with the task's seed."""
-        seen, _ = self._env.reset(seed=task.seed)
-        content, state = self._shown(seen, self._introduction)
+        """Reset the environment with the task's seed."""
+        observation, _ = self._env.reset(seed=task.seed)
+        content, state = self._render(observation, self._introduction)
         asked: list[Message] = [{"role": "user", "content": content}]
         messages = [{"role": "system", "content": self._system}, *asked] if self._system else asked
         return Observation(messages=messages, state=state)
 
     def step(self, reply: Reply) -> Step:
-        """Do what the first action's name in the reply says."""
+        """Take the first action that the reply names."""
         found = self._pattern.search(reply.text)
         if found is None:
             self._invalid += 1
-            content, state = self._shown(None, f"That is none of: {', '.join(self._actions)}.")
-            return Step(messages=_told(content), reward=self._invalid_reward, state=state, info=self._info())
+            content, state = self._render(None, f"That is none of: {', '.join(self._actions)}.")
+            info = {"invalid": float(self._invalid)}
+            return Step(messages=_as_messages(content), reward=self._invalid_reward, state=state, info=info)
         number = [action.lower() for action in self._actions].index(found.group(1).lower())
-        seen, reward, terminated, truncated, _ = self._env.step(number)
-        content, state = self._shown(seen)
+        observation, reward, terminated, truncated, _ = self._env.step(number)
+        content, state = self._render(observation)
         return Step(
-            messages=_told(content),
+            messages=_as_messages(content),
             reward=float(reward),
             done=bool(terminated),
             truncated=bool(truncated and not terminated),
             state=state,
-            info=self._info(),
+            info={"invalid": float(self._invalid)},
         )
 
     def close(self) -> None:
         """Close it."""
         self._env.close()
 
-    def _info(self) -> dict[str, float]:
-        return {"invalid": float(self._invalid)}
-
-    def _shown(self, seen: Any, words: str = "") -> tuple[str | list[dict[str, Any]], str]:
-        """What the policy sees, behind some words; and what names the state. None: it has not changed."""
+    def _render(self, observation: Any, words: str = "") -> tuple[str | list[dict[str, Any]], str]:
+        """Return the content of a message, `words` before the observation (None: unchanged), and the state's name."""
         if self._pixels:
-            if seen is not None:
-                pixels = seen if _is_pixels(seen) else self._env.render()
+            if observation is not None:
+                pixels = observation if _is_pixels(observation) else self._env.render()
                 self._drawing, self._state = image_url(pixels), xxhash.xxh3_128_hexdigest(pixels.tobytes())
             image = {"type": "image_url", "image_url": {"url": self._drawing}}
             return [{"type": "text", "text": words}, image] if words else [image], self._state
         if self._env.render_mode == "ansi":
             self._drawing = COLOURED.sub(lambda m: f"[{m.group(1)}]", str(self._env.render())).strip()
-        elif seen is not None:
-            self._drawing = str(seen)
+        elif observation is not None:
+            self._drawing = str(observation)
         return f"{words}\n{self._drawing}".strip(), self._drawing
 
 
-def _told(content: str | list[dict[str, Any]]) -> str | list[Message]:
+def _as_messages(content: str | list[dict[str, Any]]) -> str | list[Message]:
     return content if isinstance(content, str) else [{"role": "user", "content": content}]
 
 
 def image_url(pixels: Any) -> str:
-    """uint8 [height, width, 3] as a PNG, in a data URL.
+    """Return uint8 [height, width, 3] as a PNG in a data URL.
 
     Raises:
         TypeError: it is no such array.
@@ -127,18 +124,19 @@ def image_url(pixels: Any) -> str:
     return "data:image/png;base64," + base64.b64encode(held.getvalue()).decode()
 
 
-def _is_pixels(seen: Any) -> bool:
-    return isinstance(seen, np.ndarray) and seen.dtype == np.uint8 and seen.ndim == 3 and seen.shape[2] == 3
+def _is_pixels(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3 and value.shape[2] == 3
 
 
 def factory(name: str, options: dict[str, Any]) -> Callable[[], GymnasiumGame]:
-    """Makes games of an environment's id.
+    """Return what creates games of a gymnasium id.
 
     Raises:
         RelaxError: there is no such environment or option, or its actions are not a few numbered ones.
     """
     import gymnasium
     from gymnasium import error as errors
+    from gymnasium.envs.registration import load_env_creator
 
     own = {key: options.pop(key) for key in OWN if key in options}
     target = f"gymnasium:{name}"
@@ -148,9 +146,21 @@ def factory(name: str, options: dict[str, Any]) -> Callable[[], GymnasiumGame]:
         close = difflib.get_close_matches(name, list(gymnasium.registry), n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {len(gymnasium.registry)}, as FrozenLake-v1"
         raise RelaxError(f"roles.env.environment = {target!r}", why=str(error), hint=hint) from error
-    if pixels := own.get("pixels", False) is True:
-        options = _drawn(spec, options, target)
-    elif "ansi" in _modes(spec):
+    entry = spec.entry_point
+    creator = load_env_creator(entry) if isinstance(entry, str) else entry
+    modes = (getattr(creator, "metadata", None) or {}).get("render_modes", [])
+    pixels = own.get("pixels", False) is True
+    if pixels and find_spec("PIL") is None:
+        raise RelaxError("roles.env.options.pixels", why="Pillow is not installed", hint="pip install pillow")
+    if pixels and "rgb_array" in modes:
+        options = {**options, "render_mode": "rgb_array"}
+    elif pixels:
+        space = getattr(spec.make(**options), "observation_space", None)
+        shape: tuple[int, ...] = getattr(space, "shape", None) or ()
+        if len(shape) != 3 or shape[2] != 3 or getattr(space, "dtype", None) != np.uint8:
+            why = f"{target} draws no images, and its observations are {space}"
+            raise RelaxError("roles.env.options.pixels", why=why, hint="leave it out: observations are sent as text")
+    elif "ansi" in modes:
         options = {**options, "render_mode": "ansi"}
 
     def make() -> Any:
@@ -171,30 +181,3 @@ def factory(name: str, options: dict[str, Any]) -> Callable[[], GymnasiumGame]:
     introduction = own.get("introduction", f"Answer with one of: {', '.join(actions)}.")
     invalid = float(own.get("invalid_reward", 0.0))
     return lambda: GymnasiumGame(make, list(actions), own.get("system"), str(introduction), invalid, pixels=pixels)
-
-
-def _modes(spec: Any) -> list[str]:
-    """How an environment can draw itself."""
-    from gymnasium.envs.registration import load_env_creator
-
-    entry = spec.entry_point
-    creator = load_env_creator(entry) if isinstance(entry, str) else entry
-    return list((getattr(creator, "metadata", None) or {}).get("render_modes", []))
-
-
-def _drawn(spec: Any, options: dict[str, Any], target: str) -> dict[str, Any]:
-    """Options with which there is an image to see.
-
-    Raises:
-        RelaxError: there is none.
-    """
-    if find_spec("PIL") is None:
-        raise RelaxError("roles.env.options.pixels", why="Pillow is not installed", hint="pip install pillow")
-    if "rgb_array" in _modes(spec):
-        return {**options, "render_mode": "rgb_array"}
-    space = getattr(spec.make(**options), "observation_space", None)
-    shape: tuple[int, ...] = getattr(space, "shape", None) or ()
-    if len(shape) != 3 or shape[2] != 3 or getattr(space, "dtype", None) != np.uint8:
-        why = f"{target} draws no images, and its observations are {space}"
-        raise RelaxError("roles.env.options.pixels", why=why, hint="leave it out: what it sees is told as text")
-    return options

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym as episodes of one turn: a question, an answer, the task's own verdict."""
+"""Adapter for reasoning-gym tasks: episodes of one turn, scored by the task's own verifier."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OWN = {"system": None, "template": "{question}"}
 
 
 class Question:
-    """One question, drawn by the seed of the episode's task."""
+    """One question, generated from the seed of the episode's task."""
 
     def __init__(self, name: str, options: Mapping[str, Any], system: str | None, template: str) -> None:
         self._name, self._options, self._system, self._template = name, dict(options), system, template
@@ -22,7 +22,7 @@ class Question:
         self._metadata: dict[str, Any] = {}
 
     def reset(self, task: Task) -> Observation:
-        """Draw it."""
+        """Generate the question."""
         self._gym = GymTask(self._name, {**self._options, "seed": task.seed}, 1)
         (item,) = self._gym.items()
         self._metadata = item.metadata
@@ -30,12 +30,12 @@ class Question:
         return Observation(messages=[{"role": "system", "content": self._system}, *asked] if self._system else asked)
 
     def step(self, reply: Reply) -> Step:
-        """Judge the answer: all of the reply."""
+        """Score the whole reply as the answer."""
         return Step(reward=self._gym.score(reply.text.strip(), self._metadata), done=True)
 
 
 def factory(name: str, options: dict[str, Any]) -> Callable[[], Question]:
-    """Makes questions of a task.
+    """Return what creates questions of a task.
 
     Raises:
         RelaxError: there is no such task or option.

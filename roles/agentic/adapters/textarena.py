@@ -1,4 +1,4 @@
-"""Games of textarena: for one player, or for several of which the policy is each (self-play)."""
+"""Adapter for textarena games: for one player, or self-play with the policy as each player."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ OWN = ("system", "brackets", "players")
 """Options of the adapter; all others are the game's."""
 MAX_PLAYERS = 16
 RAW = "-raw"
-"""Versions of games without wrappers: what a wrapper would put together here, the conversation already is."""
+"""Suffix of games without wrappers: the conversation is what a wrapper would assemble."""
 
 
 class TextArenaGame:
-    """One game. The rewards are the game's own, at its end, for each player his.
+    """One game. Rewards are the game's own, at its end, one for each player.
 
-    Each player has a conversation, which begins at his first turn; what the others said is told in it.
+    Each player has a conversation, which starts at its first turn and contains what the others said.
 
-    Games draw from Python's global generator: each has a state of it to itself, so that it depends on its seed alone
-    whatever else is played in the process.
+    Games draw from Python's global generator. Each game has a generator state of its own, so that it depends on its
+    seed alone, whatever else is played in the process.
 
     Args:
-        brackets: put a reply without brackets in brackets, which the games look for.
-        players: all of them the policy.
+        brackets: put a reply without brackets in brackets, which the games parse.
+        players: number of them, each the policy.
     """
 
     def __init__(self, make: Callable[[], Any], system: str | None, *, brackets: bool, players: int = 1) -> None:
@@ -41,12 +41,12 @@ class TextArenaGame:
         self._generator: Any = None
 
     def reset(self, task: Task) -> Observation:
-        """Begin, with the task's seed."""
+        """Start the game with the task's seed."""
         self._generator = random.Random(task.seed).getstate()
         with self._own_generator():
             self._env = self._make()
             self._env.reset(num_players=self._players, seed=task.seed)
-            player, messages = self._seen()
+            player, messages = self._observe()
         return Observation(messages=messages, seat=player)
 
     def step(self, reply: Reply) -> Step:
@@ -57,15 +57,15 @@ class TextArenaGame:
         with self._own_generator():
             done, _ = self._env.step(action=text)
             if not done:
-                player, messages = self._seen()
+                player, messages = self._observe()
                 return Step(messages=messages if len(messages) > 1 else messages[0]["content"], seat=player)
             rewards, info = self._env.close()
         turns = float(info.get(0, {}).get("turn_count", 0))
         others = {int(player): float(value) for player, value in (rewards or {}).items()}
         return Step(reward=others.pop(self._player, 0.0), rewards=others, done=True, info={"game_turns": turns})
 
-    def _seen(self) -> tuple[int, list[Message]]:
-        """Whose turn it is, and what the game has said to him since his last one, but for his own words."""
+    def _observe(self) -> tuple[int, list[Message]]:
+        """Return whose turn it is, and what was said to that player since its last turn, except its own words."""
         import textarena
 
         player, said = self._env.get_observation()
@@ -94,7 +94,7 @@ class TextArenaGame:
 
 
 def factory(name: str, options: dict[str, Any]) -> Callable[[], TextArenaGame]:
-    """Makes games by the id that textarena gives them.
+    """Return what creates games of a textarena id.
 
     Raises:
         RelaxError: there is no such game or option, it lacks its word lists, or wants other numbers of players.
@@ -110,20 +110,36 @@ def factory(name: str, options: dict[str, Any]) -> Callable[[], TextArenaGame]:
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {len(names)}, as GuessTheNumber-v0"
         raise RelaxError(f"roles.env.environment = {target!r}", why="textarena has no such game", hint=hint)
+    entry = ENV_REGISTRY[raw].entry_point
+    if isinstance(entry, str):
+        module, _, class_name = entry.partition(":")
+        entry = getattr(import_module(module), class_name)
+    known_options = [one for one in inspect.signature(entry.__init__).parameters if one != "self"]
     for option in options:
-        refuse_unknown_option(target, option, _parameters(ENV_REGISTRY[raw].entry_point))
+        refuse_unknown_option(target, option, known_options)
 
     def make() -> Any:
         return textarena.make(raw, **options)
 
     players = seats(own)
-    _try(make, target, players)
+    kept = random.getstate()
+    try:
+        make().reset(num_players=players, seed=0)
+    except AssertionError as error:
+        why = str(error) or f"it is not for {players} players"
+        hint = "options = { players = 2 } has the policy play both seats of a game of two"
+        raise RelaxError(f"roles.env.environment = {target!r}", why=why, hint=hint) from error
+    except Exception as error:
+        # Games load word lists and more when they start, each in its own way.
+        raise RelaxError(f"roles.env.environment = {target!r}", why=f"{type(error).__name__}: {error}") from error
+    finally:
+        random.setstate(kept)
     system, brackets = own.get("system"), bool(own.get("brackets", True))
     return lambda: TextArenaGame(make, system, brackets=brackets, players=players)
 
 
 def seats(options: Mapping[str, Any]) -> int:
-    """Players of a game, each of them the policy.
+    """Return the number of players of a game, each of them the policy.
 
     Raises:
         RelaxError: the option is no such number.
@@ -133,26 +149,3 @@ def seats(options: Mapping[str, Any]) -> int:
         why = f"players = {players!r:.40}"
         raise RelaxError("roles.env.options.players", why=why, hint=f"a number from 1 to {MAX_PLAYERS}")
     return players
-
-
-def _parameters(entry: Any) -> list[str]:
-    if isinstance(entry, str):
-        module, _, name = entry.partition(":")
-        entry = getattr(import_module(module), name)
-    return [name for name in inspect.signature(entry.__init__).parameters if name != "self"]
-
-
-def _try(make: Callable[[], Any], target: str, players: int) -> None:
-    """Raises: RelaxError, if no game for as many players can be begun."""
-    kept = random.getstate()
-    try:
-        make().reset(num_players=players, seed=0)
-    except AssertionError as error:
-        why = str(error) or f"it is not for {players} players"
-        hint = "options = { players = 2 } has the policy play both seats of a game of two"
-        raise RelaxError(f"roles.env.environment = {target!r}", why=why, hint=hint) from error
-    except Exception as error:
-        # Games load word lists and more when they begin, each in its own way.
-        raise RelaxError(f"roles.env.environment = {target!r}", why=f"{type(error).__name__}: {error}") from error
-    finally:
-        random.setstate(kept)

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from relax_rt.roles.agentic.tokens.images import MAX_MEDIA_BYTES, SessionImages
-from relax_rt.roles.agentic.tokens.messages import ASSISTANT, Key, check_messages, message_key
-from relax_rt.roles.agentic.tokens.parsers import Parsed
+from relax_rt.roles.agentic.tokens.messages import ASSISTANT, check_messages, message_key
+from relax_rt.roles.agentic.tokens.parsers import ParsedCompletion
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.tokens.tree import (
     CallNode,
     CallPosition,
     CompletionNode,
-    Tree,
+    ConversationTree,
     branches_of,
     calls_below,
     completion_path,
@@ -29,14 +29,14 @@ from relax_rt.roles.agentic.tokens.tree import (
 )
 from relax_rt.roles.agentic.tokens.types import (
     FINISHED,
-    Counts,
     Drift,
     Episode,
+    LedgerReply,
     Message,
     PromptPlan,
     Reasoning,
-    Reply,
-    Sampled,
+    SampledCompletion,
+    SessionCounts,
     Tool,
 )
 from relax_rt.transport.rpc.errors import Gone, Refused
@@ -89,9 +89,9 @@ class TokenLedger:
     ) -> None:
         self._chat, self._drift, self._reasoning, self._session = chat, drift, reasoning, session
         self.max_tokens, self._max_branches = max_tokens, max_branches
-        self._tree = Tree()
+        self._tree = ConversationTree()
         self._images = SessionImages(max_media_bytes)
-        self._counts = Counts()
+        self._counts = SessionCounts()
         self._calls = self._replies = self._tool_calls = 0
         self._reply_ids: dict[int, list[tuple[tuple[int, int], str]]] = {}
         """By number of the call: the order of each reply, and its id."""
@@ -126,7 +126,12 @@ class TokenLedger:
         check_messages(messages)
         keys = [self._chat.tools_key(tools), *(message_key(message) for message in messages)]
         place = self._tree.place(keys, self._find(previous) if previous is not None else None)
-        messages = _with_sampled_words(messages, keys, place)
+        messages = list(messages)
+        for completion in completion_path(place.above):
+            # Replies have the text that was sampled, also if the caller got less of it. The first key is the tools'.
+            if completion.delivered is not None and keys[completion.depth - 1] == completion.delivered:
+                at = completion.depth - 2
+                messages[at] = {**messages[at], "content": completion.message["content"]}
         tokens, text, extends = self._render(place, messages, tools)
         new = messages[max(place.known - 1, 0) :]
         offered = tuple(tools)
@@ -155,8 +160,13 @@ class TokenLedger:
         if place.above is not None:
             self._counts.realigned += not call.extends
             place.above.keys.add(keys[place.known - 1])
-        if place.old is not None:
-            self._drop_history(place.old, set(call.keys))
+        if place.old is not None and self._drift != "fork":
+            # Stop training the history that a drift left behind.
+            for completion in completions_below(place.old):
+                if completion.trained and not (self._drift == "realign" and completion.keys & set(call.keys)):
+                    completion.trained = False
+                    self._counts.dropped_tokens += len(completion.sampled.tokens)
+            self._tree.prune(list(calls_below(place.old)))
         path = token_path(call.base)
         return PromptPlan(
             node=call.number,
@@ -238,17 +248,7 @@ class TokenLedger:
         why = f"the episode's branches would have {load.tokens} tokens before an answer, max_tokens is"
         raise Refused(what, why=f"{why} {self.max_tokens}", hint="end the episode here, or raise max_tokens")
 
-    def _drop_history(self, old: CallNode, kept: set[Key]) -> None:
-        """Stop training the history that a drift left behind, as the policy for drift says."""
-        if self._drift == "fork":
-            return
-        for completion in completions_below(old):
-            if completion.trained and not (self._drift == "realign" and completion.keys & kept):
-                completion.trained = False
-                self._counts.dropped_tokens += len(completion.sampled.tokens)
-        self._tree.prune(list(calls_below(old)))
-
-    def sampled(self, plan: PromptPlan, what: Sampled, choice: int | None = None) -> Reply:
+    def record(self, plan: PromptPlan, what: SampledCompletion, choice: int | None = None) -> LedgerReply:
         """Record a completion, at most `plan.n` of them (more than one are siblings).
 
         Args:
@@ -258,10 +258,15 @@ class TokenLedger:
             Refused: it does not fit (lengths, versions, finish reason, room), or there are as many as wanted already.
             Gone: the call was abandoned.
         """
-        call = self._open(plan)
+        call = self._tree.calls.get(plan.node)
+        about = f"a completion of call {plan.node} of session {self._session}"
+        if call is None or call.abandoned:
+            raise Gone(about, why="the call was abandoned, or dropped with the history it belonged to")
+        if not call.waiting:
+            raise Refused(about, why=f"as many as were wanted are recorded already: {plan.n}")
         count = len(what.tokens)
         if wrong := _invalid(what):
-            raise Refused(f"a completion of call {call.number} of session {self._session}", why=wrong)
+            raise Refused(about, why=wrong)
         # Its prompt is counted already, and the reserved tokens are for it.
         taken = self._tree.load.tokens - call.held
         if count > call.room or taken + count > self.max_tokens:
@@ -289,9 +294,9 @@ class TokenLedger:
         self._tree.answer(completion)
         self._reply_ids.setdefault(call.number, []).append((completion.order, name))
         called = parsed.calls and what.finish_reason == "stop"
-        return Reply(completion.id, message, "tool_calls" if called else what.finish_reason, text)
+        return LedgerReply(completion.id, message, "tool_calls" if called else what.finish_reason, text)
 
-    def told(self, response: str, message: Message) -> None:
+    def record_delivered(self, response: str, message: Message) -> None:
         """Record that the caller got a reply with less text than was sampled, as one that was cut at a stop string.
 
         The reply is recognised by that text from now on; what was sampled stays.
@@ -300,19 +305,10 @@ class TokenLedger:
             Refused: there is no such reply.
         """
         completion = self._find(response)
-        completion.told = message_key(message)
-        completion.keys.add(completion.told)
+        completion.delivered = message_key(message)
+        completion.keys.add(completion.delivered)
 
-    def _open(self, plan: PromptPlan) -> CallNode:
-        call = self._tree.calls.get(plan.node)
-        what = f"a completion of call {plan.node} of session {self._session}"
-        if call is None or call.abandoned:
-            raise Gone(what, why="the call was abandoned, or dropped with the history it belonged to")
-        if not call.waiting:
-            raise Refused(what, why=f"as many as were wanted are recorded already: {plan.n}")
-        return call
-
-    def _message(self, parsed: Parsed) -> Message:
+    def _message(self, parsed: ParsedCompletion) -> Message:
         message: Message = {"role": ASSISTANT, "content": parsed.content}
         if parsed.reasoning:
             message["reasoning_content"] = parsed.reasoning
@@ -373,17 +369,7 @@ def budget_exhausted(error: Refused) -> bool:
     return "or raise max_" in (error.hint or "")
 
 
-def _with_sampled_words(messages: Sequence[Message], keys: Sequence[Key], place: CallPosition) -> Sequence[Message]:
-    """Return a conversation in which replies have the text that was sampled, if callers got less of it."""
-    found = list(messages)
-    for completion in completion_path(place.above):
-        # The first key is that of the tools.
-        if completion.told is not None and keys[completion.depth - 1] == completion.told:
-            found[completion.depth - 2] = {**found[completion.depth - 2], "content": completion.message["content"]}
-    return found
-
-
-def _invalid(what: Sampled) -> str:
+def _invalid(what: SampledCompletion) -> str:
     """Return why this is not a valid completion; empty if it is."""
     count = len(what.tokens)
     if what.finish_reason not in FINISHED:

@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 
 from relax_rt.roles.agentic.tokens.types import Message, Tool
-from relax_rt.roles.models.chat_template import calls_of, parsed_arguments, words
+from relax_rt.roles.models.chat_template import content_text, parsed_arguments, tool_calls_of
 from relax_rt.transport.rpc.errors import Refused
 
 Key = tuple[str, str]
@@ -42,7 +42,7 @@ def _wrong(message: Any) -> str:
         odd = [] if content is None or isinstance(content, str) else [content]
     if odd:
         return f"content is a text or a list of parts, not {odd[0]!r:.80}"
-    for call in calls_of(message):
+    for call in tool_calls_of(message):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             return f"a tool call has a function with a name, unlike {call!r:.80}"
@@ -62,12 +62,12 @@ def message_key(message: Message) -> Key:
     Of an assistant's message: the words after its thoughts, without space around them, and names and arguments of tool
     calls, whatever their ids, spacing and order of keys; reasoning is not compared. Of others: content and name.
     """
-    role, content = message["role"], words(message.get("content"))
+    role, content = message["role"], content_text(message.get("content"))
     if role == ASSISTANT:
         if isinstance(content, str):
             content = without_thought(content).strip()
         calls = [
-            [call["function"]["name"], _canonical(call["function"].get("arguments"))] for call in calls_of(message)
+            [call["function"]["name"], _canonical(call["function"].get("arguments"))] for call in tool_calls_of(message)
         ]
         return role, digest([content, calls])
     # Frameworks name the tool again beside its result, or do not, and give ids of their own.
@@ -94,6 +94,6 @@ def without_reasoning(message: Message) -> Message:
     """Return an assistant's message without its reasoning; others as they are."""
     if message["role"] != ASSISTANT:
         return message
-    content = words(message.get("content"))
+    content = content_text(message.get("content"))
     bare = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
     return {**bare, "content": without_thought(content) if isinstance(content, str) else content}

@@ -35,7 +35,7 @@ class ToolCall(msgspec.Struct, frozen=True):
     id: str = ""
 
 
-class Parsed(msgspec.Struct, frozen=True):
+class ParsedCompletion(msgspec.Struct, frozen=True):
     """What a completion says.
 
     Attributes:
@@ -94,7 +94,7 @@ _literals = threading.Lock()
 
 
 def _json_at(text: str, at: int) -> tuple[Any, int] | None:
-    """The JSON value that begins at a place, space before it skipped, and where it ends."""
+    """Return the JSON value that begins at a place, space before it skipped, and where it ends."""
     begin = _after(SPACE, text, at)
     try:
         return STRICT_JSON.raw_decode(text, begin)
@@ -119,7 +119,7 @@ def _call(name: Any, arguments: Any, id: str = "") -> ToolCall | None:
 
 
 def _call_object(value: Any) -> ToolCall | None:
-    """A call as {"name": ..., "arguments" or "parameters": ...}."""
+    """Return a call as {"name": ..., "arguments" or "parameters": ...}."""
     if not isinstance(value, dict):
         return None
     arguments, name = value.get("arguments"), value.get("id")
@@ -171,7 +171,7 @@ def _section(found: Found, marks: tuple[str, str]) -> Found:
 
 
 def _read_json(text: str, at: int) -> tuple[list[ToolCall], int] | None:
-    """One call as JSON, or a list of them."""
+    """Return one call as JSON, or a list of them."""
     found = _json_at(text, at)
     if found is None:
         return None
@@ -250,7 +250,7 @@ def glm45(text: str, tools: Sequence[Tool]) -> Found:
 
 
 def _whole_json(text: str) -> tuple[Any] | None:
-    """The value of a text that is valid JSON as a whole, in a tuple because it may be null."""
+    """Return the value of a text that is valid JSON as a whole, in a tuple because it may be null."""
     try:
         return (STRICT_JSON.decode(text),)
     except (ValueError, RecursionError):
@@ -258,7 +258,7 @@ def _whole_json(text: str) -> tuple[Any] | None:
 
 
 def _parameters(tools: Sequence[Tool], name: str) -> dict[str, Any]:
-    """The schema of a tool's parameters."""
+    """Return the schema of a tool's parameters."""
     for tool in tools:
         function = tool.get("function", tool)
         if isinstance(function, dict) and function.get("name") == name.strip():
@@ -279,7 +279,8 @@ JSON_TYPES = {
 
 
 def _kinds(schema: dict[str, Any], key: str) -> list[str]:
-    """The JSON types that a parameter may have, in the order in which its schema names them; none if it does not."""
+    """Return the JSON types that a parameter may have, in the order in which its schema names them; none if it does
+    not."""
     properties = schema.get("properties")
     found: list[str] = []
     open_schemas = [properties.get(key)] if isinstance(properties, dict) else []
@@ -307,7 +308,7 @@ def _kinds(schema: dict[str, Any], key: str) -> list[str]:
 
 
 def _referenced(schema: dict[str, Any], reference: str) -> Any:
-    """What a local reference such as `#/$defs/Point` points at."""
+    """Return what a local reference such as `#/$defs/Point` points at."""
     at: Any = schema
     for name in reference.removeprefix("#/").split("/"):
         at = at.get(name) if isinstance(at, dict) else None
@@ -337,7 +338,7 @@ def _typed(value: str, kinds: Sequence[str]) -> Any:
 
 
 def _fitting(value: Any, kind: str) -> Any:
-    """The value if it has this JSON type, else None."""
+    """Return the value if it has this JSON type, else None."""
     if kind == "integer" and isinstance(value, float) and value.is_integer():
         return int(value)
     found = JSON_TYPES.get(type(value))
@@ -345,7 +346,7 @@ def _fitting(value: Any, kind: str) -> Any:
 
 
 def _literal(text: str) -> tuple[Any] | None:
-    """The value of a Python literal that JSON can represent, in a tuple because it may be None."""
+    """Return the value of a Python literal that JSON can represent, in a tuple because it may be None."""
     tree = _expression(text)
     try:
         return (_evaluated(tree),) if tree is not None else None
@@ -354,7 +355,7 @@ def _literal(text: str) -> tuple[Any] | None:
 
 
 def _expression(text: str) -> ast.expr | None:
-    """A text as a Python expression."""
+    """Return a text as a Python expression."""
     try:
         with _literals, warnings.catch_warnings():
             # The parser warns of escapes that it does not know, as models write them.
@@ -368,7 +369,7 @@ CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
 
 
 def _evaluated(node: ast.expr) -> Any:
-    """The value of a literal.
+    """Return the value of a literal.
 
     Raises:
         ValueError: it is not a literal, or JSON cannot represent it.
@@ -390,11 +391,6 @@ def _evaluated(node: ast.expr) -> Any:
     raise ValueError(f"{type(node).__name__} is not a literal")
 
 
-def _is_call(keys: Set[str]) -> bool:
-    """Whether an object with these keys is a call, for families without marks."""
-    return bool(keys & {"arguments", "parameters"}) or keys <= CALL_KEYS
-
-
 def _offered(tools: Sequence[Tool]) -> set[str]:
     functions = (tool.get("function", tool) for tool in tools)
     return {str(function.get("name")) for function in functions if isinstance(function, dict)}
@@ -411,12 +407,16 @@ def llama3_json(text: str, tools: Sequence[Tool]) -> Found:
         if not body.startswith("{"):
             return text, [], 0
     names = _offered(tools)
+
+    def is_call(keys: Set[str]) -> bool:
+        return bool(keys & {"arguments", "parameters"}) or keys <= CALL_KEYS
+
     calls: list[ToolCall] = []
     at = _after(BETWEEN, body, 0)
     while at < len(body):
         found = _json_at(body, at)
         call = _call_object(found[0]) if found else None
-        if found is None or call is None or not (tag or (call.name in names and _is_call(found[0].keys()))):
+        if found is None or call is None or not (tag or (call.name in names and is_call(found[0].keys()))):
             break
         calls.append(call)
         at = _after(BETWEEN, body, found[1])
@@ -460,14 +460,11 @@ def pythonic(text: str, tools: Sequence[Tool]) -> Found:
 
 
 def _called(node: ast.expr) -> str:
-    """The name of the called function; empty if the node is not a call."""
-    return ast.unparse(node.func) if isinstance(node, ast.Call) and _is_name(node.func) else ""
-
-
-def _is_name(node: ast.expr) -> bool:
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return isinstance(node, ast.Name)
+    """Return the name of the called function; empty if the node is not a call."""
+    name = node.func if isinstance(node, ast.Call) else None
+    while isinstance(name, ast.Attribute):
+        name = name.value
+    return ast.unparse(node.func) if isinstance(node, ast.Call) and isinstance(name, ast.Name) else ""
 
 
 def _python_call(node: ast.expr) -> ToolCall | None:
@@ -571,7 +568,7 @@ def _harmony(text: str) -> list[tuple[str, str | None, str, str]]:
 
 
 def no_calls(text: str, tools: Sequence[Tool]) -> Found:
-    """Text is text."""
+    """Return text is text."""
     return text, [], 0
 
 
@@ -608,12 +605,12 @@ SIGNS = (
 
 
 def tool_family(template: str) -> str:
-    """The tool parser that a template's text speaks for; none where it names no calls."""
+    """Return the tool parser that a template's text speaks for; none where it names no calls."""
     return next((family for sign, family in SIGNS if sign in template), "none")
 
 
 def reasoning_family(template: str) -> str:
-    """How thoughts are marked, as far as a template's text knows them."""
+    """Return how thoughts are marked, as far as a template's text knows them."""
     if CHANNEL in template:
         return "gpt_oss"
     return "think" if THOUGHT in template or THINK in template else "none"
@@ -671,7 +668,9 @@ def split_harmony(text: str) -> tuple[str, str]:
     return "\n".join(thoughts), "".join(said)
 
 
-def parse(text: str, tools: Sequence[Tool], *, tool_parser: str, reasoning_parser: str, opened: bool) -> Parsed:
+def parse(
+    text: str, tools: Sequence[Tool], *, tool_parser: str, reasoning_parser: str, opened: bool
+) -> ParsedCompletion:
     """Parse a completion; without tools no calls are parsed.
 
     Calls in unterminated reasoning are counted as malformed, not executed, so that the counts show a policy that does
@@ -683,9 +682,9 @@ def parse(text: str, tools: Sequence[Tool], *, tool_parser: str, reasoning_parse
     elif reasoning_parser == "gpt_oss":
         reasoning, said = split_harmony(text)
     if not tools:
-        return Parsed(said, reasoning)
+        return ParsedCompletion(said, reasoning)
     content, calls, malformed = TOOL_PARSERS[tool_parser](said, tools)
     if reasoning_parser == "think" and reasoning and THOUGHT not in text:
         _, inside, broken = TOOL_PARSERS[tool_parser](reasoning, tools)
         malformed += len(inside) + broken
-    return Parsed(content.strip() if calls else content, reasoning, tuple(calls), malformed)
+    return ParsedCompletion(content.strip() if calls else content, reasoning, tuple(calls), malformed)

@@ -18,7 +18,7 @@ from relax_rt.roles.agentic.tokens.messages import (
     without_reasoning,
 )
 from relax_rt.roles.agentic.tokens.messages import tools_key as key_of_tools
-from relax_rt.roles.agentic.tokens.parsers import ChatFormat, Parsed
+from relax_rt.roles.agentic.tokens.parsers import ChatFormat, ParsedCompletion
 from relax_rt.roles.agentic.tokens.types import Message, Tool
 from relax_rt.roles.data.media.image_processor import ImageProcessor, load_image_processor
 from relax_rt.roles.data.media.images import IMAGE, ImageSpan
@@ -26,13 +26,13 @@ from relax_rt.roles.models.chat_template import (
     CALLS,
     RESULTS,
     TURNS,
-    Fault,
     TemplateCapabilities,
-    prepared,
+    TemplateFault,
+    content_text,
+    prepare_message,
     probe_template,
     template_errors,
     unseen_role,
-    words,
 )
 from relax_rt.roles.models.tokenizer import PROBE, ChatTokenizer
 from relax_rt.transport.rpc.errors import Refused
@@ -102,7 +102,9 @@ class ChatTemplate:
         why = unseen_role(messages, self.capabilities)
         if not why:
             try:
-                return self._apply([prepared(one, self.capabilities) for one in messages], tools, generation=generation)
+                return self._apply(
+                    [prepare_message(one, self.capabilities) for one in messages], tools, generation=generation
+                )
             # An exception of the template about a client's messages is the client's error, whatever its class.
             except template_errors() as error:
                 why = f"the model's chat template does not take it: {error}"
@@ -166,7 +168,7 @@ class ChatTemplate:
             begun = at + 1
         return [*found, *ids[begun:]], tuple(spans)
 
-    def shortcomings(self, *, tools: bool, turns: bool) -> list[Fault]:
+    def shortcomings(self, *, tools: bool, turns: bool) -> list[TemplateFault]:
         """Return what episodes need and the template cannot render; those that raise would end an episode.
 
         Args:
@@ -177,7 +179,7 @@ class ChatTemplate:
             RESULTS: ("the result of a tool call (role 'tool')", tools),
             TURNS: ("a turn of the user after one of the assistant", turns),
         }
-        found: list[Fault] = []
+        found: list[TemplateFault] = []
         for key, (what, is_needed) in needed.items():
             fault = self.capabilities.missing.get(key)
             if key == RESULTS and any(one.raises for one in found):
@@ -185,7 +187,7 @@ class ChatTemplate:
                 continue
             if is_needed and fault is not None:
                 # Omitted calls are still in the sampled tokens; other omitted messages are refused.
-                found.append(Fault(f"{what}: {fault.why}", raises=fault.raises or key != CALLS))
+                found.append(TemplateFault(f"{what}: {fault.why}", raises=fault.raises or key != CALLS))
         return found
 
     @cached_property
@@ -222,13 +224,17 @@ class ChatTemplate:
         try:
             before = self.text(plain[: known - 1], tools, generation=False)
             # With other new texts, the rendering is the same up to the first of them.
-            new = [{**plain[known], "content": _other(plain[known])}, *plain[known + 1 :]] if known < len(plain) else []
+            new = list(plain[known:])
+            if new:
+                # A text that differs from the message's, from the first letter on.
+                mark = OTHER if str(content_text(new[0].get("content"))).startswith(MARK[0]) else MARK
+                new[0] = {**new[0], "content": mark}
             other = self.text([*plain[:known], *new], tools) if new else whole
         except Refused:
             return None
         if not whole.startswith(before) or (new and other == whole):
             return None
-        shared = whole[: _alike(whole, other)]
+        shared = whole[: _common_length(whole, other)]
         at = shared.rfind(self.turn_end)
         return whole[at:] if at >= len(before) else None
 
@@ -269,14 +275,16 @@ class ChatTemplate:
                 self._shown[key] = True
             if not self._shown[key] and self._unseen is not None:
                 told, self._unseen = self._unseen, None
-                told(f"{UNSEEN} {', '.join(_name(tool) for tool in tools)}"[:400])
+                functions = [tool.get("function", tool) for tool in tools]
+                names = (str(one.get("name") if isinstance(one, dict) else one) for one in functions)
+                told(f"{UNSEEN} {', '.join(names)}"[:400])
         return self._shown[key]
 
     @cached_property
     def _specials(self) -> re.Pattern[str]:
         return re.compile("|".join(re.escape(token) for token in self.tokenizer.raw.all_special_tokens) or "(?!)")
 
-    def parse(self, text: str, tools: Sequence[Tool], *, prompt: str) -> Parsed:
+    def parse(self, text: str, tools: Sequence[Tool], *, prompt: str) -> ParsedCompletion:
         """Parse a completion into reasoning, content and tool calls.
 
         Args:
@@ -284,7 +292,7 @@ class ChatTemplate:
             tools: without any, tool calls are not parsed.
             prompt: the text before it, which may have started the reasoning.
         """
-        parsed = self._by_model(text, tools, prompt) if self.tool_parser == parsers.MODEL else None
+        parsed = self._parse_with_model(text, tools, prompt) if self.tool_parser == parsers.MODEL else None
         if parsed is None or (parsed.calls and not tools):
             family = "none" if parsed is not None else self.tool_parser
             opened = prompt.rstrip().endswith(THINK)
@@ -296,17 +304,17 @@ class ChatTemplate:
         if self.capabilities.one_call and len(calls) > 1:
             # The next prompt could not be rendered with all of them.
             calls, malformed = calls[:1], malformed + len(calls) - 1
-        return Parsed(content, reasoning, calls, malformed)
+        return ParsedCompletion(content, reasoning, calls, malformed)
 
-    def _by_model(self, text: str, tools: Sequence[Tool], prompt: str) -> Parsed:
+    def _parse_with_model(self, text: str, tools: Sequence[Tool], prompt: str) -> ParsedCompletion:
         try:
             message = self.tokenizer.raw.parse_response(text, prefix=prompt, tools=list(tools) or None)
         except (ValueError, KeyError):
-            return Parsed(text, malformed=1)
+            return ParsedCompletion(text, malformed=1)
         calls = [parsers.call_of(call) for call in message.get("tool_calls") or []]
         known = tuple(call for call in calls if call is not None)
         reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name)), "")
-        return Parsed(str(message.get("content") or ""), str(reasoning), known, len(calls) - len(known))
+        return ParsedCompletion(str(message.get("content") or ""), str(reasoning), known, len(calls) - len(known))
 
 
 def load_chat_template(
@@ -339,18 +347,8 @@ def load_chat_template(
     )
 
 
-def _name(tool: Tool) -> str:
-    function = tool.get("function", tool)
-    return str(function.get("name") if isinstance(function, dict) else function)
-
-
-def _other(message: Message) -> str:
-    """Return a text that differs from a message's, from the first letter on."""
-    return OTHER if str(words(message.get("content"))).startswith(MARK[0]) else MARK
-
-
-def _alike(one: str, other: str) -> int:
-    """Return the length of the common prefix of two texts."""
+def _common_length(one: str, other: str) -> int:
+    """Return the length of the common prefix of two texts, by bisection: comparing slices is fast."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from relax_rt.roles.agentic.tokens.messages import ASSISTANT, Key
-from relax_rt.roles.agentic.tokens.types import CONTEXT, Branch, BranchTurn, Kind, Message, Sampled, Tool
+from relax_rt.roles.agentic.tokens.types import CONTEXT, Branch, BranchTurn, Kind, Message, SampledCompletion, Tool
 from relax_rt.roles.data.media.images import ImageRef, ImageSpan, image_digest
 from relax_rt.roles.rollout.engines.base import extend_spans
 from relax_rt.transport.queue.ledger.messages import VersionSpan
@@ -26,7 +26,7 @@ class CompletionNode:
         id, number: its id, and its number in the session.
         choice: its index among its call's completions.
         keys: of its message as sampled, as delivered, and as callers who named it sent it back.
-        message: as sampled. told: key of the delivered message, if that has less text.
+        message: as sampled. delivered: key of the delivered message, if that has less text.
         text: its tokens as text, stop token included.
         trained: its tokens are trained.
         rows: positions, from the first on, whose routing rows were recorded with it and the completions before it.
@@ -36,14 +36,14 @@ class CompletionNode:
     id: str
     number: int
     call: CallNode
-    sampled: Sampled
+    sampled: SampledCompletion
     keys: set[Key]
     message: Message
     text: str
     choice: int = 0
     trained: bool = True
     rows: int = 0
-    told: Key | None = None
+    delivered: Key | None = None
     calls: list[CallNode] = field(default_factory=list)
     extended: int = 0
 
@@ -145,7 +145,7 @@ class CallPosition(msgspec.Struct, frozen=True):
     old: CallNode | None = None
 
 
-class Tree:
+class ConversationTree:
     """The calls and completions of a session. The caller bounds its size.
 
     Attributes:
@@ -369,7 +369,10 @@ def _branch(path: Sequence[CompletionNode], owned: set[int]) -> Branch:
         begun = len(tokens)
         media += (ImageRef(one.start + begun, one.end + begun, image_digest(one.data)) for one in completion.call.media)
         if rendered:
-            messages = (*_before(completion.call), *completion.call.messages)
+            # Without tokens of an earlier completion to continue, the whole conversation was rendered with the call.
+            before = completion_path(completion.call.above if completion.call.base is None else None)
+            earlier = (message for one in before for message in (*one.call.messages, one.message))
+            messages = (*earlier, *completion.call.messages)
             # A call without messages asks for another reply after the last one.
             last = messages[-1]["role"] if messages else ASSISTANT
             role = CONTEXT if last == ASSISTANT else last
@@ -396,14 +399,7 @@ def _branch(path: Sequence[CompletionNode], owned: set[int]) -> Branch:
     )
 
 
-def _before(call: CallNode) -> Iterator[Message]:
-    """Yield the earlier messages that were rendered with a call: the whole conversation, if the call does not continue
-    the tokens of a completion."""
-    for completion in completion_path(call.above if call.base is None else None):
-        yield from (*completion.call.messages, completion.message)
-
-
-def with_new_routing(call: CallNode, what: Sampled) -> tuple[Sampled, int]:
+def with_new_routing(call: CallNode, what: SampledCompletion) -> tuple[SampledCompletion, int]:
     """Strip a completion's routing rows to positions that have none yet, so that an episode has one row a token,
     however many turns it has.
 

@@ -11,8 +11,8 @@ from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 Message = dict[str, Any]
 """A chat message as in OpenAI's Chat Completions: `role`, `content` (str, list of parts, or None), `tool_calls`,
-`tool_call_id`, `name`, `reasoning_content`. A part of type `image` has the `digest` of an image that the ledger was
-shown."""
+`tool_call_id`, `name`, `reasoning_content`. A part of type `image` has the `digest` of an image that was added to
+the ledger."""
 Tool = dict[str, Any]
 """A tool as in OpenAI's Chat Completions: `{"type": "function", "function": {name, description, parameters}}`."""
 
@@ -25,7 +25,7 @@ CONTEXT = "context"
 it."""
 
 
-class Sampled(msgspec.Struct, frozen=True):
+class SampledCompletion(msgspec.Struct, frozen=True):
     """A completion of n tokens, as an engine generated it.
 
     Attributes:
@@ -72,7 +72,7 @@ class PromptPlan(msgspec.Struct, frozen=True):
     unseen: bool = False
 
 
-class Reply(msgspec.Struct, frozen=True):
+class LedgerReply(msgspec.Struct, frozen=True):
     """A completion as the caller gets it.
 
     Attributes:
@@ -132,7 +132,7 @@ class Branch(msgspec.Struct, frozen=True):
     media: tuple[ImageRef, ...] = ()
 
 
-class Counts(msgspec.Struct):
+class SessionCounts(msgspec.Struct):
     """Counters of a session.
 
     Attributes:
@@ -171,7 +171,7 @@ class Episode(msgspec.Struct, frozen=True):
     """
 
     branches: tuple[Branch, ...]
-    counts: Counts
+    counts: SessionCounts
     images: dict[str, bytes] = {}
     replies: tuple[str, ...] = ()
 

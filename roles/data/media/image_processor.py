@@ -105,7 +105,16 @@ class ImageProcessor:
         with self._processing:
             if (found := self._cached(digest)) is not None:
                 return found
-            found = self._process(data, digest)
+            image = decode_image(data)
+            try:
+                made = self._processor(text=[self._text], images=[image], add_special_tokens=False, return_tensors="pt")
+            except (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError) as error:
+                why = f"the model's processor does not take it: {type(error).__name__}: {error}"[:300]
+                raise Refused(f"an image of {image.width} x {image.height}", why=why) from error
+            tokens = tuple(int(token) for token in made["input_ids"][0])
+            slots = np.flatnonzero(np.array(tokens) == self.placeholder).astype(np.int64)
+            inputs = {name: made[name] for name in self._processor.image_processor.model_input_names if name in made}
+            found = ProcessedImage(data, digest, tokens, slots, inputs)
             with self._lock:
                 self._cache[digest] = found
                 self._bytes += found.nbytes
@@ -118,18 +127,6 @@ class ImageProcessor:
             if (found := self._cache.get(digest)) is not None:
                 self._cache.move_to_end(digest)
             return found
-
-    def _process(self, data: bytes, digest: str) -> ProcessedImage:
-        image = decode_image(data)
-        try:
-            made = self._processor(text=[self._text], images=[image], add_special_tokens=False, return_tensors="pt")
-        except (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError) as error:
-            why = f"the model's processor does not take it: {type(error).__name__}: {error}"[:300]
-            raise Refused(f"an image of {image.width} x {image.height}", why=why) from error
-        tokens = tuple(int(token) for token in made["input_ids"][0])
-        slots = np.flatnonzero(np.array(tokens) == self.placeholder).astype(np.int64)
-        inputs = {name: made[name] for name in self._processor.image_processor.model_input_names if name in made}
-        return ProcessedImage(data, digest, tokens, slots, inputs)
 
     def check(self, prompt: Sequence[int], media: Sequence[ImageSpan]) -> None:
         """Check that the images of a prompt have the tokens that the processor gives them. Blocks.

@@ -11,7 +11,7 @@ import unicodedata
 
 
 def canonical(question: str) -> str:
-    """The question with case, white space and Unicode compatibility forms folded."""
+    """Return the question with case, white space and Unicode compatibility forms folded."""
     return " ".join(unicodedata.normalize("NFKC", question).casefold().split())
 
 
@@ -31,7 +31,7 @@ def held_out_below(share: float) -> float:
 
 
 def in_held_out(question: str, share: float) -> bool:
-    """Whether the question is held out: its id, as a fraction of 2^64, lies below `share`.
+    """Return whether the question is held out: its id, as a fraction of 2^64, lies below `share`.
 
     It depends on the question alone, so that no seed, size or order moves a question between the splits, and a
     larger share holds out a superset.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
@@ -16,10 +16,6 @@ from relax_rt.roles.rollout.engine_factory import make_engine
 from relax_rt.roles.rollout.engines.base import Chunk, Engine
 from relax_rt.roles.rollout.engines.weight_follower import EngineFailure, WeightFollower
 from relax_rt.roles.rollout.generation import GenerationService, serve_generation
-
-if TYPE_CHECKING:
-    pass
-
 
 LOAD_ALLOWANCE_S = 120.0
 REPORT_EVERY_S = 2.0
@@ -53,16 +49,17 @@ class GenrmRole(RLRole[GenrmSettings]):
 
     async def setup(self) -> None:
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
-        await asyncio.to_thread(self._load)
+        folder = await asyncio.to_thread(judge_folder, self.config, self.config_dir)
+        self.engine = await asyncio.to_thread(make_engine, self.ctx, folder, self.settings)
+        self.resources.push_async_callback(self.engine.close, 5.0)
         self.failure = EngineFailure()
         self.follower = WeightFollower(self.ctx, self.engine)
         self.generation = serve_generation(self.ctx, self.engine)
-        await self.engine.start(self._on_chunks, self.failure)
 
-    def _load(self) -> None:
+        def on_chunks(chunks: list[Chunk]) -> None:
+            self.generation.take_chunks(chunks)
 
-        self.engine = make_engine(self.ctx, judge_folder(self.config, self.config_dir), self.settings)
-        self.resources.push_async_callback(self.engine.close, 5.0)
+        await self.engine.start(on_chunks, self.failure)
 
     async def run(self) -> None:
         if not self.settings.follow:
@@ -79,9 +76,6 @@ class GenrmRole(RLRole[GenrmSettings]):
                 task.cancel()
             await asyncio.gather(stop, *jobs, return_exceptions=True)
 
-    def _on_chunks(self, chunks: list[Chunk]) -> None:
-        self.generation.take_chunks(chunks)
-
     async def _follow(self) -> None:
         if self.settings.follow:
             self.ctx.progress.waiting("the first committed weights")
@@ -97,13 +91,11 @@ class GenrmRole(RLRole[GenrmSettings]):
             self.ctx.progress.waiting("" if load.running or load.waiting else IDLE)
             self.ctx.progress.advance(load.tokens_generated - tokens, f"{load.running} verdicts")
             if load.tokens_generated > tokens:
-                self._record(load.tokens_generated, (load.tokens_generated - tokens) / (now - then))
+                if not self._worked:
+                    self._worked = True
+                    self.ctx.event("first_work", what=f"{load.tokens_generated} tokens of verdicts")
+                tokens_per_s = (load.tokens_generated - tokens) / (now - then)
+                record = {"kind": "genrm", "slot": self.ctx.who.slot, "tokens": load.tokens_generated}
+                self.ctx.metrics({**record, "tokens_per_s": tokens_per_s, **self.generation.statistics()})
             self._measured = (load.tokens_generated, now)
             await asyncio.sleep(REPORT_EVERY_S)
-
-    def _record(self, tokens: int, tokens_per_s: float) -> None:
-        if not self._worked:
-            self._worked = True
-            self.ctx.event("first_work", what=f"{tokens} tokens of verdicts")
-        record = {"slot": self.ctx.who.slot, "tokens": tokens, "tokens_per_s": tokens_per_s}
-        self.ctx.metrics({"kind": "genrm", **record, **self.generation.statistics()})

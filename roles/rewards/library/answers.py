@@ -41,12 +41,12 @@ def exact(completion: str, answer: Any) -> float:
 
 
 def verifier(completion: str, answer: str, score: Callable[[str], float]) -> float:
-    """The reasoning-gym task's own verdict, 0 to 1."""
+    """Return the reasoning-gym task's own verdict, 0 to 1."""
     return score(completion.strip())
 
 
 def judged(completion: str, answer: str, verdict: float) -> dict[str, float]:
-    """The verdict of the generative judge, 0 to 1: what `reward.function = "genrm"` means."""
+    """Return the verdict of the generative judge, 0 to 1: what `reward.function = "genrm"` means."""
     return {"verdict": verdict}
 
 

@@ -16,7 +16,7 @@ from relax_rt.roles.rewards.library.functions import UnreadableAnswer, reward
 from relax_rt.roles.rewards.library.math_parsing import ParseFailed
 
 LONGEST = 100_000
-"""Characters of a completion that are looked at, from its end."""
+"""Characters of a completion that are read, from its end."""
 
 
 class ChoiceOptions(Table):
@@ -134,10 +134,10 @@ class ChoiceReader:
         self._announced = re.compile(f"{self._marked}|{capital}|{small}")
 
     def gold(self, text: str) -> frozenset[str]:
-        """The letters of a right answer: "B", "(b)", "B) Paris", "A, C", "Answer: B".
+        """Return the letters of a right answer: "B", "(b)", "B) Paris", "A, C", "Answer: B".
 
         Raises:
-            NotRead: it names no choice among the letters.
+            ParseFailed: it names no choice among the letters.
         """
         found = boxes(text)
         plain = _plain(found[-1][2] if found else text).strip()
@@ -154,13 +154,13 @@ class ChoiceReader:
         raise ParseFailed(f"it names no choice among {self.letters} (the option `letters`)")
 
     def whole(self, text: str) -> frozenset[str]:
-        """The choice of a text that is just a choice; empty for any other text."""
+        """Return the choice of a text that is just a choice; empty for any other text."""
         plain = _plain(text[:200]).strip()
         group = self._group(plain, 0, self._announced) if len(text) <= 200 else None
         return group[0] if group is not None and not group[2] and not plain[group[1] :].strip(" .)]:") else frozenset()
 
     def committed(self, text: str) -> frozenset[str]:
-        """The choice that a text commits to; empty if it commits to none."""
+        """Return the choice that a text commits to; empty if it commits to none."""
         if whole := self.whole(text):
             return whole
         text = self._without_ruled_out(_without_listing(_plain(_marked_boxes(text))))
@@ -177,7 +177,7 @@ class ChoiceReader:
         return frozenset()
 
     def _commitments(self, text: str) -> Iterator[tuple[int, frozenset[str]]]:
-        """Where a text commits to which letters; to none where it names alternatives."""
+        """Yield where a text commits to which letters; to none where it names alternatives."""
         for announced in ANNOUNCED.finditer(text):
             at = announced.end()
             group = self._group(text, FILLER.match(text, at).end(), self._announced)  # type: ignore[union-attr]
@@ -209,7 +209,8 @@ class ChoiceReader:
             yield begins, group[0]
 
     def _group(self, text: str, at: int, mention: re.Pattern[str]) -> tuple[frozenset[str], int, bool] | None:
-        """The letters named one after the other from a place on, their end, and whether they are alternatives."""
+        """Return the letters named one after the other from a place on, their end, and whether they are
+        alternatives."""
         letters: set[str] = set()
         hedged = False
         end = at
@@ -225,7 +226,7 @@ class ChoiceReader:
         return (frozenset(letters), end, hedged) if letters else None
 
     def _without_ruled_out(self, text: str) -> str:
-        """The text with blanks for the letters that it rules out."""
+        """Return the text with blanks for the letters that it rules out."""
         spans = []
         for before in RULED_OUT_BEFORE.finditer(text):
             group = self._group(text, before.end(), self._announced)
@@ -258,7 +259,7 @@ def _plain(text: str) -> str:
 
 
 def _marked_boxes(text: str) -> str:
-    """The text with its boxes written as announcements."""
+    """Return the text with its boxes written as announcements."""
     out, at = [], 0
     for start, end, content in boxes(text):
         out += [text[at:start], f" the answer is {content} .\n" if len(content) < 200 else " "]
@@ -267,7 +268,7 @@ def _marked_boxes(text: str) -> str:
 
 
 def _without_listing(text: str) -> str:
-    """The text with blanks for the labels of options that it lists line by line: two or more in a row."""
+    """Return the text with blanks for the labels of options that it lists line by line: two or more in a row."""
     lines = text.split("\n")
     labelled = [LABEL.match(line) for line in lines]
     for index, match in enumerate(labelled):

@@ -61,23 +61,19 @@ class UnitTestOptions(SandboxOptions):
     HumanEval."""
 
 
-def sandbox_limits(options: SandboxOptions) -> SandboxLimits:
-    """The limits that options give."""
-    return SandboxLimits(
-        wall_s=options.timeout_s,
-        cpu_s=max(1, round(options.timeout_s)),
-        memory_mib=options.memory_mib,
-        disk_mib=options.disk_mib,
-        processes=options.processes,
-        output_kib=options.output_kib,
-    )
-
-
-class Runner:
+class ProgramRunner:
     """Runs programs in boxes, as many at a time as there are cores."""
 
     def __init__(self, options: SandboxOptions) -> None:
-        self._limits, self._options = sandbox_limits(options), options
+        self._options = options
+        self._limits = SandboxLimits(
+            wall_s=options.timeout_s,
+            cpu_s=max(1, round(options.timeout_s)),
+            memory_mib=options.memory_mib,
+            disk_mib=options.disk_mib,
+            processes=options.processes,
+            output_kib=options.output_kib,
+        )
         self._room = asyncio.Semaphore(max(1, len(os.sched_getaffinity(0))))
 
     async def run(self, name: str, text: str, stdin: str) -> SandboxResult:
@@ -93,19 +89,19 @@ class Runner:
 
 
 def share(passed: list[bool], options: SandboxOptions) -> float:
-    """The reward for tests that passed or not."""
+    """Return the reward for tests that passed or not."""
     return sum(passed) / len(passed) if options.partial else float(all(passed))
 
 
-class Case(msgspec.Struct, frozen=True):
+class ProgramTest(msgspec.Struct, frozen=True):
     """An input, and what is to be printed for it."""
 
     input: str
     output: str
 
 
-def cases(given: Any) -> list[Case]:
-    """The cases of an item.
+def cases(given: Any) -> list[ProgramTest]:
+    """Return the cases of an item.
 
     Raises:
         ValueError: they have no known form, or there are none.
@@ -117,9 +113,9 @@ def cases(given: Any) -> list[Case]:
             f"tests call the function {given['fn_name']!r:.80}, and `code` gives programs text: use unit_tests"
         )
     if isinstance(given, Mapping) and {"inputs", "outputs"} <= set(given):
-        found = [Case(str(i), str(o)) for i, o in zip(given["inputs"], given["outputs"], strict=True)]
+        found = [ProgramTest(str(i), str(o)) for i, o in zip(given["inputs"], given["outputs"], strict=True)]
     elif isinstance(given, list) and all(isinstance(one, Mapping) and "output" in one for one in given):
-        found = [Case(str(one.get("input", "")), str(one["output"])) for one in given]
+        found = [ProgramTest(str(one.get("input", "")), str(one["output"])) for one in given]
     else:
         raise ValueError(f'tests {given!r:.80} are neither [{{"input", "output"}}] nor {{"inputs", "outputs"}}')
     if not found:
@@ -135,7 +131,7 @@ def same_text(said: bytes, wanted: str) -> bool:
 
 @reward("code", options=CodeOptions)
 def _code(options: CodeOptions) -> Function:
-    runner = Runner(options)
+    runner = ProgramRunner(options)
 
     async def code(completion: str, answer: str, metadata: dict[str, Any]) -> float:
         wanted = cases(_tests(metadata, options))[: options.most_tests]
@@ -175,7 +171,7 @@ One that looks for it in its caller finds it; nothing that shares a process with
 
 @reward("unit_tests", options=UnitTestOptions)
 def _unit_tests(options: UnitTestOptions) -> Function:
-    runner = Runner(options)
+    runner = ProgramRunner(options)
 
     async def unit_tests(completion: str, answer: str, metadata: dict[str, Any]) -> float:
         given = _tests(metadata, options)

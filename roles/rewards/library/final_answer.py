@@ -63,7 +63,7 @@ def closing_brace(text: str, opening: int) -> int | None:
 
 
 def boxed(text: str) -> str | None:
-    """The content of the last box, joined with those directly before it that belong to the same answer."""
+    """Return the content of the last box, joined with those directly before it that belong to the same answer."""
     found = boxes(text)
     if not found:
         return None
@@ -77,7 +77,7 @@ def boxed(text: str) -> str | None:
 
 
 def candidates(text: str) -> Iterator[str]:
-    """What may be the final answer of a completion without a box, the most explicit first.
+    """Yield what may be the final answer of a completion without a box, the most explicit first.
 
     That is what the last "answer is" or "####" announces: a completion that announces an answer commits to it, and
     nothing else is looked at. Else the whole of a short completion, the last formula, or the last run of words that
@@ -106,7 +106,7 @@ def candidates(text: str) -> Iterator[str]:
 
 
 def _beginning(rest: str, *, spoken: bool) -> Iterator[str]:
-    """The answer with which a text begins: formulas, or the text to the end of its sentence or clause."""
+    """Yield the answer with which a text begins: formulas, or the text to the end of its sentence or clause."""
     if (first := MATH.match(rest)) is not None:
         formulas = [first]
         for one in MATH.finditer(rest, first.end()):
@@ -147,7 +147,7 @@ FORMULA = re.compile(r".*[\d\\].*|[-+*/^=<>±×÷·(){}\[\],|:]+|[b-zB-HJ-Z][,;]
 
 
 def _last_run(line: str) -> str | None:
-    """The last run of words in a line that look like a formula and contain a digit or a command."""
+    """Return the last run of words in a line that look like a formula and contain a digit or a command."""
     words = TOKEN.findall(line)
     run: list[str] = []
     for word in reversed(words):
@@ -176,7 +176,7 @@ BARE_INTEGER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)")
 
 
 def bare_integer(text: str) -> int | None:
-    """The integer that is all of the text but surrounding white space; commas may group its thousands."""
+    """Return the integer that is all of the text but surrounding white space; commas may group its thousands."""
     text = text.strip()
     if len(text) >= 1000 or BARE_INTEGER.fullmatch(text := text.translate(MINUS)) is None:
         return None
@@ -201,7 +201,7 @@ def last_integer(text: str) -> int | None:
 
 
 def squeeze(text: str) -> str:
-    """Text to compare: white space squeezed, case kept."""
+    """Return text to compare: white space squeezed, case kept."""
     return " ".join(text.split())
 
 

@@ -123,7 +123,7 @@ FENCE = "```"
 
 
 def unfenced(text: str) -> str:
-    """What stands in the last complete fenced block of a text, else in one that is not closed, else the text."""
+    """Return what stands in the last complete fenced block of a text, else in one that is not closed, else the text."""
     parts = text.split(FENCE)
     blocks = parts[1::2]
     if not blocks:
@@ -158,7 +158,7 @@ def _json(options: JsonOptions) -> Function:
     return is_json
 
 
-class LengthOptions(Table):
+class LengthRewardOptions(Table):
     """0 up to `free` tokens, falling evenly to -1 at `most` and beyond: DAPO's soft overlong punishment (3.4)."""
 
     free: Annotated[int, Field(ge=0)]
@@ -167,14 +167,14 @@ class LengthOptions(Table):
     """Tokens that cost 1."""
 
 
-def _length_wrong(options: LengthOptions) -> Wrong:
+def _length_wrong(options: LengthRewardOptions) -> Wrong:
     if options.free < options.most:
         return []
     return [("most", f"is not above free = {options.free}", "")]
 
 
-@reward("length", options=LengthOptions, check=_length_wrong)
-def _length(options: LengthOptions) -> Function:
+@reward("length", options=LengthRewardOptions, check=_length_wrong)
+def _length(options: LengthRewardOptions) -> Function:
     def length(completion: str, answer: str, tokens: int) -> float:
         return -min(1.0, max(0.0, (tokens - options.free) / (options.most - options.free)))
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -79,8 +78,11 @@ class RewardFunction:
         if bad or parameters[1].name in COMPLETIONS:
             why = f"its parameters are {inspect.Signature(parameters)}"
             hint = "it is called as f(completion, answer, **info)"
-            if other := _other_trainer([p.name for p in parameters]):
-                why, hint = f"{why}, as {other[0]} has them", other[1]
+            names = {p.name for p in parameters}
+            if names & {"prompts", "completions"}:
+                why, hint = f"{why}, as TRL has them", TRL_HINT
+            elif names & {"data_source", "solution_str"}:
+                why, hint = f"{why}, as verl has them", VERL_HINT
             raise RelaxError(wrong, why=why, hint=hint)
         self.text_answer = parameters[1].annotation in (str, "str")
         self._taken = frozenset(p.name for p in parameters[:2])
@@ -99,26 +101,13 @@ class RewardFunction:
         if lacking := self.needs - info.keys():
             raise RelaxError(
                 f"{self.setting} = {self.target!r}",
-                why=f"it wants {', '.join(sorted(lacking))}, and there is {_listed(info)}",
+                why=f"it wants {', '.join(sorted(lacking))}, and there is {', '.join(sorted(info)) or 'nothing'}",
                 hint="give the parameter a default, or name another",
             )
         # A column of the data may have the name of one of the first two parameters.
         wanted = info.keys() - self._taken if self.wants is None else self.wants & info.keys()
         given = answer_text(answer) if self.text_answer else answer
         return self.function(completion, given, **{name: info[name] for name in wanted})
-
-
-def _other_trainer(names: Collection[str]) -> tuple[str, str] | None:
-    """Return the trainer that functions with these parameters are written for, and how to write them here."""
-    if not {"prompts", "completions"}.isdisjoint(names):
-        return "TRL", TRL_HINT
-    if not {"data_source", "solution_str"}.isdisjoint(names):
-        return "verl", VERL_HINT
-    return None
-
-
-def _listed(names: Collection[str]) -> str:
-    return ", ".join(sorted(names)) or "nothing"
 
 
 def load_reward(target: str, config_dir: Path, setting: str = SETTING) -> RewardFunction:
@@ -190,14 +179,9 @@ def reward(
 
 def rewards() -> Mapping[str, Reward]:
     """Return all named rewards."""
-    _load_families()
-    return _REWARDS
-
-
-@cache
-def _load_families() -> None:
     for family in FAMILIES:
         importlib.import_module(f"relax_rt.roles.rewards.library.{family}")
+    return _REWARDS
 
 
 def read_options(name: str, given: Mapping[str, Any], path: KeyPath, key: str = "name") -> Table | list[Problem]:

@@ -18,7 +18,7 @@ from relax_rt.roles.rewards.library.final_answer import MATH, boxed, closing_bra
 
 LONGEST = 1000
 """Characters of one answer."""
-DEEPEST, DEEPEST_PARENTHESES = 24, 8
+MAX_DEPTH, MAX_PARENTHESES_DEPTH = 24, 8
 """Levels of braces, and of parentheses and brackets: the time to parse those doubles with each."""
 MAX_CELLS = 100
 MAX_LITERAL_DIGITS = 1000
@@ -104,10 +104,10 @@ UNREAD = re.compile(
 
 
 def gold_text(answer: Any) -> str:
-    """The answer itself where the data gives a whole solution: behind the last ####, or in the last box.
+    """Return the answer itself where the data gives a whole solution: behind the last ####, or in the last box.
 
     Raises:
-        NotRead: it is empty.
+        ParseFailed: it is empty.
     """
     text = listed(answer)
     if "####" in text:
@@ -124,11 +124,11 @@ def read(text: str) -> ParsedAnswer:
     """Read an answer.
 
     Raises:
-        NotRead: it is not understood as a whole.
+        ParseFailed: it is not understood as a whole.
     """
     if len(text) > LONGEST:
         raise ParseFailed(f"it has {len(text)} characters; at most {LONGEST} are read")
-    text = _opened(_characters(text))
+    text = _strip_wrapping(_characters(text))
     if not text:
         raise ParseFailed("it is empty")
     if (number := _plain(text)) is not None:
@@ -145,7 +145,7 @@ def read(text: str) -> ParsedAnswer:
 
 
 def _characters(text: str) -> str:
-    """Characters that have a spelling in LaTeX, in it; full-width ones in ASCII."""
+    """Write characters that have a LaTeX command as that command, and full-width ones in ASCII."""
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+", lambda m: f"^{{{m[0].translate(SUPERSCRIPTS)}}}", text)
     text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda m: f"_{{{m[0].translate(SUBSCRIPTS)}}}", text)
     text = re.sub("√\\s*(\\d+|[a-z]|\\([^()]*\\)|\\{[^{}]*\\})", lambda m: f"\\sqrt{{{m[1].strip('(){}')}}}", text)
@@ -164,8 +164,8 @@ def _characters(text: str) -> str:
     return "".join(out)
 
 
-def _opened(text: str) -> str:
-    """Without dollars, boxes and emphasis around it or in it, white space and a full stop at its end."""
+def _strip_wrapping(text: str) -> str:
+    """Remove dollars, boxes and emphasis around or in an answer, and white space and a full stop at its end."""
     while True:
         before = text
         text = text.strip().strip("*").strip()
@@ -188,7 +188,7 @@ def _opened(text: str) -> str:
 
 
 def _plain(text: str) -> Fraction | None:
-    """The value of an integer, a decimal number or a fraction of integers, by far the most frequent answers."""
+    """Return the value of an integer, a decimal number or a fraction of integers, by far the most frequent answers."""
     text = text.replace("{,}", ",").replace("\\!", "")
     text = re.sub(r"(?<=\d)\\,(?=\d{3}(?!\d))", ",", text)
     text = re.sub(r"(?<![\d.,])(\d{1,3})((?: \d{3})+)(?![\d ])", lambda m: m[0].replace(" ", ""), text)
@@ -287,7 +287,7 @@ def _split_unit(text: str) -> tuple[str, str]:
 
 
 def unit_key(unit: str) -> str:
-    """The canonical spelling of a unit."""
+    """Return the canonical spelling of a unit."""
     unit = re.sub(WRAPPED.pattern, "", SPACES.sub(" ", unit)).replace("\\cdot", " ").replace("{", "").replace("}", "")
     unit = re.sub(r"\b([ap])\s*\.?\s*m\b\.?", r"\1m", unit.strip().strip("."))
     unit = re.sub(r"^(?:square|sq\.?)\s+(\w+)", r"\1^2", unit)
@@ -303,25 +303,32 @@ def unit_key(unit: str) -> str:
 
 
 def _read_value(text: str) -> ParsedAnswer:
-    text = _opened(text)
+    import sympy
+
+    text = _strip_wrapping(text)
     if (number := _plain(text)) is not None:
         return ParsedAnswer(str(number), _rational(number), decimal="." in text)
     if ":" in text and (parts := _ratio(text)) is not None:
         return parts
     _refuse(text)
     latex = _latex(text)
-    writing = _writing(latex)
+    # The LaTeX without what does not change its meaning.
+    writing = re.sub(r"\{(\w)\}", r"\1", re.sub(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\s+", "", latex))
     try:
         value = _parse(latex)
     except TooLarge:
         return ParsedAnswer(writing)
     except RecursionError:
         raise ParseFailed("it is nested too deep") from None
-    return ParsedAnswer(writing, value, count=_members(value, text), decimal=re.search(r"\.\d", text) is not None)
+    count = 1
+    if isinstance(value, sympy.FiniteSet):
+        # Of a list all members count as written (sympy's sets drop equal ones); of a set, the distinct ones.
+        count = len(value.args if text.startswith("\\{") else getattr(value, "_unsorted_args", value.args))
+    return ParsedAnswer(writing, value, count=count, decimal=re.search(r"\.\d", text) is not None)
 
 
 def _ratio(text: str) -> ParsedAnswer | None:
-    """A ratio or a time of day; None if it is neither."""
+    """Return a ratio or a time of day; None if it is neither."""
     parts = re.split(r"\s*:\s*", text)
     if any(not part or re.search(r"[={}\[\]()|<>,]", re.sub(r"\\(?:sqrt|frac|pi)|[{}]", "", part)) for part in parts):
         return None
@@ -337,15 +344,15 @@ def _refuse(text: str) -> None:
     """Refuse what the grammar would misread, or parse only after a very long time.
 
     Raises:
-        NotRead: the text contains such a notation.
+        ParseFailed: the text contains such a notation.
     """
     depth = most = parentheses = most_parentheses = 0
     for mark in re.findall(r"\\.|[{}()\[\]]", text):
         depth += (mark == "{") - (mark == "}")
         parentheses += (mark in "([") - (mark in ")]") if len(mark) == 1 else 0
         most, most_parentheses = max(most, depth), max(most_parentheses, parentheses)
-    if most > DEEPEST or most_parentheses > DEEPEST_PARENTHESES:
-        raise ParseFailed(f"it is nested deeper than {DEEPEST} braces or {DEEPEST_PARENTHESES} parentheses")
+    if most > MAX_DEPTH or most_parentheses > MAX_PARENTHESES_DEPTH:
+        raise ParseFailed(f"it is nested deeper than {MAX_DEPTH} braces or {MAX_PARENTHESES_DEPTH} parentheses")
     if text.count("&") + text.count("\\\\") > MAX_CELLS:
         raise ParseFailed(f"it is a table of more than {MAX_CELLS} cells")
     if re.search(rf"\d{{{MAX_LITERAL_DIGITS},}}", text):
@@ -373,7 +380,7 @@ WORDS = frozenset({"if", "is", "to", "of", "no", "at", "by", "an", "as", "we", "
 
 
 def _latex(text: str) -> str:
-    """The answer in the LaTeX that the grammar reads."""
+    """Return the answer in the LaTeX that the grammar reads."""
     from latex2sympy2_extended import NormalizationConfig, normalize_latex
 
     text = SPACES.sub(lambda m: "" if m[0] == "\\!" else " ", text.replace("{,}", ","))
@@ -414,17 +421,11 @@ def _repeating(match: re.Match[str]) -> str:
     return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def _writing(latex: str) -> str:
-    """The LaTeX without what does not change its meaning."""
-    text = re.sub(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\s+", "", latex)
-    return re.sub(r"\{(\w)\}", r"\1", text)
-
-
 def _parse(latex: str) -> Any:
-    """The value of an answer, not evaluated.
+    """Return the value of an answer, not evaluated.
 
     Raises:
-        NotRead: the grammar does not understand it. TooLarge: it is not to be computed.
+        ParseFailed: the grammar does not understand it. TooLarge: it is not to be computed.
     """
     import sympy
 
@@ -465,15 +466,6 @@ def _converter() -> Any:
     return Bounded
 
 
-def _members(value: Any, text: str) -> int:
-    """How many members a list has as written (sympy's sets drop equal ones); of a set, the distinct ones."""
-    import sympy
-
-    if not isinstance(value, sympy.FiniteSet):
-        return 1
-    return len(value.args) if text.startswith("\\{") else len(getattr(value, "_unsorted_args", value.args))
-
-
 # --- bounds
 #
 # sympy evaluates numbers when expressions are compared, binomials and limits of intervals even while they are parsed.
@@ -482,7 +474,7 @@ def _members(value: Any, text: str) -> int:
 
 
 def check_size(node: Any) -> float:
-    """An upper estimate of log10 of the value of a parse tree of latex2sympy; 0 for symbols.
+    """Return an upper estimate of log10 of the value of a parse tree of latex2sympy; 0 for symbols.
 
     Products and sequences add their estimates, sums take the largest. Denominators count as 1.
 
@@ -491,7 +483,7 @@ def check_size(node: Any) -> float:
     """
     children = list(node.getChildren()) if hasattr(node, "getChildren") else []
     if not children:
-        return _of_token(node.getText())
+        return _token_size(node.getText())
     kind = type(node).__name__.removesuffix("Context")
     if kind in ("Func_operator_names_single_arg", "Func_operator_names_multi_arg") and node.getText() not in OPERATIONS:
         raise TooLarge(f"\\operatorname{{{node.getText()}}} is not computed")
@@ -512,11 +504,11 @@ def check_size(node: Any) -> float:
     elif kind in ("Additive", "Comma_elements", "Semicolon_elements", "Matrix", "Matrix_row"):
         size = max(sizes) + (math.log10(2) if kind == "Additive" and len(sizes) > 1 else 0.0)
     elif kind == "Func":
-        size = _function(node, sizes, text)
+        size = _function_size(node, sizes, text)
     return _bounded(size)
 
 
-def _of_token(text: str) -> float:
+def _token_size(text: str) -> float:
     digits = text.replace(",", "").replace(" ", "").strip("\\%")
     if digits.replace(".", "", 1).isdecimal() and digits.isascii():
         whole, _, part = digits.partition(".")
@@ -525,7 +517,7 @@ def _of_token(text: str) -> float:
     return {"e": math.log10(math.e), "\\pi": math.log10(math.pi)}.get(text.strip(), 0.0)
 
 
-def _function(node: Any, sizes: list[float], text: list[str]) -> float:
+def _function_size(node: Any, sizes: list[float], text: list[str]) -> float:
     name = text[0].strip()
     if node.EXP_E() is not None or name == "\\exp":
         return _power(math.log10(math.e), sum(sizes[1:]))
@@ -543,7 +535,7 @@ def _function(node: Any, sizes: list[float], text: list[str]) -> float:
 
 
 def _power(base: float, exponent: float) -> float:
-    """The estimate of a power. Powers of symbols are not computed, and exponents without numbers neither."""
+    """Return the estimate of a power. Powers of symbols are not computed, and exponents without numbers neither."""
     if base <= 0:
         return 0.0
     if exponent > MAX_EXPONENT_DIGITS:

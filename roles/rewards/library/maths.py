@@ -70,7 +70,7 @@ def _deadline(seconds: float) -> Iterator[None]:
 
 
 def _in_a_box(answer: Any) -> str:
-    """A completion with the right answer."""
+    """Return a completion with the right answer."""
     try:
         return f"\\boxed{{{gold_text(answer)}}}"
     except ParseFailed:
@@ -88,7 +88,10 @@ def _math(options: MathOptions) -> Callable[..., Any]:
     def math(completion: str, answer: Any) -> float:
         try:
             with _deadline(COMPARE_S):
-                gold = _gold(answer)
+                text = gold_text(answer)
+                gold = text, read(text)
+        except ParseFailed as error:
+            raise UnreadableAnswer(answer, str(error)) from None
         except _Late:
             raise UnreadableAnswer(answer, f"reading it takes longer than {COMPARE_S:g} s") from None
         try:
@@ -101,16 +104,8 @@ def _math(options: MathOptions) -> Callable[..., Any]:
     return math
 
 
-def _gold(answer: Any) -> tuple[str, ParsedAnswer]:
-    try:
-        text = gold_text(answer)
-        return text, read(text)
-    except ParseFailed as error:
-        raise UnreadableAnswer(answer, str(error)) from None
-
-
 def final_answer(completion: str, *, only_boxed: bool = False) -> tuple[str, ParsedAnswer | None] | None:
-    """The final answer of a completion with its parsed form (None if unparsable); None if it has no answer."""
+    """Return the final answer of a completion with its parsed form (None if unparsable); None if it has no answer."""
     if (inside := boxed(completion)) is not None:
         return inside, _try(inside)
     if only_boxed:
@@ -129,7 +124,7 @@ def _try(text: str) -> ParsedAnswer | None:
 
 
 def same(gold: tuple[str, ParsedAnswer], said: tuple[str, ParsedAnswer | None], options: MathOptions) -> bool:
-    """Whether an answer is the right one."""
+    """Return whether an answer is the right one."""
     right, found = gold[1], said[1]
     if right.text:
         return word_key(said[0]) == right.writing
@@ -212,7 +207,7 @@ def _equal(right: Any, found: Any, options: MathOptions, *, rounded: bool = Fals
 
 
 def _close(right: Any, found: Any, digits: int) -> bool | None:
-    """Whether two numbers are equal to `digits` decimal places, or to 0.1% if those would round the number to 0.
+    """Return whether two numbers are equal to `digits` decimal places, or to 0.1% if those would round the number to 0.
 
     None if one is not a real number.
     """

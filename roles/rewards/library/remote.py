@@ -82,7 +82,10 @@ class Http:
                 why = f"{type(error).__name__}: {error}"
             else:
                 if status == 200:
-                    return _value(data, self._failed)
+                    try:
+                        return json.loads(data)
+                    except (ValueError, RecursionError) as error:
+                        raise self._failed(f"its answer is no JSON: {error}") from None
                 why = f"it answered {status}: {data[:200].decode(errors='replace')!r}"
                 if status not in AGAIN:
                     raise self._failed(why)
@@ -124,10 +127,3 @@ class Http:
 
 
 SENT = ("question", "metadata", "item", "split", "finish_reason", "truncated", "tokens", "turns", "verdict")
-
-
-def _value(data: bytes, failed: Any) -> Any:
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise failed(f"its answer is no JSON: {error}") from None

@@ -12,6 +12,8 @@ from relax_rt.config.schema import Filled, RoleSettings, RunConfig, Seconds, Tab
 from relax_rt.roles.base.episodes import episode_tokens
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.models.settings import ChosenDtype, Parallel
+from relax_rt.roles.training.backend.settings import TrainerSettings
+from relax_rt.roles.training.publication.settings import Communicator, PublicationTable
 
 
 class SamplingTable(Table):
@@ -118,3 +120,19 @@ def longest_tokens(config: RunConfig) -> int:
     """Tokens of the longest sample that the config allows."""
     prompted = config.table(DataTable).max_prompt_tokens + config.table(SamplingTable).max_new_tokens
     return episode_tokens(config) or prompted
+
+
+def communicator_of(config: RunConfig) -> Communicator:
+    """Return what broadcasts of weights use: as the config says, or NCCL if trainer and rollouts have GPUs."""
+    named = config.table(PublicationTable).communicator
+    if named != "auto":
+        return named
+    return "gloo" if without_gpu(config) else "nccl"
+
+
+def without_gpu(config: RunConfig) -> list[str]:
+    """Return which of trainer and rollouts have no GPU."""
+    tables = {
+        kind: table for kind, table in config.roles.items() if isinstance(table, TrainerSettings | RolloutSettings)
+    }
+    return [kind for kind, table in tables.items() if not table.gpus] if tables else ["trainer"]

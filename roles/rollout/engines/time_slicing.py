@@ -1,15 +1,15 @@
 """Time slicing of a device that engines share with a trainer (modes colocate and hybrid).
 
-Engines have the device until the trainer requests it. Then each releases its memory and reports so; the trainer starts
-when every engine has, or is dead, or is late and therefore excluded. When it is done, the engines take memory again.
+Engines have the device until the trainer requests it. Then each releases its memory and reports so. The trainer starts
+when every engine has done so, is dead, or is late and therefore excluded. Afterwards the engines take memory again.
 
 Two rules keep both from having the device at once, whoever dies and whichever call is lost:
 
 - An engine takes memory on the trainer's grant, which counts as taken from the moment it is given; or when the registry
   shows that no trainer can be using the device (`nobody_trains`).
-- The trainer starts when all engines of a list that the registry gave after the trainer requested the device, and that
-  has the trainer's own address in it, have told *this* incarnation of the trainer that they hold nothing. An engine
-  that enters the registry later sees the address, and asks.
+- The trainer starts when all engines of a list have told *this* incarnation of the trainer that they hold nothing. The
+  registry must have given the list after the trainer requested the device, and with the trainer's own address in it:
+  an engine that enters the registry later sees the address, and asks.
 
 `DeviceSchedule` is the pure state machine; `TrainerTimeSlicing` serves it, `EngineTimeSlicing` is the engine's side.
 """
@@ -32,14 +32,14 @@ from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError,
 from relax_rt.transport.rpc.interface import idempotent
 
 GrantWord = Literal["hold", "release"]
-"""hold: the engine may have memory of the device. release: it may not, and gives back what it has."""
+"""hold: the engine may have memory of the device. release: it may not, and releases what it has."""
 
 
 class HolderReport(msgspec.Struct, frozen=True):
-    """State of an engine, as it says with each call.
+    """State of an engine, sent with each call.
 
     Attributes:
-        slot, epoch: who it is.
+        slot, epoch: of the engine.
         call: number of the call, from 1; the engine acts only on the answer to its last one.
         holds: it has memory of the device.
         trainer: epoch of the trainer that answered it last; 0: none did.
@@ -78,7 +78,7 @@ ScheduleAction = EngineExcluded | StartTraining
 
 @dataclass(slots=True)
 class _HolderState:
-    """`holds` is None until it has said so to this trainer."""
+    """`holds` is None until the engine has reported to this trainer."""
 
     epoch: int
     call: int = 0
@@ -86,12 +86,12 @@ class _HolderState:
     excluded: bool = False
 
     @property
-    def in_the_way(self) -> bool:
+    def blocks_trainer(self) -> bool:
         return self.holds is not False and not self.excluded
 
 
 class DeviceSchedule:
-    """Who has the device, on the trainer's side. Events are method calls; those that may change it return actions.
+    """Decides who has the device, on the trainer's side. Events are method calls, which return actions.
 
     Args:
         trainer: epoch of this trainer.
@@ -102,19 +102,19 @@ class DeviceSchedule:
         self.trainer, self.release_timeout_s = trainer, release_timeout_s
         self.phase: Literal["engines", "changing", "trainer"] = "engines"
         self.number = 0
-        """Time slices that the trainer has had."""
+        """Number of time slices that the trainer has had."""
         self.deadline: float | None = None
-        """When `tick` is due; None: no engine is waited for."""
+        """When `tick` is due; None: no engine is late."""
         self._engines: dict[str, _HolderState] = {}
         self._listed = False
 
     @property
     def holders(self) -> list[str]:
         """Engines that have not released their memory yet."""
-        return sorted(slot for slot, engine in self._engines.items() if engine.in_the_way)
+        return sorted(slot for slot, engine in self._engines.items() if engine.blocks_trainer)
 
     def on_members(self, members: Iterable[Member], now: float, *, whole: bool) -> list[ScheduleAction]:
-        """Take over the registry's entries of the engines' role.
+        """Apply the registry's entries of the engines' role.
 
         Args:
             whole: it is the whole list, read after the device was requested.
@@ -129,33 +129,33 @@ class DeviceSchedule:
             if member.state == "gone":
                 self._engines.pop(slot, None)
             elif known is None or known.epoch < epoch:
-                # The one before has ended, or its slot would not have been given again.
+                # The incarnation before it has ended: slots are given again only then.
                 self._engines[slot] = _HolderState(epoch)
         if whole:
             for slot in self._engines.keys() - seen:
                 del self._engines[slot]
             if self.phase == "changing" and not self._listed:
                 self._listed, self.deadline = True, now + self.release_timeout_s
-        return self._settled()
+        return self._start_if_free()
 
     def on_report(self, report: HolderReport) -> list[ScheduleAction]:
-        """Take over an engine's report."""
+        """Apply an engine's report."""
         engine = self._engines.get(report.slot)
         if engine is None or engine.epoch < report.epoch:
             engine = self._engines[report.slot] = _HolderState(report.epoch)
-        # Before this trainer has answered it, it may still go by the registry: then it holds what it says it does not.
+        # Before this trainer has answered it, it may still act by the registry, and hold what it says it does not.
         if engine.epoch == report.epoch and report.call > engine.call and report.trainer == self.trainer:
             engine.call, engine.holds = report.call, report.holds
             engine.excluded = engine.excluded and report.holds
-        return self._settled()
+        return self._start_if_free()
 
     def changes_for(self, report: HolderReport) -> bool:
-        """Whether the answer to this call changes what the engine has."""
-        return report.trainer != self.trainer or self._word(report) != ("hold" if report.holds else "release")
+        """Whether the answer to this call changes what the engine may hold."""
+        return report.trainer != self.trainer or self._decide(report) != ("hold" if report.holds else "release")
 
     def answer(self, report: HolderReport) -> DeviceGrant:
         """Answer a call. Memory that it grants counts as taken."""
-        word, engine = self._word(report), self._engines.get(report.slot)
+        word, engine = self._decide(report), self._engines.get(report.slot)
         if word == "hold" and engine is not None:
             engine.call, engine.holds = report.call, True
         return DeviceGrant(self.trainer, word)
@@ -186,14 +186,14 @@ class DeviceSchedule:
             engine.excluded = True
             what = "was not heard of" if engine.holds is None else "did not give its memory back"
             actions.append(EngineExcluded(slot, engine.epoch, f"it {what} within {self.release_timeout_s:g} s"))
-        return [*actions, *self._settled()]
+        return [*actions, *self._start_if_free()]
 
-    def _word(self, report: HolderReport) -> GrantWord:
+    def _decide(self, report: HolderReport) -> GrantWord:
         engine = self._engines.get(report.slot)
-        overtaken = engine is None or engine.epoch != report.epoch or engine.call > report.call
-        return "release" if overtaken or self.phase != "engines" else "hold"
+        outdated = engine is None or engine.epoch != report.epoch or engine.call > report.call
+        return "release" if outdated or self.phase != "engines" else "hold"
 
-    def _settled(self) -> list[ScheduleAction]:
+    def _start_if_free(self) -> list[ScheduleAction]:
         if self.phase != "changing" or not self._listed or self.holders:
             return []
         self.phase, self.deadline = "trainer", None
@@ -202,7 +202,8 @@ class DeviceSchedule:
 
 
 def nobody_trains(member: Member | None, last: int) -> bool:
-    """Whether an engine may take memory without a grant: no trainer has the device, nor can get it before it has asked.
+    """Whether an engine may take memory without a grant: no trainer has the device, nor can get it before it has
+    heard of the engine.
 
     Args:
         member: the trainer's entry, as the registry has it now, in which the engine itself is entered.
@@ -224,7 +225,7 @@ RETRY_S = 0.1
 WATCH_S = 5.0
 REGISTRY_WAIT_S = 600.0
 GRACE_S = 15.0
-"""An engine that is late ends its process; the trainer waits this much longer for that."""
+"""An engine that is late ends its process; the trainer waits so much longer for that."""
 
 
 class TimeSlicingApi(Protocol):
@@ -232,7 +233,7 @@ class TimeSlicingApi(Protocol):
 
     @idempotent
     async def may_hold(self, report: HolderReport, wait_s: float) -> DeviceGrant:
-        """Whether the engine may hold memory of the device; answers once that changes, or after wait_s."""
+        """Return whether the engine may hold memory of the device, once that changes or after wait_s."""
 
 
 class TrainerTimeSlicing:
@@ -252,7 +253,7 @@ class TrainerTimeSlicing:
         """Answer an engine's call."""
         try:
             async with asyncio.timeout(min(max(wait_s, 0.0), MAX_WAIT_S)):
-                self._do(self.schedule.on_report(report))
+                self._apply(self.schedule.on_report(report))
                 while not self.schedule.changes_for(report):
                     await self._changed.wait()
         except TimeoutError:
@@ -268,9 +269,9 @@ class TrainerTimeSlicing:
         """
         began = taken = time.monotonic()
         self.schedule.request()
-        self._wake()
+        self._notify()
         try:
-            await self._settled()
+            await self._wait_for_device()
             taken = time.monotonic()
             facts = {"turn": self.schedule.number, "waited_s": round(taken - began, 3), "without": list(self._without)}
             self._ctx.event("device_acquired", **facts)
@@ -279,34 +280,16 @@ class TrainerTimeSlicing:
         finally:
             held = self.schedule.phase == "trainer"
             self.schedule.release()
-            self._wake()
+            self._notify()
             if held:
                 self._ctx.event(
                     "device_released", turn=self.schedule.number, seconds=round(time.monotonic() - taken, 3)
                 )
 
-    async def _settled(self) -> None:
+    async def _wait_for_device(self) -> None:
         loop = asyncio.get_running_loop()
         self._ctx.progress.waiting("the device: the list of its engines")
-        known = await self._list()
-        self._do(self.schedule.on_members(_engines(known), loop.time(), whole=True))
-        watching = asyncio.create_task(self._follow(known.revision))
-        try:
-            while self.schedule.phase == "changing":
-                self._ctx.progress.waiting(f"the device: {', '.join(self.schedule.holders)} to release its memory")
-                assert self.schedule.deadline is not None
-                try:
-                    async with asyncio.timeout(max(self.schedule.deadline - loop.time(), 0.0)):
-                        await self._changed.wait()
-                except TimeoutError:
-                    self._do(self.schedule.tick(loop.time()))
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-            self._ctx.progress.waiting("")
-
-    async def _list(self) -> Changes:
-        """All members, once our own address is among them: engines that enter later will find us."""
+        # All members, once our own address is among them: engines that enter later will find us.
         deadline = time.monotonic() + REGISTRY_WAIT_S
         while True:
             try:
@@ -316,37 +299,50 @@ class TrainerTimeSlicing:
                     raise
             else:
                 if any(member.who == self._ctx.who and member.address for member in known.members):
-                    return known
+                    break
                 if time.monotonic() > deadline:
                     why = f"the registry does not have our address after {REGISTRY_WAIT_S:g} s"
                     raise DeadlineExceeded("the list of engines on the trainer's device", why=why)
             await asyncio.sleep(RETRY_S)
+        self._apply(self.schedule.on_members(_engines(known), loop.time(), whole=True))
+        watching = asyncio.create_task(self._follow(known.revision))
+        try:
+            while self.schedule.phase == "changing":
+                self._ctx.progress.waiting(f"the device: {', '.join(self.schedule.holders)} to release its memory")
+                assert self.schedule.deadline is not None
+                try:
+                    async with asyncio.timeout(max(self.schedule.deadline - loop.time(), 0.0)):
+                        await self._changed.wait()
+                except TimeoutError:
+                    self._apply(self.schedule.tick(loop.time()))
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            self._ctx.progress.waiting("")
 
     async def _follow(self, revision: int) -> None:
-        """Follow the registry's news of engines."""
         while True:
             try:
-                news = await self._ctx.registry.watch(revision, WATCH_S)
+                changes = await self._ctx.registry.watch(revision, WATCH_S)
             except RelaxError:
                 await asyncio.sleep(RETRY_S)
                 continue
-            revision = news.revision
+            revision = changes.revision
             now = asyncio.get_running_loop().time()
-            self._do(self.schedule.on_members(_engines(news), now, whole=news.snapshot))
+            self._apply(self.schedule.on_members(_engines(changes), now, whole=changes.snapshot))
 
-    def _do(self, actions: list[ScheduleAction]) -> None:
+    def _apply(self, actions: list[ScheduleAction]) -> None:
         for action in actions:
             if isinstance(action, EngineExcluded):
                 facts = {"engine": f"{action.slot}#{action.epoch}", "why": action.why}
                 self._ctx.event("engine_not_released", **facts)
-                self._ctx.log.warning("an engine keeps its memory in the trainer's turn", **facts)
+                self._ctx.log.warning("an engine keeps its memory while the trainer has the device", **facts)
             elif isinstance(action, StartTraining):
                 self._without = action.without
         if actions:
-            self._wake()
+            self._notify()
 
-    def _wake(self) -> None:
-        """Wake whoever waits for a change."""
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -356,7 +352,7 @@ def _engines(known: Changes) -> list[Member]:
 
 
 def release_cache() -> None:
-    """Give the device's memory that torch caches unused back to the device."""
+    """Release the device memory that torch caches."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -367,10 +363,10 @@ class ReleaseTimedOut(RelaxError):
 
 
 class EngineTimeSlicing:
-    """An engine's side: asks the trainer, releases memory when told so, and takes it again.
+    """An engine's side: asks the trainer, releases memory on its request, and takes it again.
 
     Args:
-        release: ends what is in flight, tokens kept, and releases the memory.
+        release: ends sequences in flight, tokens kept, and releases the memory.
         resume: takes the memory again.
         release_timeout_s, resume_timeout_s: how long each may take.
     """
@@ -390,7 +386,7 @@ class EngineTimeSlicing:
         self._holds = False
 
     async def enter(self) -> None:
-        """Return when the engine may take memory for the first time; call it before that, at the start of the role."""
+        """Wait until the engine may take memory for the first time. Call it at the start of the role."""
         self._ctx.progress.waiting("the device: the trainer has it, or is not there yet")
         extended = time.monotonic()
         while not await self._may_hold():
@@ -401,10 +397,10 @@ class EngineTimeSlicing:
         self._holds = True
 
     async def follow(self) -> None:
-        """Release and take memory as the trainer says; never returns.
+        """Release and take memory as the trainer decides; never returns.
 
         Raises:
-            ReleaseTimedOut: memory was not given back, or taken again, in time.
+            ReleaseTimedOut: memory was not released, or taken again, in time.
         """
         while True:
             if await self._may_hold() == self._holds:
@@ -414,13 +410,13 @@ class EngineTimeSlicing:
                 await self._within(self._release(), self._release_timeout_s, "release its memory", "engine_released")
                 self._holds = False
             else:
-                # Set before the memory is taken, so that no call made meanwhile says otherwise.
+                # Set before the memory is taken, so that no call meanwhile reports otherwise.
                 self._holds = True
                 await self._within(self._resume(), self._resume_timeout_s, "take its memory again", "engine_resumed")
                 self._ctx.progress.waiting("")
 
     async def _may_hold(self) -> bool:
-        """The trainer's answer, or what follows from there being none. May wait for WAIT_S."""
+        """Ask the trainer, or without one the registry. May wait for WAIT_S."""
         self._call += 1
         report = HolderReport(self._ctx.who.slot, self._ctx.who.epoch, self._call, self._holds, self._trainer)
         try:
@@ -428,17 +424,16 @@ class EngineTimeSlicing:
             grant = await trainer.may_hold(report, WAIT_S)
         except (Unreachable, DeadlineExceeded, ShuttingDown):
             await asyncio.sleep(RETRY_S)
-            return self._holds or await self._nobody_trains()
+            if self._holds:
+                return True
+            try:
+                known = await self._ctx.registry.watch(0, 0.0)
+            except (Unreachable, DeadlineExceeded):
+                return False
+            entry = next((member for member in known.members if member.who.slot == TRAINER_SLOT), None)
+            return nobody_trains(entry, self._trainer)
         self._trainer = max(self._trainer, grant.trainer)
         return grant.word == "hold" if grant.trainer == self._trainer else self._holds
-
-    async def _nobody_trains(self) -> bool:
-        try:
-            known = await self._ctx.registry.watch(0, 0.0)
-        except (Unreachable, DeadlineExceeded):
-            return False
-        trainer = next((member for member in known.members if member.who.slot == TRAINER_SLOT), None)
-        return nobody_trains(trainer, self._trainer)
 
     async def _within(self, work: Awaitable[None], limit_s: float, what: str, kind: str) -> None:
         began = time.monotonic()
@@ -457,7 +452,7 @@ class EngineTimeSlicing:
 
 
 class MemoryGate:
-    """Keeps work that needs the engine's memory apart from the times when there is none."""
+    """Keeps work that needs the engine's memory out of the times when it is released."""
 
     def __init__(self) -> None:
         self._open, self._idle = asyncio.Event(), asyncio.Event()
@@ -467,7 +462,7 @@ class MemoryGate:
 
     @asynccontextmanager
     async def inside(self) -> AsyncIterator[None]:
-        """Work inside the block while the memory is there; waits until it is."""
+        """Wait until the memory is there, and keep it for the block."""
         while not self._open.is_set():
             await self._open.wait()
         self._inside += 1
@@ -480,11 +475,11 @@ class MemoryGate:
                 self._idle.set()
 
     async def close(self) -> None:
-        """Let nothing begin from now on; returns when what had begun is over."""
+        """Let no work begin any more; return when all blocks have ended."""
         self._open.clear()
         while self._inside:
             await self._idle.wait()
 
     def open(self) -> None:
-        """Let work begin again: the memory is there."""
+        """Let work begin again."""
         self._open.set()

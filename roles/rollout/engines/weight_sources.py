@@ -1,5 +1,5 @@
-"""Where an engine gets a committed version from: its node and [publication] decide (stage, stream, broadcast,
-files)."""
+"""Where an engine gets a committed version from (stage, stream, broadcast, device, files), by its node and the
+[publication] table."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from relax_rt.cluster.nodes.api import HEAD
 from relax_rt.cluster.nodes.links import Links
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import files_folder, offers_folder, stage_folder
-from relax_rt.roles.rollout.engines.communicator import communicator_of
-from relax_rt.roles.rollout.engines.settings import RolloutSettings
+from relax_rt.roles.rollout.engines.settings import RolloutSettings, communicator_of
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError, Unreachable
@@ -25,67 +22,85 @@ from relax_rt.transport.weights.manifest import Manifest, StageApi, check_manife
 from relax_rt.transport.weights.source import WeightSource, stage_source
 from relax_rt.transport.weights.stage import read_manifest
 
-if TYPE_CHECKING:
-    pass
-
-
 QUEUE_SLOT = "queue/0"
 ASK_TIMEOUT_S = 5.0
 
 MakeSource = Callable[[VersionRecord, VersionRecord | None], WeightSource]
-"""Makes a source of a version, off the event loop; with the version that the engine samples from, it may be a delta
-to that one."""
+"""Makes a source of a version, off the event loop; given the version that the engine samples from, it may be a delta to
+that one."""
+OnFallback = Callable[[VersionRecord, RelaxError], None]
 
 _FALLBACK_ERRORS = (Gone, Corrupt, Unreachable, DeadlineExceeded, OutOfSpace)
-"""What another carrier may do better."""
+"""Errors that another carrier may not have."""
 
 
 def source_for(ctx: RoleContext) -> MakeSource:
-    """The carriers of this node. Call it on the role's event loop."""
+    """Return the carriers of this node. Call it on the role's event loop."""
     table = ctx.config.table(PublicationTable)
     folder = files_folder(ctx, table.directory)
     if table.carrier == "directory" and folder is not None:
         return lambda record, _: DirectorySource(folder, record)
-    links = Links.from_environment()
-    # The trainer's stage is the head's.
+    links, stage = Links.from_environment(), stage_folder(ctx)
+    # The trainer's stage is on the head node.
     here = table.carrier == "shared_memory" or links is None or links.node == HEAD
-    first = _from_stage(stage_folder(ctx)) if here or links is None else _from_stream(ctx, links)
+
+    def from_stage(record: VersionRecord, base: VersionRecord | None) -> WeightSource:
+        return stage_source(stage, record, base)
+
+    first = from_stage if here or links is None else _from_stream(ctx, links)
     if here and table.carrier == "collective" and isinstance(ctx.settings, RolloutSettings):
         return _from_broadcast(ctx, first)
     if here and table.carrier == "cuda_ipc" and isinstance(ctx.settings, RolloutSettings):
         return _from_device(ctx, first)
-    return first if folder is None or table.carrier != "auto" else _with_files(ctx, first, folder)
+    if folder is None or table.carrier != "auto":
+        return first
+    on_fallback = _reporter(ctx, "weights_from_files", "weights come from the folder instead")
+
+    def with_files(record: VersionRecord, base: VersionRecord | None) -> WeightSource:
+        return FallbackSource(lambda: first(record, base), lambda: DirectorySource(folder, record), on_fallback)
+
+    return with_files
 
 
-def _from_stage(stage: Path) -> MakeSource:
-    return lambda record, holds: stage_source(stage, record, holds)
+def _reporter(ctx: RoleContext, event: str, message: str) -> OnFallback:
+    def report(record: VersionRecord, error: RelaxError) -> None:
+        ctx.event(event, version=record.version, why=str(error))
+        ctx.log.warning(message, version=record.version, why=str(error))
+
+    return report
 
 
 def _from_broadcast(ctx: RoleContext, first: MakeSource) -> MakeSource:
-    """A version as it was broadcast, or by `first`; memory to receive into is offered once the size is known."""
-    from relax_rt.transport.weights.broadcast.source import BroadcastSource
+    """Receive broadcasts, or else use `first`. The receive buffer is registered once its size is known."""
+    from relax_rt.transport.weights.broadcast.source import BroadcastSource, DeviceReceiveBuffer, HostReceiveBuffer
 
-    receiver, stage, offers = receiver_of(ctx), stage_folder(ctx), True
-
-    def told(record: VersionRecord, error: RelaxError) -> None:
-        ctx.event("broadcast_fallback", version=record.version, why=str(error))
-        ctx.log.warning("a version that was broadcast is taken from the stage", version=record.version, why=str(error))
+    nccl = communicator_of(ctx.config) == "nccl"
+    receiver = BroadcastReceiver(
+        offers_folder(ctx),
+        ctx.who.slot,
+        ctx.who.epoch,
+        DeviceReceiveBuffer if nccl else HostReceiveBuffer,
+        # The first device that this process sees.
+        os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0" if nccl else "",
+    )
+    stage, registers = stage_folder(ctx), True
+    on_fallback = _reporter(ctx, "broadcast_fallback", "a version that was broadcast is taken from the stage")
 
     def broadcast(record: VersionRecord) -> BroadcastSource:
         manifest = read_manifest(stage, record.version)
         check_manifest(manifest, record, f"policy version {record.version} on the stage")
         return BroadcastSource(record, manifest, receiver)
 
-    def source(record: VersionRecord, holds: VersionRecord | None) -> WeightSource:
-        nonlocal offers
+    def source(record: VersionRecord, base: VersionRecord | None) -> WeightSource:
+        nonlocal registers
         if receiver.wait(record):
-            return FallbackSource(lambda: broadcast(record), lambda: first(record, None), told)
-        found = first(record, holds)
-        if offers:
+            return FallbackSource(lambda: broadcast(record), lambda: first(record, None), on_fallback)
+        found = first(record, base)
+        if registers:
             try:
                 receiver.register(found.manifest.sent_bytes)
             except (RelaxError, OSError) as error:
-                offers = False
+                registers = False
                 ctx.event("broadcast_disabled", communicator="", why=str(error))
                 ctx.log.warning("this engine receives no broadcasts", why=str(error))
         return found
@@ -94,20 +109,20 @@ def _from_broadcast(ctx: RoleContext, first: MakeSource) -> MakeSource:
 
 
 def _from_device(ctx: RoleContext, first: MakeSource) -> MakeSource:
-    """A version as the trainer shows it on the device, or by `first`."""
+    """Copy from the trainer's memory on the device, or else use `first`."""
     from relax_rt.transport.weights.cuda_ipc import CudaIpcSource
 
     stage = stage_folder(ctx)
+    on_fallback = _reporter(ctx, "device_fallback", "a version is not taken from the device")
 
-    def told(record: VersionRecord, error: RelaxError) -> None:
-        ctx.event("device_fallback", version=record.version, why=str(error))
-        ctx.log.warning("a version is not taken from the device", version=record.version, why=str(error))
+    def source(record: VersionRecord, base: VersionRecord | None) -> WeightSource:
+        def from_device() -> WeightSource:
+            return CudaIpcSource(stage, record, read_manifest(stage, record.version))
 
-    def shown(record: VersionRecord) -> CudaIpcSource:
-        return CudaIpcSource(stage, record, read_manifest(stage, record.version))
+        # Refused: it lies on another device, or the library for it is missing here.
+        return FallbackSource(from_device, lambda: first(record, None), on_fallback, also=(Refused,))
 
-    # Refused: it lies on another device, or there is no library for it here.
-    return lambda record, _: FallbackSource(lambda: shown(record), lambda: first(record, None), told, also=(Refused,))
+    return source
 
 
 def _from_stream(ctx: RoleContext, links: Links) -> MakeSource:
@@ -126,41 +141,30 @@ def _from_stream(ctx: RoleContext, links: Links) -> MakeSource:
             future.cancel()
             raise Unreachable(QUEUE_SLOT, why="it does not say where the weights are") from None
 
-    def waits(why: str) -> None:
+    def on_wait(why: str) -> None:
         ctx.progress.waiting(why)
         if why:
             ctx.log.info("waiting for weights of another node", why=why)
 
-    mirror = StageMirror(stage_folder(ctx), locate, links.keys, on_wait=waits)
+    mirror = StageMirror(stage_folder(ctx), locate, links.keys, on_wait=on_wait)
 
-    def source(record: VersionRecord, holds: VersionRecord | None) -> WeightSource:
+    def source(record: VersionRecord, base: VersionRecord | None) -> WeightSource:
         before = mirror.bytes_in
         found = mirror.source(record, timeout_s)
         found.carrier, found.nbytes = "stream", mirror.bytes_in - before
-        # None where another engine of the node has fetched it.
-        if nbytes := found.nbytes:
+        # Zero if another engine of the node has fetched it.
+        if found.nbytes:
             found.payload = mirror.payload
-            why = {"why_full": mirror.why_full} if mirror.why_full else {}
+            facts = {"why_full": mirror.why_full} if mirror.why_full else {}
             ctx.event(
                 "weights_streamed",
                 version=record.version,
                 node=links.node,
-                bytes=nbytes,
+                bytes=found.nbytes,
                 payload=mirror.payload,
-                **why,
+                **facts,
             )
         return found
-
-    return source
-
-
-def _with_files(ctx: RoleContext, first: MakeSource, folder: Path) -> MakeSource:
-    def told(record: VersionRecord, error: RelaxError) -> None:
-        ctx.event("weights_from_files", version=record.version, why=str(error))
-        ctx.log.warning("weights come from the folder instead", version=record.version, why=str(error))
-
-    def source(record: VersionRecord, holds: VersionRecord | None) -> WeightSource:
-        return FallbackSource(lambda: first(record, holds), lambda: DirectorySource(folder, record), told)
 
     return source
 
@@ -169,25 +173,25 @@ class FallbackSource:
     """A version by one carrier, and by another where that fails; a WeightSource.
 
     Args:
-        first, second: make the sources. Whatever the second one lacks, it is the first one's error that is raised.
-        told: hears why the second one is used.
-        also: errors that the second one may do better at, besides those that pass.
+        first, second: make the sources. If the second one fails as well, the first one's error is raised.
+        on_fallback: called with the reason when the second one is used.
+        also: further errors of the first one after which the second one is tried.
     """
 
     def __init__(
         self,
         first: Callable[[], WeightSource],
         second: Callable[[], WeightSource],
-        told: Callable[[VersionRecord, RelaxError], None],
+        on_fallback: OnFallback,
         also: tuple[type[RelaxError], ...] = (),
     ) -> None:
-        self._second, self._told = second, told
-        self._fell: tuple[type[RelaxError], ...] = (*_FALLBACK_ERRORS, *also)
-        self._fallen = False
+        self._second, self._on_fallback = second, on_fallback
+        self._errors: tuple[type[RelaxError], ...] = (*_FALLBACK_ERRORS, *also)
+        self._fell_back = False
         try:
             self._use(first())
-        except self._fell as error:
-            self._fall(error)
+        except self._errors as error:
+            self._fall_back(error)
 
     def _use(self, source: WeightSource) -> None:
         self._source = source
@@ -200,11 +204,11 @@ class FallbackSource:
         """Copy the version, by the first source or, where that fails, by the second."""
         try:
             self._source.copy_into(into)
-        except self._fell as error:
-            # A delta rests on what lies in `into`, which is spoilt by now.
-            if self._fallen or self.manifest.payload != "full":
+        except self._errors as error:
+            # A delta applies to what lies in `into`, which is overwritten by now.
+            if self._fell_back or self.manifest.payload != "full":
                 raise
-            self._fall(error)
+            self._fall_back(error)
             self._source.copy_into(into)
 
     @contextmanager
@@ -213,31 +217,12 @@ class FallbackSource:
         with self._source.mapped() as view:
             yield view
 
-    def _fall(self, error: RelaxError) -> None:
+    def _fall_back(self, error: RelaxError) -> None:
         try:
             second = self._second()
         except RelaxError as other:
             error.add_note(f"and the other way: {other}")
             raise error from None
-        self._fallen = True
-        self._told(second.record, error)
+        self._fell_back = True
+        self._on_fallback(second.record, error)
         self._use(second)
-
-
-def receiver_of(ctx: RoleContext) -> BroadcastReceiver:
-    """What an engine receives broadcasts with; its memory is made with the first receiver."""
-    from relax_rt.transport.weights.broadcast.source import DeviceReceiveBuffer, HostReceiveBuffer
-
-    nccl = communicator_of(ctx.config) == "nccl"
-    return BroadcastReceiver(
-        offers_folder(ctx),
-        ctx.who.slot,
-        ctx.who.epoch,
-        DeviceReceiveBuffer if nccl else HostReceiveBuffer,
-        _own_device() if nccl else "",
-    )
-
-
-def _own_device() -> str:
-    """The first device that this process sees."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from relax_rt.roles.models.parallel import Sizes
+from relax_rt.roles.models.parallel import ParallelSizes
 from relax_rt.roles.models.shape import ModelShape
 from relax_rt.transport.rpc.errors import Refused
 
@@ -60,7 +60,7 @@ class ModelDivision(msgspec.Struct, frozen=True, kw_only=True):
         padded_vocabulary: rows of the embedding as Megatron padded it, over all ranks; 0: not padded.
     """
 
-    sizes: Sizes
+    sizes: ParallelSizes
     naming: Naming = Naming()
     virtual: int = 1
     first_layers: int = 0

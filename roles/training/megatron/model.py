@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from relax_rt.roles.models.parallel import Sizes
+from relax_rt.roles.models.parallel import ParallelSizes
 from relax_rt.roles.models.settings import TrainedSettings
 from relax_rt.roles.models.shape import ModelShape, read_shape
 from relax_rt.roles.training.backend.settings import unsupported
@@ -255,9 +255,9 @@ def choose_layers(wanted: Wanted) -> LayerChoice:
     return decide_layers(wanted, cuda=torch.cuda.is_available(), installed=installed)
 
 
-def sizes_of(table: TrainedSettings) -> Sizes:
+def sizes_of(table: TrainedSettings) -> ParallelSizes:
     """How the ranks of a gang divide the model."""
-    return Sizes(
+    return ParallelSizes(
         world=table.count,
         tensor=table.tensor_parallel,
         pipeline=table.pipeline_parallel,
@@ -267,7 +267,7 @@ def sizes_of(table: TrainedSettings) -> Sizes:
     )
 
 
-def padded_vocabulary(shape: ModelShape, sizes: Sizes) -> int:
+def padded_vocabulary(shape: ModelShape, sizes: ParallelSizes) -> int:
     """Rows of the embedding over all ranks: the vocabulary, made a multiple of the tensor-parallel ranks."""
     return -(-shape.vocabulary // sizes.tensor) * sizes.tensor
 
@@ -366,7 +366,7 @@ def _experts(model: Architecture, fused: bool) -> dict[str, Any]:
     }
 
 
-def build(model: Architecture, config: Any, sizes: Sizes, layers: Layers) -> Any:
+def build(model: Architecture, config: Any, sizes: ParallelSizes, layers: Layers) -> Any:
     """This rank's part of the model, its weights not yet filled. The process' parallel state must be set up."""
     GPTModel = importlib.import_module("megatron.core.models.gpt").GPTModel
     state = importlib.import_module("megatron.core.parallel_state")

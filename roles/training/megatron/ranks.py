@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from relax_rt.roles.models.device import generator_states, set_generator_states
-from relax_rt.roles.models.parallel import Sizes, coordinates
+from relax_rt.roles.models.parallel import ParallelSizes, coordinates
 from relax_rt.roles.training.backend.channel import COLLECTIVE_S, GATHER_S, GangRanks
 from relax_rt.roles.training.megatron.shims import prepare
 from relax_rt.transport.rpc.errors import Refused
@@ -34,7 +34,7 @@ class MegatronRanks(GangRanks):
 
     def __init__(
         self,
-        sizes: Sizes,
+        sizes: ParallelSizes,
         store: Any,
         rank: int,
         *,

@@ -19,7 +19,7 @@ from relax_rt.roles.data.columns import misspelt, parse_messages
 from relax_rt.roles.data.files import read_rows
 from relax_rt.roles.data.items import PromptItem, RawItem, answer_text
 from relax_rt.roles.data.settings import DataTable
-from relax_rt.roles.data.source import PromptSource, conversation, fill
+from relax_rt.roles.data.source import PromptSource, conversation, fill_template
 from relax_rt.roles.data.split.canonical import canonical, in_held_out, item_id
 from relax_rt.roles.evaluation.sets import load_set
 from relax_rt.roles.evaluation.settings import EvaluationTable
@@ -400,7 +400,7 @@ def _answered(item: PromptItem, template: str) -> SftRow:
     where = f"prompt {item.question!r:.60}"
     answer = answer_text(item.answer)
     raw = RawItem(question=item.question, answer=answer, metadata={**item.metadata, "answer": answer}, where=where)
-    completion = fill(template, raw, "cold_start.completion")
+    completion = fill_template(template, raw, "cold_start.completion")
     if not completion.strip():
         raise RelaxError("cold_start.completion", why=f"it is empty for {where}", hint="the prompts need answers")
     return SftRow(where=where, question=item.question, messages=item.messages, completion=completion)

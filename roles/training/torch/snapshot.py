@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from relax_rt.roles.models.device import CPU, generator_states, on_host, set_generator_states
-from relax_rt.roles.models.experts import Stack, released_one_by_one
+from relax_rt.roles.models.experts import ExpertStack, released_one_by_one
 from relax_rt.roles.models.heap import trim_heap
 from relax_rt.roles.training.backend.settings import LoraTable
 from relax_rt.roles.training.checkpoints.optimizer_state import (
@@ -232,7 +232,7 @@ class ExpertStacks:
     """
 
     def __init__(self, config: Any, pieces: Sequence[TensorShard]) -> None:
-        found = {piece.name: Stack.of(piece.name, piece.shape) for piece in pieces}
+        found = {piece.name: ExpertStack.of(piece.name, piece.shape) for piece in pieces}
         apart = any(found.values()) and released_one_by_one(config)
         self._stacks = {name: stack for name, stack in found.items() if stack is not None and apart}
 

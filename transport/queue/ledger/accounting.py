@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from relax_rt.transport.queue.ledger import packed
 from relax_rt.transport.queue.ledger.admission import allowed_surplus
 from relax_rt.transport.queue.ledger.core import Core
 from relax_rt.transport.queue.ledger.messages import SampleKey
@@ -29,6 +30,7 @@ def by_state(core: Core) -> dict[str, int]:
     for group in core.state.groups.values():
         for key, sample in group.members():
             counts[_state(core, group, key, sample)] += 1
+    counts.update(packed.count_states(core))
     counts["trained"] += sum(group.size for group in core.state.trained.values())
     counts.update(core.state.ended)
     return dict(counts)
@@ -78,6 +80,7 @@ def audit(core: Core) -> list[str]:
     if total != state.issued:
         wrong.append(f"{state.issued} samples were issued, {total} are accounted for")
     wrong += _audit_prompts(core)
+    wrong += packed.audit(core)
     wrong += _audit_memory(core)
     wrong += _audit_bounds(core)
     ready, step_ready, held = core.ready, core.step_ready.copy(), core.held
@@ -150,6 +153,8 @@ def _audit_memory(core: Core) -> list[str]:
     rows: Counter[int] = Counter()
     for group in [*state.groups.values(), *state.trained.values()]:
         rows.update(part.block for sample in group.samples for part in sample.parts)
+    for run in state.runs.values():
+        rows[run.block] += run.open
     wrong: list[str] = []
     counted = {id_: block.rows for id_, block in table.blocks.items()}
     if counted != dict(rows):

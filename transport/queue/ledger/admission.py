@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate, repeat
 
 from relax_rt.transport.memory.refs import extents_in
+from relax_rt.transport.queue.ledger import packed
 from relax_rt.transport.queue.ledger.core import REFUSED, ROOM, Core
 from relax_rt.transport.queue.ledger.events import (
     PutGroups,
@@ -411,8 +412,10 @@ def put_groups(core: Core, who: Incarnation, event: PutGroups) -> GroupsPut:
     full = full_reason(core, sum(event.groups))
     if full:
         return GroupsPut([], waiting_on=full)
-    samples = _samples_by_key(core, event) if event.puts[0].rows else _samples_in_order(core, event)
     first, version = core.state.next_id, core.state.trainer_version
+    if not event.puts[0].rows and packed.can_pack(core, event.groups):
+        return _put_packed(core, who, event)
+    samples = _samples_by_key(core, event) if event.puts[0].rows else _samples_in_order(core, event)
     core.state.next_id += len(event.groups)
     at = 0
     for id_, size in enumerate(event.groups, first):
@@ -428,6 +431,19 @@ def put_groups(core: Core, who: Incarnation, event: PutGroups) -> GroupsPut:
     core.state.issued += len(samples)
     core.changed = True
     return GroupsPut(list(range(first, first + len(event.groups))), core.blocks.collect(who))
+
+
+def _put_packed(core: Core, who: Incarnation, event: PutGroups) -> GroupsPut:
+    (item,) = event.puts
+    first, count = core.state.next_id, len(event.groups)
+    core.state.next_id += count
+    block = core.blocks.add(item, count, core.state.callers.alive)
+    for length in item.lengths:
+        core.losses.generated(length)
+    packed.add(core, first, item, block)
+    core.state.issued += count
+    core.changed = True
+    return GroupsPut(list(range(first, first + count)), core.blocks.collect(who))
 
 
 def _samples_in_order(core: Core, event: PutGroups) -> list[SampleState]:

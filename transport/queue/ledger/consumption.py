@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from relax_rt.transport.base.targets import did_you_mean
 from relax_rt.transport.memory.refs import owner_of
+from relax_rt.transport.queue.ledger import packed
 from relax_rt.transport.queue.ledger.admission import (
     MAX_SAMPLES,
     check_fields,
@@ -37,25 +38,30 @@ from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
 
-def lease(core: Core, who: Incarnation, event: RequestLease, samplers: Samplers) -> tuple[LeaseGrant, list[SampleKey]]:
-    """Lease ready samples for a task, or say what is waited for; also answers with the keys that were chosen.
+def lease(core: Core, who: Incarnation, event: RequestLease, samplers: Samplers) -> tuple[LeaseGrant, RequestLease]:
+    """Lease ready samples for a task, or say what is waited for; also answers with the event and what was chosen.
 
     An event from the journal carries its keys: what was chosen then is granted again, whatever samplers do now.
     """
     task, request = event.task, event.request
     _check_request(core, who, task, request)
+    slices = packed.choose(core, task, request) if event.keys is None else event.slices
+    if slices:
+        return batch_of(core, packed.grant(core, who, task, slices)), RequestLease(task, request, [], slices)
     settled, waiting_on = settle(core, who, request) if task == core.policy.step_task else (request, "")
     keys = event.keys
     if keys is None:
         keys, waiting_on = _choose(core, samplers, task, settled) if settled is not None else ([], waiting_on)
     if not keys:
-        return LeaseGrant(0, [], waiting_on=waiting_on), []
+        return LeaseGrant(0, [], waiting_on=waiting_on), RequestLease(task, request, [])
+    if event.keys is None:
+        keys = _suspect_alone(core, task, keys, request)
+    # Not earlier: a replay sees only the keys that were granted, and must unpack the same runs.
+    packed.unpack_keys(core, keys)
     groups = core.state.groups
     samples = [groups[key.group].samples[key.member] for key in keys]
-    if event.keys is None:
-        keys, samples = _suspect_alone(core, task, keys, samples, request)
     lease = _grant(core, who, task, keys, samples)
-    return batch_of(core, lease, zip(keys, samples, strict=True)), keys
+    return batch_of(core, lease, zip(keys, samples, strict=True)), RequestLease(task, request, keys)
 
 
 def _choose(core: Core, samplers: Samplers, task: str, request: LeaseRequest) -> tuple[list[SampleKey], str]:
@@ -68,18 +74,17 @@ def _choose(core: Core, samplers: Samplers, task: str, request: LeaseRequest) ->
         return [], str(error)
 
 
-def _suspect_alone(
-    core: Core, task: str, keys: list[SampleKey], samples: list[SampleState], request: LeaseRequest
-) -> tuple[list[SampleKey], list[SampleState]]:
+def _suspect_alone(core: Core, task: str, keys: list[SampleKey], request: LeaseRequest) -> list[SampleKey]:
     """A sample that its consumers' next death would set aside is leased by itself: its neighbours are not to blame."""
     last = core.state.limits.quarantine_after - 1
     if task == core.policy.step_task or request.groups or last < 1 or len(keys) < 2:
-        return keys, samples
-    deaths = [sample.deaths for sample in samples]
-    if max(deaths) < last:
-        return keys, samples
-    suspect = next(n for n, count in enumerate(deaths) if count >= last)
-    return [keys[suspect]], [samples[suspect]]
+        return keys
+    groups = core.state.groups
+    for key in keys:
+        # Nobody died of a packed sample: a lapse unpacks it.
+        if (group := groups.get(key.group)) is not None and group.samples[key.member].deaths >= last:
+            return [key]
+    return keys
 
 
 def _check_request(core: Core, who: Incarnation, task: str, request: LeaseRequest) -> None:
@@ -118,7 +123,7 @@ def _grant(core: Core, who: Incarnation, task: str, keys: list[SampleKey], sampl
         for sample in samples:
             sample.leases[task] = id_
         for key in keys:
-            ready.pop(key, None)
+            ready.discard(key)
     core.changed = True
     return lease
 
@@ -135,7 +140,9 @@ def batch_of(core: Core, lease: Lease, held: Iterable[tuple[SampleKey, SampleSta
     place: dict[int, int] = {}
     infos: list[SampleInfo] = []
     runs: list[SampleRun] = []
-    if core.policy.step_task:
+    if lease.slices:
+        runs = packed.runs_of(core, lease, place)
+    elif core.policy.step_task:
         infos = _infos(core, lease, granted, place)
     else:
         runs = runs_of(core.samples_of(lease) if held is None else held, granted, place)
@@ -186,6 +193,10 @@ def complete(core: Core, who: Incarnation, event: CompleteLease) -> Freed:
         return _complete_late(core, who, event)
     _check_complete(core, who, event, lease)
     core.changed = True
+    if lease.slices:
+        if not event.puts and not event.failures and packed.complete(core, lease, pinned=event.pinned):
+            return Freed(core.blocks.collect(who))
+        packed.unpack_lease(core, lease)
     if event.puts or event.failures or lease.task == core.policy.step_task:
         _finish(core, lease, event)
     else:
@@ -264,7 +275,7 @@ def _check_complete(core: Core, who: Incarnation, event: CompleteLease, lease: L
         raise Refused(what, why="training is finished with `complete_step`; complete only reports samples that failed")
     if not event.puts and not event.failures:
         return
-    keys = set(lease.keys)
+    keys = set(packed.keys_of(lease))
     put_keys = [row.key for item in event.puts for row in item.rows]
     for key in put_keys + [failure.key for failure in event.failures]:
         if key not in keys:
@@ -278,6 +289,9 @@ def _check_columns(core: Core, what: str, event: CompleteLease, lease: Lease) ->
     """Raises Refused if a column comes twice, or was computed with weights that are not known."""
     seen: dict[SampleKey, set[str]] = {}
     blocks, versioned = core.blocks.blocks, set(core.policy.versioned)
+    for one in lease.slices:
+        fields = set(blocks[core.state.runs[one.run].block].ref.fields)
+        seen.update((SampleKey(one.run + n, 0), set(fields)) for n in range(one.start, one.end))
     for key, sample in core.samples_of(lease):
         seen[key] = {name for part in sample.parts for name in blocks[part.block].ref.fields}
     for item in event.puts:
@@ -327,6 +341,7 @@ def release(core: Core, who: Incarnation, event: ReleaseLease) -> None:
             _unpin(core, who, [event.lease])
         return
     core.changed = True
+    packed.unpack_lease(core, lease)
     samples, groups = core.samples_of(lease), core.groups_of(lease)
     core.close(lease, pinned=event.pinned)
     _offer_again(core, lease.task, groups, [key for key, _ in samples])
@@ -345,6 +360,7 @@ def lapse(core: Core, lease: Lease, *, pinned: bool, blame: bool = True) -> None
     pinned: the holder's process lives, and may still be reading.
     """
     core.changed = True
+    packed.unpack_lease(core, lease)
     samples, groups = core.samples_of(lease), core.groups_of(lease)
     if lease.task == core.policy.step_task:
         samples = [member for group in groups for member in group.members()]

@@ -12,6 +12,7 @@ from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.queue.ledger.lengths import LengthStatistics
 from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy
+from relax_rt.transport.queue.ledger.ready import ReadyQueue
 from relax_rt.transport.queue.ledger.state import Lease, SampleGroup, SamplePart, SampleState, State
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
@@ -39,7 +40,7 @@ class Core:
         self.changed = False
         self.notices: list[Notice] = []
         self.touched: set[str] = set()
-        self.ready: dict[str, OrderedDict[SampleKey, None]] = {}
+        self.ready: dict[str, ReadyQueue] = {}
         self.step_ready: OrderedDict[int, None] = OrderedDict()
         self.held = 0
         """Samples in groups that are not yet trained."""
@@ -191,12 +192,17 @@ class Core:
     def reindex(self) -> None:
         """Rebuild the indices of ready work."""
         self._tasks.clear()
-        self.ready = {task: OrderedDict() for task in self.policy.tasks if task != self.policy.step_task}
+        self.ready = {task: ReadyQueue(task) for task in self.policy.tasks if task != self.policy.step_task}
         self.step_ready.clear()
         self.held = 0
         for group in self.state.groups.values():
             self.held += group.size
             self.refresh(group)
+        for run in self.state.runs.values():
+            self.held += run.open
+            for task, begin in run.next.items():
+                if begin < run.count:
+                    self.ready[task].add_run(run)
 
     def tasks_with(self, *fields: tuple[str, ...]) -> tuple[str, ...]:
         """Tasks all of whose fields are in one of these blocks' or another."""
@@ -228,10 +234,10 @@ class Core:
             for task, ready in self.ready.items():
                 if task in tasks and task not in sample.leases and task not in sample.done:
                     if key not in ready:
-                        ready[key] = None
+                        ready.add(key)
                         self.touched.add(task)
                 else:
-                    ready.pop(key, None)
+                    ready.discard(key)
             step_ready = step_ready and step_task in tasks
         if step_ready:
             if group.id not in self.step_ready:
@@ -244,15 +250,13 @@ class Core:
         """What `refresh` does for the only sample of a group that was just put."""
         key = SampleKey(group, 0)
         for task in self.tasks_with(self.blocks.blocks[sample.parts[0].block].ref.fields):
-            self.ready[task][key] = None
+            self.ready[task].add(key)
             self.touched.add(task)
 
     def requeue_first(self, task: str, keys: Sequence[SampleKey]) -> None:
         """Put samples that come back to a task before new ones, in the order of `keys`."""
-        ready = self.ready.get(task, OrderedDict[SampleKey, None]())
-        for key in reversed(keys):
-            if key in ready:
-                ready.move_to_end(key, last=False)
+        if task in self.ready:
+            self.ready[task].move_first(keys)
 
     def add_group(self, group: SampleGroup) -> None:
         """Add a group."""
@@ -265,7 +269,7 @@ class Core:
             self.held -= group.size
         for key in group.sample_keys():
             for ready in self.ready.values():
-                ready.pop(key, None)
+                ready.discard(key)
         self.step_ready.pop(group.id, None)
         self.state.reopened.pop(group.id, None)
         self.clear_deadline(group.id)

@@ -8,6 +8,7 @@ from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.queue.ledger.messages import BlockPut, Failure, LeaseRequest, PartialChunk, SampleKey
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.ledger.state import RunSlice
 from relax_rt.transport.rpc.identity import Incarnation
 
 
@@ -96,11 +97,12 @@ class ReportLosses(msgspec.Struct, frozen=True, tag="report_losses"):
 
 
 class RequestLease(msgspec.Struct, frozen=True, tag="request_lease", gc=False):
-    """keys: what was chosen, in the journal; None while it is still to be chosen."""
+    """keys, slices: what was chosen, in the journal; keys is None while it is still to be chosen."""
 
     task: str
     request: LeaseRequest
     keys: list[SampleKey] | None = None
+    slices: list[RunSlice] = []
 
 
 class CompleteLease(msgspec.Struct, frozen=True, tag="complete_lease", gc=False):

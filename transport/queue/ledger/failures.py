@@ -19,6 +19,7 @@ from relax_rt.transport.queue.ledger.messages import (
     Retired,
     SampleKey,
 )
+from relax_rt.transport.queue.ledger.packed import unpack_all
 from relax_rt.transport.queue.ledger.state import LateItem, LossCause, ProgressState, SampleGroup, SampleState
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -96,6 +97,7 @@ def lose_memory(core: Core, who: Incarnation) -> None:
     home = core.state.callers.processes.get(owner)
     if home is None or not home.payloads:
         return
+    unpack_all(core)
     lost = core.blocks.ids_in(owner)
     failures = [
         Failure(key, f"its payload ended with {who}")
@@ -168,7 +170,7 @@ def _end_sample(core: Core, key: SampleKey, sample: SampleState, state: str) -> 
     core.drop_parts(sample)
     sample.leases.clear()
     for ready in core.ready.values():
-        ready.pop(key, None)
+        ready.discard(key)
 
 
 MAX_CAUSES = 32

@@ -214,8 +214,8 @@ class Ledger:
             answer = reply
             if isinstance(event, ev.RequestLease):
                 samplers = self.samplers if event.keys is None else {}
-                answer, keys = consumption.lease(core, who, event, samplers)
-                event, reply = ev.RequestLease(event.task, event.request, keys), Granted(answer.lease)
+                answer, event = consumption.lease(core, who, event, samplers)
+                reply = Granted(answer.lease)
             elif (said := handler.apply(core, who, event)) is not None:
                 answer = reply = said
             # Who is told to wait asks again under the same number. (A replay does not know the reason of a wait for

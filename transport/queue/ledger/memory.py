@@ -6,6 +6,7 @@ from collections.abc import Container, Iterator, Mapping
 
 from relax_rt.transport.memory.block_table import LiveBlock
 from relax_rt.transport.memory.refs import Extent, is_spilled, owner_of
+from relax_rt.transport.queue.ledger import packed
 from relax_rt.transport.queue.ledger.admission import has_partials, reopen
 from relax_rt.transport.queue.ledger.consumption import lapse
 from relax_rt.transport.queue.ledger.core import ROOM, Core
@@ -95,6 +96,7 @@ def lose_payloads(core: Core) -> None:
     which checkpoint it found: one may have been renamed into place without its commit being reported.
     """
     state = core.state
+    packed.unpack_all(core)
     state.blocks.clear()
     state.leases, state.pinned = {}, {}
     state.callers.replies, state.callers.processes = {}, {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from relax_rt.transport.memory.refs import owner_key, owner_of, unfit_slot
-from relax_rt.transport.queue.ledger import admission, consumption, failures, memory
+from relax_rt.transport.queue.ledger import admission, consumption, failures, memory, packed
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.core import Core
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy
@@ -103,6 +103,8 @@ def configure(core: Core, event: ev.ConfigureQueue) -> None:
         for lease in list(state.leases.values()):
             if lease.task not in policy.tasks:
                 consumption.lapse(core, lease, pinned=True, blame=False)
+    if policy != before:
+        packed.unpack_all(core)
     state.policy, state.limits = policy, limits
     failures.configured(core)
     for group in [*state.groups.values(), *state.trained.values()]:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from relax_rt.transport.queue.ledger import packed
 from relax_rt.transport.queue.ledger.admission import (
     admission_bound,
     allowed_surplus,
@@ -19,6 +20,7 @@ from relax_rt.transport.queue.ledger.admission import (
 )
 from relax_rt.transport.queue.ledger.core import REFUSED, Core
 from relax_rt.transport.queue.ledger.messages import LeaseRequest, SampleKey
+from relax_rt.transport.queue.ledger.ready import ReadyQueue
 from relax_rt.transport.queue.ledger.state import SampleGroup
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
@@ -398,6 +400,10 @@ def nothing_ready(core: Core, task: str) -> str:
             if sample.generated and not sample.excluded and task not in sample.done and task not in sample.leases:
                 have = {name for part in sample.parts for name in blocks[part.block].ref.fields}
                 lack.update(name for name in core.policy.tasks[task] if name not in have)
+    for run in islice(core.state.runs.values(), LOOKED_AT):
+        if task not in run.next:
+            have = set(blocks[run.block].ref.fields)
+            lack.update({name: run.open for name in core.policy.tasks[task] if name not in have})
     what = f"no sample is ready for task '{task}'"
     if not lack:
         return what
@@ -407,8 +413,17 @@ def nothing_ready(core: Core, task: str) -> str:
 def _samples(core: Core, task: str, newest_first: bool = False) -> Iterator[Unit]:
     ready = core.ready[task]
     for order, key in enumerate(reversed(ready) if newest_first else ready):
-        group = core.state.groups[key.group]
-        yield _unit(core, group, (key,), -order if newest_first else order)
+        yield _unit(core, _group_of(core, ready, key), (key,), -order if newest_first else order)
+
+
+def _group_of(core: Core, ready: ReadyQueue, key: SampleKey) -> SampleGroup:
+    """The group of a ready sample, made for this look if it is packed."""
+    group = core.state.groups.get(key.group)
+    if group is None:
+        run = ready.run_of(key)
+        assert run is not None
+        group = packed.group_at(run, key.group - run.first)
+    return group
 
 
 def _groups(core: Core, task: str, newest_first: bool = False) -> Iterator[Unit]:
@@ -419,7 +434,10 @@ def _groups(core: Core, task: str, newest_first: bool = False) -> Iterator[Unit]
         if key.group in seen:
             continue
         seen.add(key.group)
-        group = core.state.groups[key.group]
+        group = _group_of(core, ready, key)
+        if key.group not in core.state.groups:
+            yield _unit(core, group, (key,), -len(seen) if newest_first else len(seen))
+            continue
         keys = [key for key, sample in group.members() if task not in sample.done]
         if group.complete and all(one in ready for one in keys):
             yield _unit(core, group, tuple(keys), -len(seen) if newest_first else len(seen))

@@ -176,6 +176,38 @@ class PartialTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return 2 * len(self.tokens) + len(self.rows) + 32 * len(self.spans) + 64
 
 
+class RunSlice(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Samples [start, end) of the packed run whose first sample is `run`."""
+
+    run: int
+    start: int
+    end: int
+
+
+class PackedRun(msgspec.Struct, array_like=True, gc=False):
+    """Samples of one put, each a group of its own, that nothing has happened to but leases and completions in order.
+
+    Attributes:
+        first: group id of the first one; the others follow.
+        count: how many were put.
+        block: where their columns are; sample n has row n.
+        lengths: tokens of each; empty: not known.
+        next: by task that can work on them, the first sample that it has not leased yet.
+        leases: task, start and end of each held lease, by its id.
+        left: for each sample, the number of tasks that are not done with it; at 0 it is finished.
+        open: how many are not finished.
+    """
+
+    first: int
+    count: int
+    block: int
+    lengths: list[int]
+    next: dict[str, int]
+    leases: dict[int, tuple[str, int, int]]
+    left: bytes
+    open: int
+
+
 class SampleState(msgspec.Struct, array_like=True, gc=False):
     """One member of a group.
 
@@ -273,6 +305,7 @@ class Lease(msgspec.Struct, array_like=True, gc=False):
     Attributes:
         blocks: those in its holder's grant. pins: the extents of these, which it may be reading.
         holder: who works on it; of an ended lease, who may still be reading.
+        slices: its samples while they are packed (see PackedRun); keys is empty then.
     """
 
     id: int
@@ -281,6 +314,7 @@ class Lease(msgspec.Struct, array_like=True, gc=False):
     blocks: list[int]
     pins: list[Extent]
     holder: Incarnation
+    slices: list[RunSlice] = []
 
     def groups(self) -> list[int]:
         """Ids of its groups, each once."""
@@ -356,6 +390,7 @@ class State(msgspec.Struct):
         next_id: groups and leases are numbered from one counter, so that an id names one of them only.
         next_epoch: for those who join of their own accord.
         groups: groups not yet trained. trained: groups trained and not yet covered by a checkpoint.
+        runs: packed groups, by the id of the first one.
         reopened: groups of which members are to be made again, and nobody makes them yet.
         leases: held leases. pinned: ended ones whose holder may still read their extents.
         trainer_version: version of the trainer's weights; None before they were announced.
@@ -380,6 +415,7 @@ class State(msgspec.Struct):
     next_epoch: int = 1
     prompts: PromptPool = msgspec.field(default_factory=PromptPool)
     groups: dict[int, SampleGroup] = {}
+    runs: dict[int, PackedRun] = {}
     trained: dict[int, SampleGroup] = {}
     reopened: dict[int, None] = {}
     leases: dict[int, Lease] = {}

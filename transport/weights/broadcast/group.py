@@ -27,7 +27,6 @@ from relax_rt.transport.weights.broadcast.machine import (
     RankReport,
     RequestTransfer,
     SpawnRank,
-    StartBroadcast,
 )
 from relax_rt.transport.weights.broadcast.processes import EXIT_TIMEOUT_S, Key, RankProcesses
 from relax_rt.transport.weights.broadcast.protocol import (
@@ -152,7 +151,7 @@ class BroadcastGroup:
 
         Raises:
             Refused: an unknown rank, or memories of different sizes.
-            BroadcastFailed: it was given up as a whole; attribute `outcome` says who has it all the same. Without an
+            BroadcastFailed: it failed as a whole; attribute `outcome` says which ranks have it all the same. Without an
                 outcome: a rank could not be ended, and its memory must not be used again.
         """
         if unknown := [name for name in memories if name not in self._known]:
@@ -240,26 +239,17 @@ class BroadcastGroup:
             command = InitCommand(action.generation, action.rank, action.world, where, action.timeout_s)
             self.ranks.send(key, command)
         else:
-            self._send_broadcast(key, action)
-
-    def _send_broadcast(self, key: Key, action: StartBroadcast) -> None:
-        memories = self._transfers[action.transfer]
-        root = action.member == next(iter(memories))
-        if not root:
-            over = asyncio.get_running_loop().create_future()
-            self._writing[key] = _Writing(action.transfer, action.generation, over)
-        self.ranks.send(
-            key,
-            BroadcastCommand(
-                action.generation,
-                action.transfer,
-                memories[action.member],
-                self._bucket_bytes,
-                action.first,
-                root,
-                action.stall_s,
-            ),
-        )
+            memories = self._transfers[action.transfer]
+            root = action.member == next(iter(memories))
+            if not root:
+                over = asyncio.get_running_loop().create_future()
+                self._writing[key] = _Writing(action.transfer, action.generation, over)
+            memory, bucket_bytes = memories[action.member], self._bucket_bytes
+            first, stall_s = action.first, action.stall_s
+            self.ranks.send(
+                key,
+                BroadcastCommand(action.generation, action.transfer, memory, bucket_bytes, first, root, stall_s),
+            )
 
     def _reported(self, key: Key, report: Report) -> None:
         if isinstance(report, TransferDone | RankFailed | RankAborted):

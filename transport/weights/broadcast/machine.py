@@ -1,8 +1,8 @@
 """The state machine of a broadcast group: who is started, meets whom, is aborted, and is left out.
 
-Pure: `step(event, now)` returns actions; the clock comes with the event, and `deadline` says when a Tick is due at the
-latest. There is a deadline whenever a transfer is under way or waits. Every transfer that was requested ends in one
-outcome. `group.BroadcastGroup` carries the actions out.
+Pure: `step(event, now)` returns actions; the clock comes with the event, and a ClockTick is due by `deadline`. There is
+a deadline whenever a transfer is under way or waits. Every transfer that was requested ends in one outcome.
+`group.BroadcastGroup` carries the actions out.
 
 One transfer at a time goes through phases::
 
@@ -211,7 +211,6 @@ class Transfer:
 
     @property
     def root(self) -> str:
-        """Who sends."""
         return self.request.members[0]
 
     @property
@@ -263,17 +262,20 @@ class BroadcastMachine:
     def step(self, event: Event, now: float) -> list[Action]:
         """Take an event; return what is to be done."""
         self._actions = []
-        if self.phase != "closed":
-            self._take(event, now)
-            self._expire(now)
-        elif isinstance(event, RequestTransfer):
-            self._refuse(event, "failed", "the group is closed")
-        return self._actions
-
-    def _take(self, event: Event, now: float) -> None:
+        if self.phase == "closed":
+            if isinstance(event, RequestTransfer):
+                self._refuse(event, "failed", "the group is closed")
+            return self._actions
         match event:
             case RequestTransfer():
-                self._request(event, now)
+                # Each member once; the first is the root, whatever follows.
+                request = msgspec.structs.replace(event, members=tuple(dict.fromkeys(event.members)))
+                if self._now is None:
+                    self._begin(request, now + request.timeout_s, now)
+                elif len(self._waiting) < self.limits.waiting:
+                    self._waiting.append((request, now + request.timeout_s))
+                else:
+                    self._refuse(request, "late", f"{len(self._waiting)} transfers wait already")
             case PrestartRanks(members):
                 self._start(members, now)
                 self._form_if_ready(now)
@@ -283,14 +285,20 @@ class BroadcastMachine:
                 self._close()
             case RankReport(name, incarnation) | RankExited(name, incarnation):
                 member = self.members.get(name)
-                if member is None or member.incarnation != incarnation or member.state in ("absent", "dead"):
-                    return
-                if isinstance(event, RankExited):
-                    self._exited(member, event.diagnosis, now)
-                else:
-                    self._reported(member, event.report, now)
+                known = member is not None and member.incarnation == incarnation
+                if member is not None and known and member.state not in ("absent", "dead"):
+                    if isinstance(event, RankExited):
+                        why = event.diagnosis or "its process ended"
+                        self._count_failed_start(member, why)
+                        member.state = "dead"
+                        self._lose(name, "died", why)
+                        self._broken(member, now)
+                    else:
+                        self._reported(member, event.report, now)
             case ClockTick():
                 pass
+        self._expire(now)
+        return self._actions
 
     def _reported(self, member: RankMember, report: Report, now: float) -> None:
         if isinstance(report, RankHello):
@@ -301,34 +309,40 @@ class BroadcastMachine:
             return
         if report.generation != member.generation:
             return  # of a group that is no more
+        transfer = self._now
         match report:
-            case RankJoined():
-                self._joined(member, now)
-            case TransferProgress():
-                self._progressed(member, report.buckets, now)
+            case RankJoined() if member.state == "rendezvous":
+                member.state = "ready"
+                assert transfer is not None
+                if self._all(transfer.pending, "ready"):
+                    self._broadcast(now)
+            case TransferProgress(buckets=buckets):
+                if transfer is not None and member.state == "broadcasting" and member.name in transfer.pending:
+                    slowest = transfer.slowest
+                    known = transfer.buckets.get(member.name, 0)
+                    transfer.buckets[member.name] = min(max(buckets, known), transfer.request.buckets)
+                    if transfer.slowest > slowest:
+                        self._phase_deadline = now + self.limits.stall_s
             case TransferDone():
                 self._done(member, report, now)
-            case RankFailed():
-                self._failed(member, report, now)
+            case RankFailed(own=own, error=error):
+                if transfer is not None:
+                    transfer.last_failure = f"{member.name}: {error}"
+                if own:
+                    self._lose(member.name, "failed", error)
+                    self._kill(member, error)
+                elif member.state in IN_GROUP:
+                    member.state = "idle"
+                else:
+                    return  # on its way out already: what counts is that it has ended
+                self._broken(member, now)
             case AbortReceived():
                 member.abort_received = member.abort_received or member.state == "aborting"
-            case RankAborted():
-                if member.state == "aborting":
-                    member.state = "idle"
-                    self._form_if_aborted(now)
+            case RankAborted() if member.state == "aborting":
+                member.state = "idle"
+                self._form_if_aborted(now)
 
     # A transfer begins
-
-    def _request(self, request: RequestTransfer, now: float) -> None:
-        # Each member once; the first is the root, whatever follows.
-        request = msgspec.structs.replace(request, members=tuple(dict.fromkeys(request.members)))
-        if self._now is None:
-            self._begin(request, now + request.timeout_s, now)
-        elif len(self._waiting) < self.limits.waiting:
-            self._waiting.append((request, now + request.timeout_s))
-        else:
-            why = f"{len(self._waiting)} transfers wait already"
-            self._refuse(request, "late", why)
 
     def _begin(self, request: RequestTransfer, deadline: float, now: float) -> None:
         self._now = Transfer(request, deadline, list(request.members))
@@ -381,7 +395,12 @@ class BroadcastMachine:
             self._lose(name, "absent", f"its process is not started any more: {self.members[name].why}")
         if any(self.members[name].state == "starting" for name in transfer.pending):
             return
-        self._refuse_duplicates(transfer)
+        if not self._shared_devices:
+            owners: dict[str, str] = {}
+            for name in list(transfer.pending):
+                device = self.members[name].device
+                if device and owners.setdefault(device, name) != name:
+                    self._lose(name, "duplicate_device", f"{owners[device]} works on its device {device} as well")
         if self._end_if_over(transfer, now):
             return
         self.generation += 1
@@ -392,23 +411,6 @@ class BroadcastMachine:
             member.state, member.generation = "rendezvous", self.generation
             world = len(transfer.pending)
             self._actions.append(InitRank(name, member.incarnation, self.generation, rank, world, self.limits.join_s))
-
-    def _refuse_duplicates(self, transfer: Transfer) -> None:
-        if self._shared_devices:
-            return
-        owners: dict[str, str] = {}
-        for name in list(transfer.pending):
-            device = self.members[name].device
-            if device and owners.setdefault(device, name) != name:
-                self._lose(name, "duplicate_device", f"{owners[device]} works on its device {device} as well")
-
-    def _joined(self, member: RankMember, now: float) -> None:
-        if member.state != "rendezvous":
-            return
-        member.state = "ready"
-        assert self._now is not None
-        if self._all(self._now.pending, "ready"):
-            self._broadcast(now)
 
     def _broadcast(self, now: float) -> None:
         transfer = self._now
@@ -424,17 +426,6 @@ class BroadcastMachine:
                     name, member.incarnation, member.generation, transfer.request.transfer, first, self.limits.stall_s
                 )
             )
-
-    def _progressed(self, member: RankMember, buckets: int, now: float) -> None:
-        transfer = self._now
-        if transfer is None or member.state != "broadcasting" or member.name not in transfer.pending:
-            return
-        before = transfer.slowest
-        transfer.buckets[member.name] = min(
-            max(buckets, transfer.buckets.get(member.name, 0)), transfer.request.buckets
-        )
-        if transfer.slowest > before:
-            self._phase_deadline = now + self.limits.stall_s
 
     def _done(self, member: RankMember, done: TransferDone, now: float) -> None:
         transfer = self._now
@@ -453,24 +444,6 @@ class BroadcastMachine:
             self._end_if_over(transfer, now)
 
     # Something goes wrong
-
-    def _exited(self, member: RankMember, diagnosis: str, now: float) -> None:
-        self._count_failed_start(member, diagnosis or "its process ended")
-        member.state = "dead"
-        self._lose(member.name, "died", diagnosis or "its process ended")
-        self._broken(member, now)
-
-    def _failed(self, member: RankMember, failed: RankFailed, now: float) -> None:
-        if self._now is not None:
-            self._now.last_failure = f"{member.name}: {failed.error}"
-        if failed.own:
-            self._lose(member.name, "failed", failed.error)
-            self._kill(member, failed.error)
-        elif member.state in IN_GROUP:
-            member.state = "idle"
-        else:
-            return  # on its way out already: what counts is that it has ended
-        self._broken(member, now)
 
     def _broken(self, member: RankMember, now: float) -> None:
         """React to a rank that is lost to the group which the others still count on."""
@@ -506,57 +479,50 @@ class BroadcastMachine:
         if not self._end_if_over(transfer, now):
             self._gather(now)
 
-    def _abort_overdue(self, now: float) -> None:
-        transfer = self._now
-        assert transfer is not None
-        for member in self.members.values():
-            if member.state != "aborting":
-                continue
-            limit = f"within {self.limits.abort_s:g} s"
-            if not member.abort_received:
-                self._kill(member, "it answers nothing")
-                self._lose(member.name, "silent", f"answered nothing {limit}")
-                continue
-            # It lives, but its library does not come back: a new process costs less than the wait.
-            self._kill(member, "its collective cannot be ended")
-            transfer.blamed = True
-            transfer.stuck[member.name] = transfer.stuck.get(member.name, 0) + 1
-            if transfer.stuck[member.name] > self.limits.second_chances:
-                self._lose(member.name, "stuck", f"its collective could not be ended {limit}, again")
-        self._form_if_aborted(now)
-
     def _expire(self, now: float) -> None:
         """React to deadlines that have passed."""
         for waiting in [w for w in self._waiting if now >= w[1]]:
             self._waiting.remove(waiting)
-            why = f"waited {waiting[0].timeout_s:g} s for the transfers before it"
-            self._refuse(waiting[0], "late", why)
+            self._refuse(waiting[0], "late", f"waited {waiting[0].timeout_s:g} s for the transfers before it")
         transfer = self._now
         if transfer is not None and now >= transfer.deadline:
             self._finish(now, f"not over within {transfer.request.timeout_s:g} s")
         elif transfer is not None and self._phase_deadline is not None and now >= self._phase_deadline:
-            self._overdue(transfer, now)
+            self._phase_overdue(transfer, now)
 
-    def _overdue(self, transfer: Transfer, now: float) -> None:
+    def _phase_overdue(self, transfer: Transfer, now: float) -> None:
+        limits = self.limits
         if self.phase == "gathering":
             for name in list(transfer.pending):
                 if (member := self.members[name]).state == "starting":
                     if self._start_overdue(member, now):
                         self._kill(member, "it never said hello")
-                    self._lose(name, "absent", f"its process said nothing within {self.limits.hello_s:g} s")
+                    self._lose(name, "absent", f"its process said nothing within {limits.hello_s:g} s")
             self._form_if_ready(now)
         elif self.phase == "aborting":
-            self._abort_overdue(now)
+            for member in [member for member in self.members.values() if member.state == "aborting"]:
+                if not member.abort_received:
+                    self._kill(member, "it answers nothing")
+                    self._lose(member.name, "silent", f"answered nothing within {limits.abort_s:g} s")
+                    continue
+                # It lives, but its library does not come back: a new process costs less than the wait.
+                self._kill(member, "its collective cannot be ended")
+                transfer.blamed = True
+                transfer.stuck[member.name] = transfer.stuck.get(member.name, 0) + 1
+                if transfer.stuck[member.name] > limits.second_chances:
+                    why = f"its collective could not be ended within {limits.abort_s:g} s, again"
+                    self._lose(member.name, "stuck", why)
+            self._form_if_aborted(now)
         else:
-            transfer.last_failure = self._late_ranks(transfer)
+            meeting = self.phase == "rendezvous"
+            state: State = "rendezvous" if meeting else "broadcasting"
+            late = ", ".join(name for name in transfer.pending if self.members[name].state == state)
+            transfer.last_failure = (
+                f"{late} did not meet the others within {limits.join_s:g} s"
+                if meeting
+                else f"{late} had no further bucket within {limits.stall_s:g} s"
+            )
             self._abort(now)
-
-    def _late_ranks(self, transfer: Transfer) -> str:
-        if self.phase == "rendezvous":
-            late = [n for n in transfer.pending if self.members[n].state == "rendezvous"]
-            return f"{', '.join(late)} did not meet the others within {self.limits.join_s:g} s"
-        late = [n for n in transfer.pending if self.members[n].state == "broadcasting"]
-        return f"{', '.join(late)} had no further bucket within {self.limits.stall_s:g} s"
 
     # A transfer ends
 
@@ -578,7 +544,7 @@ class BroadcastMachine:
             if name != transfer.root and name not in transfer.lost:
                 transfer.lost[name] = LostRank(name, "late", error)
         for member in self.members.values():
-            # A rank in the middle of something cannot be told from one that hangs.
+            # A rank in the middle of something cannot be distinguished from one that hangs.
             if member.state in ("rendezvous", "broadcasting", "aborting") or self._start_overdue(member, now):
                 self._kill(member, error or "its group is over")
         lost = tuple(entry for name, entry in transfer.lost.items() if name != transfer.root)

@@ -172,14 +172,11 @@ class Launcher:
                     if key.fileobj is self._wake:
                         self._wake.recv(4096)
                         self._reap()
-                    else:
-                        self._serve()
-
-    def _serve(self) -> None:
-        packet, fds, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 1)
-        if not packet:
-            os._exit(0)  # the kernel ends the ranks with this process
-        self._fork(decode_fork(packet), fds[0])
+                        continue
+                    packet, fds, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 1)
+                    if not packet:
+                        os._exit(0)  # the kernel ends the ranks with this process
+                    self._fork(decode_fork(packet), fds[0])
 
     def _fork(self, request: ForkRank, channel: int) -> None:
         assert threading.active_count() == 1, "a fork with threads may inherit locks that nobody will release"

@@ -1,10 +1,10 @@
-"""Requests to the server, each with a deadline, and the streams of tokens that it answers with."""
+"""HTTP client of an SGLang server: calls with deadlines, and streams of tokens."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
@@ -14,19 +14,19 @@ from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, Relax
 
 CONNECT_TIMEOUT_S = 10.0
 IDLE_S = 1.0
-"""An idle connection is used again within this time only. The server ends it after SGLANG_TIMEOUT_KEEP_ALIVE (5 s), and
-a call that is sent just then finds it closed."""
+"""An idle connection is reused within this time only. The server closes it after SGLANG_TIMEOUT_KEEP_ALIVE (5 s), and a
+call that is sent at that moment fails."""
 REPEATABLE = frozenset(
     {"/abort_request", "/model_info", "/server_info", "/update_weights_from_disk", "/weights_checker"}
 )
-"""Calls that may be made twice. Only these use a connection again; one that breaks below them is made once more, on a
-connection of its own. All others have one of their own at once: a memory that is released twice ends the server."""
+"""Idempotent calls. Only these reuse a connection, and are repeated on a new one if it breaks. All others have a new
+one at once: a second release of memory, for example, would end the server."""
 BROKEN = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError, httpx.CloseError)
-"""What a connection gives that the server has ended; not that there is none."""
+"""Errors of a connection that the server has closed, in contrast to those of a missing server."""
 LARGE_BYTES = 1 << 20
-"""What is decoded off the event loop: from here on it takes milliseconds."""
+"""From this size on, events are decoded in a thread: it takes milliseconds."""
 MAX_EVENT_BYTES = 256 << 20
-"""One event of a stream: tokens and log-probabilities of some steps of one sequence, and with its end routing rows."""
+"""Bound of one event: tokens and log-probabilities of some steps of a sequence, and at its end its routing rows."""
 
 
 class Finish(msgspec.Struct, frozen=True):
@@ -45,16 +45,16 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class Meta(msgspec.Struct, frozen=True):
-    """What the server says of a request, as far as it is looked at.
+    """What the server reports about a request, as far as it is used.
 
     Attributes:
         id: the request's name.
-        completion_tokens: sampled so far, those of this event included.
-        cached_tokens: positions of the input whose keys and values were there already.
+        completion_tokens: sampled so far, this event included.
+        cached_tokens: positions of the input whose keys and values were cached.
         output_token_logprobs: (log-probability, token, text).
-        weight_versions: of all sampled tokens; there at the end.
-        routed_experts: int32 of positions, layers and experts chosen, a string in base64, as it stands in the answer;
-            there at the end if asked for.
+        weight_versions: of all sampled tokens; in the last event.
+        routed_experts: int32 of positions, layers and experts chosen, as the raw base64 string; in the last event, if
+            requested.
     """
 
     id: str
@@ -67,7 +67,7 @@ class Meta(msgspec.Struct, frozen=True):
 
 
 class StreamError(msgspec.Struct, frozen=True):
-    """An error that came in the stream."""
+    """An error in the stream."""
 
     message: str = ""
 
@@ -81,10 +81,10 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What a server has room for, as it says itself: options and the device's memory decide.
+    """Limits that a server reports: its options and the device's memory decide.
 
     Attributes:
-        longest: positions of one sequence, its prompt and all that is to come.
+        longest: positions of one sequence, prompt and completion.
         kv_tokens: positions of all sequences together.
         running: sequences that it decodes at a time.
     """
@@ -102,14 +102,14 @@ class _Info(msgspec.Struct):
 
 
 class ServerRefused(RelaxError):
-    """The server answered, and did not do what it was asked."""
+    """The server answered with an error."""
 
 
 _events: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
 class Client:
-    """One server's endpoints.
+    """Calls the endpoints of one server.
 
     Args:
         key: the bearer token of this server.
@@ -120,7 +120,7 @@ class Client:
             return httpx.AsyncClient(
                 base_url=url,
                 headers={"Authorization": f"Bearer {key}"},
-                # Streams are bounded by the sequences that the engine lets run.
+                # The engine bounds the number of streams by its running sequences.
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=kept, keepalive_expiry=IDLE_S),
                 timeout=httpx.Timeout(CONNECT_TIMEOUT_S, read=None),
                 trust_env=False,
@@ -130,10 +130,10 @@ class Client:
         self.url = url
 
     async def call(self, path: str, body: dict[str, Any] | bytes | None = None, *, timeout_s: float) -> dict[str, Any]:
-        """POST (GET without a body) and answer with the decoded object, empty where there was none.
+        """POST (GET without a body); return the decoded object, empty if there was none.
 
         Args:
-            body: bytes: encoded already.
+            body: bytes are sent as they are.
 
         Raises:
             ServerRefused: another status than 200, or "success": false.
@@ -153,7 +153,10 @@ class Client:
             raise DeadlineExceeded(what, why=f"no answer within {timeout_s:g} s") from error
         except httpx.HTTPError as error:
             raise Unreachable(what, why=str(error) or type(error).__name__) from error
-        decoded = _object(answer.content)
+        try:
+            decoded = msgspec.json.decode(answer.content, type=dict[str, Any]) if answer.content.strip() else {}
+        except msgspec.DecodeError:
+            decoded = {}
         if answer.status_code != 200 or decoded.get("success") is False:
             why = str(decoded.get("message") or decoded.get("error") or answer.text[:300])
             raise ServerRefused(what, why=f"{answer.status_code}: {why}")
@@ -170,10 +173,10 @@ class Client:
         )
 
     async def limits(self, timeout_s: float) -> Limits:
-        """What the server has room for.
+        """Return the server's limits.
 
         Raises:
-            ProtocolError: it does not say it in the way that is known. As call().
+            ProtocolError: it does not report them in the known form. As call().
         """
         try:
             info = msgspec.convert(await self.call("/server_info", timeout_s=timeout_s), _Info)
@@ -184,18 +187,17 @@ class Client:
                 why=f"its limits are not where they are looked for: {error!r}",
                 hint="use the release of sglang that this engine is written to",
             ) from error
-        # Of the cache it keeps back a page of each sequence, and rounds the input up to one.
+        # It reserves a page of the cache for each sequence, and rounds the input up to pages.
         page = info.page_size or 1
         longest = min(info.max_req_input_len, info.max_total_num_tokens - 2 * page)
         return Limits(longest, info.max_total_num_tokens, running)
 
     async def generate(self, body: dict[str, Any]) -> AsyncIterator[Event]:
-        """Pieces of the sequences of one request as they come; the iteration ends with the last of them.
-
-        Nothing is waited for here beyond the connection: whoever reads judges by progress.
+        """Yield events of the sequences of one request, until the last one has ended. Without a deadline beyond the
+        connection: the engine judges by progress.
 
         Raises:
-            ServerRefused: the request is not to its liking.
+            ServerRefused: it rejects the request.
             Unreachable: the connection broke before the end.
         """
         try:
@@ -214,14 +216,6 @@ class Client:
         """End all connections."""
         await self._kept.aclose()
         await self._fresh.aclose()
-
-
-def _object(content: bytes) -> dict[str, Any]:
-    try:
-        decoded = msgspec.json.decode(content) if content.strip() else {}
-    except msgspec.DecodeError:
-        return {}
-    return decoded if isinstance(decoded, dict) else {}
 
 
 async def _decoded(answer: httpx.Response) -> AsyncIterator[Event]:
@@ -245,9 +239,12 @@ async def _decoded(answer: httpx.Response) -> AsyncIterator[Event]:
 
 
 def _events_of(pieces: Sequence[bytes]) -> list[Event]:
-    """Those of whole lines. Nothing in them is copied once more: an event may be of hundreds of megabytes."""
+    """Decode whole lines without copying them again: an event may have hundreds of megabytes."""
     events: list[Event] = []
-    for line in _lines(b"".join(pieces)):
+    whole = b"".join(pieces)
+    view, at = memoryview(whole), 0
+    while (end := whole.find(b"\n", at)) >= 0:
+        line, at = view[at:end], end + 1
         begins = bytes(line[:13])
         if not begins.startswith(b"data: ") or begins == b"data: [DONE]":
             continue
@@ -257,10 +254,3 @@ def _events_of(pieces: Sequence[bytes]) -> list[Event]:
             why = f"{error}: {bytes(line[:200])!r}"
             raise ProtocolError("the stream of the SGLang server", why=why) from error
     return events
-
-
-def _lines(whole: bytes) -> Iterator[memoryview]:
-    view, at = memoryview(whole), 0
-    while (end := whole.find(b"\n", at)) >= 0:
-        yield view[at:end]
-        at = end + 1

@@ -1,9 +1,9 @@
-"""The engine over a real SGLang server. See relax_rt.roles.rollout.engines.base for the contract.
+"""An engine over an SGLang server; `Engine` documents its methods.
 
-Segments (members.py) are what makes versions exact and a swap simple: every change of the server, a swap, a pause, a
-release of memory, first ends all running segments, so that the server is idle, and what is loaded into an idle server
-needs no session of its own, can flush, and mixes with nothing. Sequences go on behind their tokens; with kept keys and
-values by way of the server's prefix cache, under the salt they were begun with.
+Segments (requests.py) make versions exact and a swap simple: every change of the server (a swap, a pause, a release of
+memory) first ends all running segments, so that the server is idle. Loading into an idle server needs no session of its
+own, can flush the cache, and mixes no versions. Sequences resume behind their tokens; with kept keys and values by way
+of the server's prefix cache, under the salt they were started with.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from relax_rt.roles.rollout.engines.base import (
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
 from relax_rt.roles.rollout.engines.sglang import weight_loading
 from relax_rt.roles.rollout.engines.sglang.client import Event, Limits
-from relax_rt.roles.rollout.engines.sglang.options import Device, Option, unlike_the_model
-from relax_rt.roles.rollout.engines.sglang.requests import Batch, Line, Member, RowReader, body_of
-from relax_rt.roles.rollout.engines.sglang.server import Place, Server
-from relax_rt.roles.rollout.engines.sglang.weight_loading import Held, Loader, OnFileFallback
-from relax_rt.roles.rollout.engines.sglang.weights import Recipe, by_expert, check_layout, published_tensors, recipes
+from relax_rt.roles.rollout.engines.sglang.options import Device, Option, sglang_mismatch
+from relax_rt.roles.rollout.engines.sglang.requests import Batch, Member, MemberQueue, RowDecoder, request_body
+from relax_rt.roles.rollout.engines.sglang.server import Server, ServerSpec
+from relax_rt.roles.rollout.engines.sglang.weight_loading import LoadedVersion, OnFileFallback, WeightLoader
+from relax_rt.roles.rollout.engines.sglang.weights import by_expert, check_layout, published_tensors, recipes
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, Refused, RelaxError, Unreachable
 from relax_rt.transport.weights.manifest import layout_of
@@ -49,10 +49,10 @@ from relax_rt.transport.weights.source import WeightSource
 
 MAX_WAITING = 4096
 """Requests that may wait; callers bound themselves far below."""
-QUEUED = 10
-"""Times stall_timeout_s: how long a segment may be silent that may be waiting for room at the server."""
+QUEUED_FACTOR = 10
+"""Multiple of stall_timeout_s that a segment may be silent while it may be waiting for room at the server."""
 ABORT_AGAIN_S = 0.25
-"""An abort that overtook its request at the server has had no effect: it is said again."""
+"""An abort that overtook its request at the server had no effect: it is repeated."""
 ABORT_TIMEOUT_S = 10.0
 WATCH_EVERY_S = 1.0
 
@@ -62,12 +62,13 @@ class SglangEngine:
 
     Args:
         model: Hugging Face folder that the server starts from.
-        options: of the server, for what differs from start to start, and the model's `context`.
-        place: where the server lives; the copy of the weights lies beside it.
-        kv_tokens: room of its cache, until the server says what it has.
-        booting: told how long the start may take, when it begins.
-        tell: told how far the start is.
-        attempt: see Loader. not_shown: told of versions that do not go by handles though they were to.
+        spec: interpreter, folders and environment of the server.
+        options: returns the server's options from what differs between starts, and the model's `context`.
+        weights_folder: of the private copy of the weights.
+        kv_tokens: size of its cache, until the server reports it.
+        on_boot: called with the maximum duration of the start, when it begins.
+        on_progress: called with how far the start is.
+        attempt: see WeightLoader. on_file_fallback: called for versions that are loaded from the file instead.
 
     Raises:
         Refused: the server would compute something else than the model says.
@@ -80,47 +81,48 @@ class SglangEngine:
         self,
         model: Path,
         settings: EngineSettings,
-        place: Place,
+        spec: ServerSpec,
         options: Callable[..., dict[str, Option]],
         *,
         device: Device,
         weights_folder: Path,
         kv_tokens: int,
-        booting: Callable[[float], object] = lambda _: None,
-        tell: Callable[[str], object] = lambda _: None,
+        on_boot: Callable[[float], object] = lambda _: None,
+        on_progress: Callable[[str], object] = lambda _: None,
         attempt: Path | None = None,
-        not_shown: OnFileFallback = lambda version, why: None,
+        on_file_fallback: OnFileFallback = lambda version, why: None,
     ) -> None:
-        if why := unlike_the_model(model):
+        if why := sglang_mismatch(model):
             raise Refused(
                 f"{model.name} in the sglang engine", why=f"its Qwen3-MoE {why}", hint='use engine = "embedded"'
             )
         self.settings, self._table = settings, settings.sglang
-        self._loader = Loader(self._table, weights_folder, device, attempt, not_shown)
-        self._booting = booting
-        self._rows = RowReader(model) if isinstance(settings, RolloutSettings) and settings.routing else None
+        self._loader = WeightLoader(self._table, weights_folder, device, attempt, on_file_fallback)
+        self._on_boot = on_boot
+        self._rows = RowDecoder(model) if isinstance(settings, RolloutSettings) and settings.routing else None
         self.routing = self._rows.shape if self._rows is not None else None
         self._folder, self._model = model, published_tensors(model, settings.dtype)
         text = json.loads((model / "config.json").read_text())
         self.context = int(text.get("max_position_embeddings") or text["text_config"]["max_position_embeddings"])
         self.vocabulary = int(text.get("vocab_size") or text["text_config"]["vocab_size"])
-        self._server = Server(place, model, functools.partial(options, context=self.context), self._fail, tell)
+        self._server = Server(spec, model, functools.partial(options, context=self.context), self._fail, on_progress)
         self._limits = Limits(self.context, kv_tokens, settings.max_sequences)
-        self._line = Line()
+        self._waiting = MemberQueue()
         self._running: dict[str, Member] = {}
         self._members: dict[int, list[Member]] = {}
-        self._streams: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._orders, self._segments = itertools.count(1), itertools.count(1)
         self._holds: dict[str, str] = {"start": "the server is not started"}
+        """Reasons why nothing is sampled, by what set them."""
         self._change, self._fetch = asyncio.Lock(), asyncio.Lock()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._prepared: Held | None = None
-        self._held = Held(0, {})
+        self._prepared: LoadedVersion | None = None
+        self._loaded = LoadedVersion(0, {})
         self._version = self._tokens = self._swaps = 0
-        self._heard = 0.0
-        self._untold: list[Chunk] = []
-        self._failed: BaseException | None = None
+        self._progressed_at = 0.0
+        self._unreported: list[Chunk] = []
+        self._failure: BaseException | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._sink: Sink
         self._on_failure: OnFailure
@@ -132,204 +134,213 @@ class SglangEngine:
 
     @property
     def weights_folder(self) -> Path:
-        """Where the copy lies that the server loads."""
+        """Folder of the private copy that the server loads."""
         return self._loader.copy.folder
 
-    # --- life
+    # --- start, end and health
 
     async def start(self, sink: Sink, on_failure: OnFailure) -> None:
-        """Start the server; it is up and has yielded a token when this returns.
+        """Start the server; it has generated a token when this returns.
 
         Raises:
-            ServerDied, DeadlineExceeded: it is not; with its last lines.
+            ServerDied, DeadlineExceeded: it does not start; with its last lines.
             Refused: it has tensors that no publication is known to fill.
         """
         self._sink, self._on_failure = sink, on_failure
-        began = time.monotonic()
-        self._booting(self._table.boot_timeout_s)
+        began, limit_s = time.monotonic(), self._table.update_timeout_s
+        self._on_boot(self._table.boot_timeout_s)
         await self._server.start(self._table.boot_timeout_s)
         try:
             await self._first_token(self._table.boot_timeout_s - (time.monotonic() - began))
-            self._limits = await self._server.client.limits(self._table.update_timeout_s)
-            held = await weight_loading.reported(self._server.client, self._table.update_timeout_s)
-            self._held = Held(0, held)
-            self._loader.recipes = await asyncio.to_thread(self._find_recipes, held)
+            self._limits = await self._server.client.limits(limit_s)
+            checksums = await weight_loading.reported(self._server.client, limit_s)
+            self._loaded = LoadedVersion(0, checksums)
+            layout = layout_of((name, dtype, shape, 0) for name, (dtype, shape) in self._model.items())
+            self._loader.recipes = await asyncio.to_thread(recipes, checksums, layout)
         except BaseException:
             await self._server.stop()
             raise
         self._watcher = asyncio.create_task(self._watch())
-        self._watcher.add_done_callback(self._settled)
-        self._release("start")
+        self._watcher.add_done_callback(self._on_task_done)
+        self._unhold("start")
 
     async def _first_token(self, timeout_s: float) -> None:
-        """Up is what has made a token: /health answers before."""
+        # /health answers before the server can generate.
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
         try:
             await self._server.client.call("/generate", body, timeout_s=max(1.0, timeout_s))
         except RelaxError as error:
             if isinstance(error, Unreachable):
-                await self._server.end_told()
+                await self._server.wait_for_exit()
             late = DeadlineExceeded("the first token of the SGLang server", why=str(error))
-            raise self._failed or self._server.explain(late) from error
-
-    def _find_recipes(self, names: dict[str, str]) -> dict[str, Recipe]:
-        layout = layout_of((name, dtype, shape, 0) for name, (dtype, shape) in self._model.items())
-        return recipes(names, layout)
+            raise self._failure or self._server.explain(late) from error
 
     async def close(self, timeout_s: float) -> None:
-        """End the server and give all memory back."""
+        """End the server and release all memory."""
         deadline = time.monotonic() + timeout_s
-        self._hold("close", "it is being closed")
-        self._failed = self._failed or Refused("the engine", why="it is closed")
-        tasks = [*self._streams, *([self._watcher] if self._watcher else [])]
+        self._holds["close"] = "it is being closed"
+        self._failure = self._failure or Refused("the engine", why="it is closed")
+        tasks = [*self._tasks, *([self._watcher] if self._watcher else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         try:
             await self._server.stop(timeout_s)
             with suppress(TimeoutError):
-                # A fetch cannot be ended, and writes into the copy until it is over.
+                # A fetch cannot be cancelled, and writes into the copy until it is over.
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())), self._fetch:
                     pass
         finally:
             await asyncio.to_thread(self._loader.close)
-            with suppress(OSError):  # what else lies there is others'
+            with suppress(OSError):  # other files may lie there
                 self.weights_folder.parent.rmdir()
 
     def _fail(self, error: BaseException) -> None:
-        """The engine is out: it says so once, and does nothing more."""
-        if self._failed is None:
-            self._failed = error
-            self._hold("failed", f"it failed: {error}")
+        """End the engine and report the failure, once."""
+        if self._failure is None:
+            self._failure = error
+            self._holds["failed"] = f"it failed: {error}"
             self._idle.set()
             self._on_failure(error)
 
+    async def _fail_change(self, error: RelaxError) -> RelaxError:
+        """End the engine after a call of the server failed; return the cause. If the server has ended, that is a better
+        reason than a missing answer."""
+        try:
+            if isinstance(error, Unreachable):
+                await self._server.wait_for_exit()
+        finally:
+            self._fail(self._server.explain(error))
+        return self._failure if isinstance(self._failure, RelaxError) else error
+
+    def _check_running(self) -> None:
+        if self._failure is not None:
+            raise EngineEnded("the SGLang engine", why=f"it failed: {self._failure}", hint="its role starts a new one")
+
     async def _watch(self) -> None:
-        """Health is progress: a server with running segments that yields nothing is given up."""
+        """Health is progress: fail if the server has running segments and generates nothing."""
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
             if crashed := await asyncio.to_thread(self._server.crashed):
                 self._fail(crashed)
             if self._running and (stalled := self._stalled(time.monotonic())):
                 self._fail(self._server.explain(DeadlineExceeded(stalled[0], why=stalled[1])))
-            if lost := [member.rid for member in self._running.values() if member.aborted]:
-                await self._abort_segments(lost)
+            if aborted := [member.rid for member in self._running.values() if member.aborted]:
+                await self._abort_segments(aborted)
 
     def _stalled(self, now: float) -> tuple[str, str] | None:
-        """What yields nothing though it should, and for how long."""
-        limit, count = self._table.stall_timeout_s, len(self._running)
-        if (silent := now - self._heard) > limit:
-            return f"a token of the SGLang server, with {count} sequences running", f"none within {silent:.0f} s"
+        """Return what generates nothing though it should, and for how long."""
+        limit_s, count = self._table.stall_timeout_s, len(self._running)
+        if (silent_s := now - self._progressed_at) > limit_s:
+            return f"a token of the SGLang server, with {count} sequences running", f"none within {silent_s:.0f} s"
         need = sum(len(member.request.prompt) + member.request.max_new_tokens for member in self._running.values())
         for member in self._running.values():
             # Before its first token, or where not all fit into the cache, it may wait for others.
             waits = member.fresh or need > self._limits.kv_tokens
-            if (silent := now - member.heard) > limit * (QUEUED if waits else 1):
+            if (silent_s := now - member.progressed_at) > limit_s * (QUEUED_FACTOR if waits else 1):
                 which = f"request {member.request.id}, member {member.index}"
-                return f"a token of {which} of the SGLang server", f"none within {silent:.0f} s, while others got some"
+                return (
+                    f"a token of {which} of the SGLang server",
+                    f"none within {silent_s:.0f} s, while others got some",
+                )
         return None
 
     # --- requests
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Sample the members of these requests."""
-        if self._failed is not None or self._watcher is None:
-            why = str(self._failed) if self._failed else "it is not started"
+        if self._failure is not None or self._watcher is None:
+            why = str(self._failure) if self._failure else "it is not started"
             raise EngineEnded("requests to the SGLang engine", why=why, hint="its role starts a new one")
         if len(self._members) + len(requests) > MAX_WAITING:
             raise Refused(f"the engine holds {MAX_WAITING} requests", hint="submit fewer at a time")
         if "released" in self._holds:
             raise Refused("requests to the SGLang engine", why=self._holds["released"], hint="resume_memory first")
         for number, request in enumerate(requests):
-            self._check(request, sum(other.id == request.id for other in requests[:number]))
+            if request.id in self._members or any(other.id == request.id for other in requests[:number]):
+                raise Refused(f"request {request.id}", why="one of that number is in the engine already")
+            check_request(request, context=self.context, vocabulary=self.vocabulary, routing=self.routing)
+            if self._rows is not None:
+                self._rows.check(request)
+            need, limits = len(request.prompt) + request.max_new_tokens, self._limits
+            if need > limits.longest:
+                raise Refused(
+                    f"request {request.id}: {need} tokens",
+                    why=f"this server takes {limits.longest} a sequence, with a cache of {limits.kv_tokens}",
+                    hint="give the server more room, or lower sampling.max_new_tokens or data.max_prompt_tokens",
+                )
         for request in requests:
             order = next(self._orders)
-            members = [Member.of(request, index, order, self.routing) for index in range(len(request.seeds))]
+            members = [Member.from_request(request, index, order, self.routing) for index in range(len(request.seeds))]
             self._members[request.id] = members
-            self._line.add(member for member in members if not member.finish)
-            self._tell(member for member in members if member.finish)
+            self._waiting.add(member for member in members if not member.finish)
+            self._report(member for member in members if member.finish)
         self._advance()
 
-    def _check(self, request: GroupRequest, others: int) -> None:
-        if request.id in self._members or others:
-            raise Refused(f"request {request.id}", why="one of that number is in the engine already")
-        check_request(request, context=self.context, vocabulary=self.vocabulary, routing=self.routing)
-        if self._rows is not None:
-            self._rows.check(request)
-        need = len(request.prompt) + request.max_new_tokens
-        if need > self._limits.longest:
-            raise Refused(
-                f"request {request.id}: {need} tokens",
-                why=f"this server takes {self._limits.longest} a sequence, with a cache of {self._limits.kv_tokens}",
-                hint="give the server more room, or lower sampling.max_new_tokens or data.max_prompt_tokens",
-            )
-
     def abort(self, request: int) -> None:
-        """End a request's members at the next token boundary."""
         for member in self._members.get(request, []):
             member.aborted = True
-        waiting = self._line.drop(request)
+        waiting = self._waiting.drop(request)
         for member in waiting:
             member.end_segment()
-        self._tell(waiting)
+        self._report(waiting)
         if running := [member.rid for member in self._members.get(request, []) if member.rid]:
             self._spawn(self._abort_segments(running))
 
     async def _abort_segments(self, rids: list[str]) -> None:
-        """Names are of one length, so that none is the beginning of another, which the server would end as well."""
+        # Names have one length: the server also ends requests whose names begin with the given one.
         for rid in rids:
             try:
                 await self._server.client.call("/abort_request", {"rid": rid}, timeout_s=ABORT_TIMEOUT_S)
             except RelaxError:
-                return  # the watcher says it again; a server that is gone is seen elsewhere
+                return  # the watcher repeats it; a server that has ended is noticed elsewhere
 
     def _advance(self) -> None:
-        """Have waiting members sampled, as many as the server decodes at a time."""
+        """Start segments of waiting members, as many as the server decodes at a time."""
         at_a_time = min(self.settings.max_sequences, self._limits.running)
-        while not self._holds and (members := self._line.take(at_a_time - len(self._running))):
+        while not self._holds and (members := self._waiting.take(at_a_time - len(self._running))):
             now = time.monotonic()
             for member in members:
                 member.begin(f"s{next(self._segments):015d}", self._version, now)
                 self._running[member.rid] = member
             if len(self._running) == len(members):
-                self._heard = now
+                self._progressed_at = now
             self._idle.clear()
             self._spawn(self._sample(Batch(members), self._version))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self._streams.add(task)
-        task.add_done_callback(self._settled)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
 
-    def _settled(self, task: asyncio.Task[None]) -> None:
-        """Nobody awaits these: what went wrong in one, foreseen or not, ends the engine."""
-        self._streams.discard(task)
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        # Nobody awaits these tasks: an error of one ends the engine.
+        self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(self._server.explain(error) if isinstance(error, RelaxError) else error)
 
     async def _sample(self, batch: Batch, version: int) -> None:
         """One call of the server: a segment of each member."""
         try:
-            async for event in self._server.client.generate(body_of(batch, seeded=self._table.deterministic)):
+            async for event in self._server.client.generate(request_body(batch, seeded=self._table.deterministic)):
                 rows = None
                 if self._rows is not None and event.meta_info is not None:
-                    rows = await self._rows.told_by(event.meta_info)
-                self._take(batch, event, version, rows)
+                    rows = await self._rows.rows_in(event.meta_info)
+                self._on_event(batch, event, version, rows)
         except Unreachable:
-            await self._server.end_told()  # its own end is the better reason
+            await self._server.wait_for_exit()  # the server's end is the better reason
             raise
         if batch.running:
             raise ProtocolError(
                 f"{len(batch.running)} segments of the SGLang server", why="the stream ended before they did"
             )
 
-    def _take(self, batch: Batch, event: Event, version: int, rows: NDArray[np.int16] | None) -> None:
-        if self._failed is not None or event.meta_info is None:
+    def _on_event(self, batch: Batch, event: Event, version: int, rows: NDArray[np.int16] | None) -> None:
+        if self._failure is not None or event.meta_info is None:
             return
-        member = batch.of(event.meta_info)
+        member = batch.member(event.meta_info)
         if new := member.take(event, version):
             self._tokens += new
-            self._heard = member.heard = time.monotonic()
+            self._progressed_at = member.progressed_at = time.monotonic()
         if (end := event.meta_info.finish_reason) is not None:
             del self._running[member.rid]
             if member.rows is not None:
@@ -337,79 +348,69 @@ class SglangEngine:
             member.end_segment(end)
             if not member.finish:
                 # Interrupted, or ended by a token that ends sequences of the model and not those of this request.
-                self._line.add([member])
+                self._waiting.add([member])
             if not self._running:
                 self._idle.set()
-        self._tell([member])
+        self._report([member])
         if end is not None:
             self._advance()
 
-    def _tell(self, members: Iterable[Member], *, all_of_it: bool = False) -> None:
-        """Chunks that are due, gathered so that the sink is called once for what comes at one time."""
+    def _report(self, members: Iterable[Member], *, everything: bool = False) -> None:
+        """Collect chunks that are due, so that the sink is called once for all that come together."""
         for member in members:
-            if (chunk := member.chunk(all_of_it=all_of_it)) is not None:
-                if not self._untold:
+            if (chunk := member.chunk(everything=everything)) is not None:
+                if not self._unreported:
                     asyncio.get_running_loop().call_soon(self._flush)
-                self._untold.append(chunk)
-            if member.finish:
-                self._forget(member)
-
-    def _forget(self, member: Member) -> None:
-        members = self._members.get(member.request.id, [])
-        if all(other.finish for other in members):
-            self._members.pop(member.request.id, None)
+                self._unreported.append(chunk)
+            if member.finish and all(other.finish for other in self._members.get(member.request.id, [])):
+                self._members.pop(member.request.id, None)
 
     def _flush(self) -> None:
-        told, self._untold = self._untold, []
-        if told:
+        chunks, self._unreported = self._unreported, []
+        if chunks:
             try:
-                self._sink(told)
-            except Exception as error:  # noqa: BLE001 - chunks that nobody took are lost: their owner must know
+                self._sink(chunks)
+            except Exception as error:  # noqa: BLE001 - the chunks are lost: the engine's owner must know
                 self._fail(error)
 
     # --- pauses and swaps
 
-    def _hold(self, name: str, why: str) -> None:
-        self._holds[name] = why
-
-    def _release(self, name: str) -> None:
+    def _unhold(self, name: str) -> None:
         self._holds.pop(name, None)
         self._advance()
 
     async def pause(self, why: str) -> None:
-        """Generate nothing until `resume`."""
         async with self._change:
             before = self._holds.get("pause")
-            self._hold("pause", why or "paused")
+            self._holds["pause"] = why or "paused"
             try:
                 await self._drain()
             except RelaxError as error:
-                raise await self._give_up(error) from error
+                raise await self._fail_change(error) from error
             except BaseException:
-                # Whoever gave up does not resume: what was interrupted goes on.
+                # A cancelled caller does not resume: what was interrupted continues.
                 if before is None:
-                    self._release("pause")
+                    self._unhold("pause")
                 else:
-                    self._hold("pause", before)
+                    self._holds["pause"] = before
                 raise
-            # Whoever pauses may hand the sequences on: nothing is kept back.
-            self._tell(self._line, all_of_it=True)
+            # The caller may hand the sequences over: report everything.
+            self._report(self._waiting, everything=True)
             self._flush()
             self._check_running()
 
     async def resume(self) -> None:
-        """Generate again."""
         async with self._change:
-            self._release("pause")
+            self._unhold("pause")
 
     async def _drain(self) -> None:
-        """End all running segments; what they sampled is told.
+        """End all running segments, and report what they sampled.
 
         Raises:
-            DeadlineExceeded: the server did not end them in time; it is given up.
+            DeadlineExceeded: the server did not end them in time.
         """
         deadline = time.monotonic() + self._table.update_timeout_s
-        while self._running and self._failed is None:
+        while self._running and self._failure is None:
             for member in self._running.values():
                 member.interrupted = True
             await self._server.client.call("/abort_request", {"abort_all": True}, timeout_s=ABORT_TIMEOUT_S)
@@ -423,45 +424,30 @@ class SglangEngine:
         self._flush()
         self._check_running()
 
-    def _check_running(self) -> None:
-        if self._failed is not None:
-            raise EngineEnded("the SGLang engine", why=f"it failed: {self._failed}", hint="its role starts a new one")
-
-    async def _give_up(self, error: RelaxError) -> RelaxError:
-        """The engine is out over a call of the server; answers with why. Where the server has ended, this is a better
-        reason than no answer."""
-        try:
-            if isinstance(error, Unreachable):
-                await self._server.end_told()
-        finally:
-            self._fail(self._server.explain(error))
-        return self._failed if isinstance(self._failed, RelaxError) else error
-
     @asynccontextmanager
-    async def _still(self, name: str, why: str) -> AsyncIterator[None]:
-        """An idle server for a change of it. Where the change fails, the engine is out: nothing half-changed serves."""
+    async def _idle_server(self, name: str, why: str) -> AsyncIterator[None]:
+        """Change the server inside the block, while it is idle. If the change fails, the engine ends: a half-changed
+        server must not serve."""
         async with self._change:
-            self._hold(name, why)
+            self._holds[name] = why
             try:
                 await self._drain()
                 yield
             except RelaxError as error:
-                raise await self._give_up(error) from error
+                raise await self._fail_change(error) from error
             except BaseException as error:
                 self._fail(Refused(f"a change of the SGLang server ({why})", why=f"it was broken off: {error!r}"))
                 raise
-            self._release(name)
+            self._unhold(name)
 
     async def prepare(self, source: WeightSource) -> None:
-        """Fetch a version into the private copy."""
-
         async def fetch() -> None:
             self._check_running()
             self._prepared = None
-            version = f"policy version {source.manifest.version}"
             if "released" in self._holds:
-                # What is loaded again when the memory comes back lies in the copy.
-                raise Refused(version, why=self._holds["released"], hint="resume_memory first")
+                # The copy holds what is loaded again when the memory comes back.
+                what = f"policy version {source.manifest.version}"
+                raise Refused(what, why=self._holds["released"], hint="resume_memory first")
             needed = {part for recipe in self._loader.recipes.values() for part in recipe.parts}
             check_layout(by_expert(source.manifest.layout), self._model, needed)
             self._prepared = await asyncio.to_thread(self._loader.fetch, source)
@@ -469,71 +455,64 @@ class SglangEngine:
         await fetch_locked(self._fetch, fetch)
 
     async def commit(self, record: VersionRecord, kv: KvPolicy) -> Swap:
-        """Swap to the version that was prepared."""
         async with self._fetch:
             prepared = self._prepared
             if prepared is None or prepared.version != record.version:
                 have = prepared.version if prepared else "none"
                 raise Refused(f"a swap to policy version {record.version}", why=f"prepared last was {have}")
             began, recomputed = time.monotonic(), 0
-            async with self._still("weights", f"the weights of version {record.version} are loaded"):
+            async with self._idle_server("weights", f"the weights of version {record.version} are loaded"):
                 await self._loader.load(self._server.client, prepared, flush=kv == "recompute")
-                self._version, self._held = prepared.version, prepared
+                self._version, self._loaded = prepared.version, prepared
                 self._prepared = None
                 self._swaps += 1
                 if kv == "recompute":
-                    recomputed = sum(member.renew(self._version) for member in self._line)
+                    recomputed = sum(member.recompute(self._version) for member in self._waiting)
             return Swap(self._version, time.monotonic() - began, recomputed)
 
-    # --- memory
+    # --- memory and load
 
     async def release_memory(self, *, keep_weights: bool = True) -> None:
         """Release the device's memory. The weights come back anyway, from the copy in host memory."""
         async with self._fetch:
-            what, held = "the release of the engine's memory", self._held.version
-            if self._running or len(self._line):
-                raise Refused(what, why=f"{len(self._running) + len(self._line)} sequences are in flight")
+            what, version = "the release of the engine's memory", self._loaded.version
+            if self._running or len(self._waiting):
+                raise Refused(what, why=f"{len(self._running) + len(self._waiting)} sequences are in flight")
             if "released" in self._holds:
                 return
-            if held and self._loader.copy.version != held:
-                why = f"it could not get version {held} back: its copy was made for another"
+            if version and self._loader.copy.version != version:
+                why = f"it could not get version {version} back: its copy was made for another"
                 raise Refused(what, why=why, hint="commit what was prepared, or prepare again, first")
             self._prepared = None
-            self._loader.hide()
-            async with self._still("memory", ""):
-                await weight_loading.release_memory(self._server.client, self._table.update_timeout_s)
-                self._hold("released", "its memory is released")
+            self._loader.unshare()
+            async with self._idle_server("memory", ""):
+                await self._server.client.call("/release_memory_occupation", {}, timeout_s=self._table.update_timeout_s)
+                self._holds["released"] = "its memory is released"
 
     async def resume_memory(self) -> None:
-        """Take the device's memory again."""
         async with self._fetch:
             if "released" not in self._holds:
                 return
-            async with self._still("memory", ""):
-                await weight_loading.resume_memory(self._server.client, self._table.update_timeout_s)
-                await self._restore(self._held)
+            client, limit_s, loaded = self._server.client, self._table.update_timeout_s, self._loaded
+            async with self._idle_server("memory", ""):
+                await client.call("/resume_memory_occupation", {}, timeout_s=limit_s)
+                # A device gives memory back without its content.
+                if await weight_loading.reported(client, limit_s) != loaded.checksums:
+                    if loaded.version and self._loader.copy.version == loaded.version:
+                        await self._loader.load(client, loaded, flush=True)
+                    else:
+                        if not loaded.version:
+                            await weight_loading.load_file(client, self._folder, 0, flush=True, timeout_s=limit_s)
+                        await weight_loading.verify(client, loaded, limit_s)
                 self._holds.pop("released")
 
-    async def _restore(self, held: Held) -> None:
-        """A device gives memory back without what was in it."""
-        client, limit = self._server.client, self._table.update_timeout_s
-        if await weight_loading.reported(client, limit) == held.expected:
-            return
-        if held.version and self._loader.copy.version == held.version:
-            await self._loader.load(client, held, flush=True)
-            return
-        if not held.version:
-            await weight_loading.load_file(client, self._folder, 0, flush=True, timeout_s=limit)
-        await weight_loading.verify(client, held.expected, held.version, limit)
-
     def load(self) -> EngineLoad:
-        """Report the engine's load."""
-        members = [*self._running.values(), *self._line]
+        members = [*self._running.values(), *self._waiting]
         taken = sum(len(member.request.prompt) + len(member.tokens) for member in self._running.values())
         return EngineLoad(
             version=self._version,
             running=len(self._running),
-            waiting=len(self._line),
+            waiting=len(self._waiting),
             tokens_generated=self._tokens,
             swaps=self._swaps,
             outstanding_tokens=sum(member.left for member in members),

@@ -1,4 +1,4 @@
-"""What an SGLang server is started with, and whether an interpreter can run it."""
+"""Options, environment and interpreter of an SGLang server, and the checks of [roles.*.sglang]."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Device = Literal["cuda", "cpu"]
 Option = bool | int | float | str
 
 SUPPORTED = "0.5.23"
-"""The release whose endpoints and checksums this engine is written to and tested with."""
-NAMED = "RELAX_SGLANG_PYTHON"
-MADE_FOR_IT = ".venv-sglang/bin/python"
+"""The release whose endpoints and checksums this engine is written for and tested with."""
+PYTHON_VARIABLE = "RELAX_SGLANG_PYTHON"
+DEFAULT_PYTHON = ".venv-sglang/bin/python"
 """`make sglang-cpu-env` makes it."""
 STAND_INS = Path(__file__).parent / "stand_ins"
-"""Modules that stand where SGLang imports GPU code, for a machine without one."""
-OURS = frozenset(
+"""Modules that replace GPU code that SGLang imports, for machines without a GPU."""
+RESERVED_OPTIONS = frozenset(
     {
         "model-path", "host", "port", "api-key", "admin-api-key", "config", "served-model-name", "weight-version",
         "skip-tokenizer-init", "incremental-streaming-output", "dtype", "tp-size", "tp", "tensor-parallel-size",
@@ -39,20 +39,20 @@ OURS = frozenset(
         "enable-return-routed-experts", "enable-memory-saver",
     }
 )  # fmt: skip
-"""Options that the engine rests on; settings of ours name them where they can be chosen."""
+"""Options that the engine sets itself; other settings choose them where they can be chosen."""
 
 
-KEPT_BACK = 8
-"""Positions of a sequence that the server keeps for itself (6 and some): it takes inputs, and samples, up to so many
-below its context length, and must do both to the model's last position."""
+RESERVED_POSITIONS = 8
+"""Positions of a sequence that the server reserves for itself (6, and some margin): its context length is set to so
+many more than the model's, so that sequences can reach the model's last position."""
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
-    """What differs from start to start.
+    """What differs between starts.
 
     Attributes:
-        name: drawn anew for each start: a server that answers with another name is not ours.
-        secrets: a YAML file with the key that every request carries; not in `ps`, as an argument would be.
+        name: random: a server that answers with another name is not ours.
+        secrets: a YAML file with the key that every request carries; an argument would show in `ps`.
     """
 
     model: Path
@@ -62,7 +62,7 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def device_of(wanted: Literal["auto", "cuda", "cpu"]) -> Device:
-    """auto: cuda where the machine has a GPU."""
+    """Return the device; auto: cuda if the machine has a GPU."""
     if wanted != "auto":
         return wanted
     return "cuda" if Path("/dev/nvidia0").exists() else "cpu"
@@ -71,15 +71,15 @@ def device_of(wanted: Literal["auto", "cuda", "cpu"]) -> Device:
 def server_options(
     settings: EngineSettings, device: Device, boot: Boot, *, kv_tokens: int, context: int, shares: bool = False
 ) -> dict[str, Option]:
-    """Options of `sglang.launch_server`, True for a flag.
+    """Return the options of `sglang.launch_server`, True for a flag.
 
     Args:
-        kv_tokens: room of the cache on the CPU, where no share of a device's memory says it.
+        kv_tokens: size of the cache on the CPU, where it is no share of a device's memory.
         context: positions that the model has.
-        shares: whether the trainer uses the same device in turns.
+        shares: the trainer uses the same device, in time slices.
 
     Raises:
-        Refused: roles.<kind>.sglang.arguments names an option that the engine rests on.
+        Refused: roles.<kind>.sglang.arguments names an option that the engine sets itself.
     """
     options: dict[str, Option] = {
         "model-path": str(boot.model),
@@ -88,7 +88,7 @@ def server_options(
         "config": str(boot.secrets),
         "served-model-name": boot.name,
         "weight-version": "0",
-        # Token ids come and go: text is the role's business, and detokenising costs.
+        # The engine exchanges token ids only, and detokenising costs time.
         "skip-tokenizer-init": True,
         "incremental-streaming-output": True,
         "skip-server-warmup": True,
@@ -96,7 +96,7 @@ def server_options(
         "dtype": settings.dtype,
         "max-running-requests": settings.max_sequences,
         "chunked-prefill-size": settings.prefill_tokens,
-        "context-length": context + KEPT_BACK,
+        "context-length": context + RESERVED_POSITIONS,
         "tp-size": settings.tensor_parallel,
         "grammar-backend": "none",
     }
@@ -113,37 +113,37 @@ def server_options(
     else:
         options["mem-fraction-static"] = settings.memory_fraction
         if shares:
-            # Without it the server says yes to a release of its memory, and keeps it.
+            # Without it the server accepts a release of its memory, and keeps the memory.
             options["enable-memory-saver"] = True
     if settings.expert_parallel > 1:
         options["ep-size"] = settings.expert_parallel
     if settings.sglang.deterministic:
         options["enable-deterministic-inference"] = True
     if isinstance(settings, RolloutSettings) and settings.routing:
-        # Dense models crash with it; they are refused before.
+        # Dense models crash with it; they were refused earlier.
         options["enable-return-routed-experts"] = True
     return options | user_options(settings.sglang.arguments)
 
 
-def plain(name: str) -> str:
-    """An option's name as the others are written: without dashes before it, and with them within."""
+def option_key(name: str) -> str:
+    """Normalise an option's name: no leading dashes, dashes for underscores."""
     return name.lstrip("-").replace("_", "-")
 
 
 def user_options(arguments: Mapping[str, Option]) -> dict[str, Option]:
-    """The user's own options.
+    """Return the user's own options.
 
     Raises:
-        Refused: one of them is ours.
+        Refused: the engine sets one of them itself.
     """
-    named = {plain(name): value for name, value in arguments.items()}
-    if taken := sorted(OURS & named.keys()):
+    named = {option_key(name): value for name, value in arguments.items()}
+    if taken := sorted(RESERVED_OPTIONS & named.keys()):
         raise Refused(f"sglang.arguments: {taken[0]}", why="the engine sets it itself", hint="leave it out")
     return named
 
 
 def as_arguments(options: Mapping[str, Option]) -> list[str]:
-    """Command line arguments; an option that is False is left out."""
+    """Return command line arguments; options that are False are omitted."""
     arguments: list[str] = []
     for name, value in options.items():
         if value is True:
@@ -154,7 +154,7 @@ def as_arguments(options: Mapping[str, Option]) -> list[str]:
 
 
 def server_environment(device: Device, threads: int, folder: Path, base: Mapping[str, str]) -> dict[str, str]:
-    """The server's environment: the role's, without what belongs to the role alone.
+    """Return the server's environment: the role's, without what belongs to the role alone.
 
     Args:
         folder: private to the server, for its sockets and temporary files.
@@ -162,7 +162,7 @@ def server_environment(device: Device, threads: int, folder: Path, base: Mapping
     ours = {
         name: value
         for name, value in base.items()
-        # The run's id stays: by it the keeper knows what belongs to the run.
+        # The keeper finds what belongs to the run by the run's id.
         if (not name.startswith("RELAX_") or name == "RELAX_RUN_ID") and name not in ("PYTHONPATH", "VIRTUAL_ENV")
     }
     ours |= {
@@ -170,10 +170,10 @@ def server_environment(device: Device, threads: int, folder: Path, base: Mapping
         "HF_HUB_OFFLINE": "1",
         "TMPDIR": str(folder),
         "PYTHONUNBUFFERED": "1",
-        # Imports of what is not on a machine warn by the dozen; the last lines of the log are to be of use.
+        # Imports of missing packages warn by the dozen, which would fill the last lines of the log.
         "PYTHONWARNINGS": "ignore",
         "SGLANG_DISABLE_OUTLINES_DISK_CACHE": "1",
-        # For the positions that it keeps back; the engine holds requests to the model's context.
+        # For RESERVED_POSITIONS; the engine bounds requests by the model's context.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     }
     if device == "cpu":
@@ -184,21 +184,21 @@ def server_environment(device: Device, threads: int, folder: Path, base: Mapping
 
 
 def interpreter(python: str | None, config_dir: Path, own: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The interpreter that runs the server: the one that is named, in the config or in the environment, or that of an
-    environment made for it beside the config or above, or the role's own."""
+    """Return the interpreter that runs the server: the one in the config or in RELAX_SGLANG_PYTHON, else that of a
+    `.venv-sglang` beside the config or above, else the role's own."""
     if python is None:
-        if named := environment.get(NAMED):
+        if named := environment.get(PYTHON_VARIABLE):
             return named
-        found = (folder / MADE_FOR_IT for folder in (config_dir, *config_dir.parents))
-        # Somebody else's is not run: /tmp is above many a config.
+        found = (folder / DEFAULT_PYTHON for folder in (config_dir, *config_dir.parents))
+        # Another user's is not run: configs in /tmp have a folder above that everybody can write to.
         return next((str(one) for one in found if one.exists() and one.lstat().st_uid in (0, os.getuid())), own)
     path = Path(python).expanduser()
-    # Not resolved: a virtual environment is known by the path of its link.
+    # Not resolved: a virtual environment is identified by the path of its link.
     return os.path.abspath(config_dir / path) if os.sep in python else python  # noqa: PTH100
 
 
-def unlike_the_model(folder: Path) -> str:
-    """What SGLang computes otherwise than the model in this folder says, without a word; empty if nothing is known."""
+def sglang_mismatch(folder: Path) -> str:
+    """Return what SGLang silently computes in another way than the model in this folder says; empty: nothing known."""
     try:
         shape = read_shape(folder)
     except RelaxError:
@@ -212,13 +212,13 @@ def unlike_the_model(folder: Path) -> str:
     return ""
 
 
-ASK = (
+VERSIONS_SCRIPT = (
     "import importlib.metadata as m, importlib.util as u, sys\n"
     "names = ('sglang', 'torch', 'transformers', 'torch_memory_saver')\n"
     "print(*(m.version(n) if u.find_spec(n) else '-' for n in names), '%d.%d' % sys.version_info[:2])"
 )
-ASK_TIMEOUT_S = 30.0
-OPTIONS = (
+VERSIONS_TIMEOUT_S = 30.0
+OPTIONS_SCRIPT = (
     "import sys\n"
     "sys.path[:] = [folder for folder in sys.path if folder]\n"
     "import argparse, json\n"
@@ -233,8 +233,8 @@ INSTALL = "`make sglang-cpu-env` makes one for the CPU; with a GPU: pip install 
 
 
 def check_sglang(config: RunConfig, config_dir: Path) -> Iterator[Problem]:
-    """What keeps roles with engine = "sglang" from starting, as far as it shows without a start."""
-    asked: dict[str, tuple[str, str, bool]] = {}
+    """Find what keeps roles with engine = "sglang" from starting, as far as it can be seen without a start."""
+    queried: dict[str, tuple[str, str, bool]] = {}
     known: dict[tuple[str, Device], frozenset[str] | None] = {}
     for kind, table in config.roles.items():
         if not isinstance(table, EngineSettings) or table.engine != "sglang":
@@ -264,9 +264,9 @@ def check_sglang(config: RunConfig, config_dir: Path) -> Iterator[Problem]:
                 yield Problem(("roles", kind, name), message, f"set {name} = 1; roles.{kind}.count makes more engines")
         python = interpreter(table.sglang.python, config_dir, getattr(table, "python", None) or sys.executable)
         key = (*path, "python") if table.sglang.python is not None else ("roles", kind, "engine")
-        if python not in asked:
-            asked[python] = ask(python)
-        version, why, saves = asked[python]
+        if python not in queried:
+            queried[python] = query_interpreter(python)
+        version, why, saves = queried[python]
         device = device_of(table.sglang.device)
         if why:
             yield Problem(key, why, INSTALL + SUPPORTED)
@@ -275,7 +275,14 @@ def check_sglang(config: RunConfig, config_dir: Path) -> Iterator[Problem]:
         if not why and table.sglang.arguments:
             if (python, device) not in known:
                 known[python, device] = option_names(python, device)
-            yield from _unknown((*path, "arguments"), table.sglang.arguments, version, known[python, device])
+            options = known[python, device]
+            for name in table.sglang.arguments:
+                if options is not None and option_key(name) not in options:
+                    hint = (
+                        did_you_mean(option_key(name), options) or "`python -m sglang.launch_server --help` lists them"
+                    )
+                    message = f"sglang {version} has no option '{option_key(name)}'"
+                    yield Problem((*path, "arguments", name), message, hint, at="key")
         mode = config.table(AlgorithmTable).mode
         if not why and device == "cuda" and mode in SHARING and not saves:
             message = f'mode = "{mode}": without torch_memory_saver in {python} its server would keep the memory'
@@ -285,11 +292,15 @@ def check_sglang(config: RunConfig, config_dir: Path) -> Iterator[Problem]:
             yield Problem((*path, "device"), message, 'leave it out, or set device = "cpu"')
 
 
-def ask(python: str) -> tuple[str, str, bool]:
-    """The version of sglang that an interpreter has; why it cannot run a server; whether one can give memory back."""
+def query_interpreter(python: str) -> tuple[str, str, bool]:
+    """Return an interpreter's version of sglang, why it cannot run a server, and whether one can release memory."""
     try:
         answer = subprocess.run(
-            [python, "-I", "-c", ASK], capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=False
+            [python, "-I", "-c", VERSIONS_SCRIPT],
+            capture_output=True,
+            text=True,
+            timeout=VERSIONS_TIMEOUT_S,
+            check=False,
         )
     except FileNotFoundError:
         return "", f"there is no interpreter {python}", False
@@ -304,14 +315,14 @@ def ask(python: str) -> tuple[str, str, bool]:
 
 
 def option_names(python: str, device: Device) -> frozenset[str] | None:
-    """The options that the sglang of an interpreter knows, without the dashes before them; None where it does not say.
+    """Return the options that an interpreter's sglang knows, without leading dashes; None if they cannot be listed.
 
-    Its import takes seconds, and is done as the server does it: sglang looks for the device.
+    The import takes seconds, and has the server's environment, because sglang looks for the device.
     """
     with tempfile.TemporaryDirectory(prefix="relax-") as folder:
         try:
             answer = subprocess.run(
-                [python, "-c", OPTIONS],
+                [python, "-c", OPTIONS_SCRIPT],
                 capture_output=True,
                 text=True,
                 timeout=OPTIONS_TIMEOUT_S,
@@ -321,14 +332,5 @@ def option_names(python: str, device: Device) -> frozenset[str] | None:
             return frozenset(msgspec.json.decode((answer.stdout.splitlines() or [""])[-1], type=list[str]))
         except (OSError, subprocess.SubprocessError, msgspec.DecodeError) as error:
             gist = (str(error).splitlines() or [type(error).__name__])[-1][:200]
-            say(f"warning: sglang.arguments are not checked: {python} does not tell its options: {gist}")
+            say(f"warning: sglang.arguments are not checked: {python} does not list its options: {gist}")
             return None
-
-
-def _unknown(
-    path: KeyPath, arguments: Mapping[str, Option], version: str, known: frozenset[str] | None
-) -> Iterator[Problem]:
-    for name in arguments:
-        if known is not None and plain(name) not in known:
-            hint = did_you_mean(plain(name), known) or "`python -m sglang.launch_server --help` lists them"
-            yield Problem((*path, name), f"sglang {version} has no option '{plain(name)}'", hint, at="key")

@@ -1,4 +1,4 @@
-"""What an SGLang server holds of a model: its tensors, their checksums, and our private copy of a version."""
+"""An SGLang server's tensors, their checksums, and the private copy of a version that it loads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_rt.roles.models.experts import Stack
+from relax_rt.roles.models.experts import ExpertStack
 from relax_rt.roles.rollout.engines.sglang.options import Device
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused
 from relax_rt.transport.weights.manifest import ALIGNMENT, Layout, TensorEntry
@@ -34,27 +34,24 @@ TILES_AT_A_TIME = 128
 
 
 def content_hash(parts: Sequence[memoryview], padding: int, device: Device) -> str:
-    """64 bits of the content of these bytes in a row and so many zeros, as 16 hexadecimal digits."""
+    """Hash consecutive bytes and so many zeros to 64 bits, as 16 hexadecimal digits; as the server hashes its
+    tensors."""
     if device == "cpu":
         digest = hashlib.sha256()
         for part in parts:
             digest.update(part)
         digest.update(bytes(padding))
         return digest.hexdigest()[:16]
-    return f"{_of_words(_words(parts, padding)):016x}"
-
-
-def _words(parts: Sequence[memoryview], padding: int) -> Words:
     size = sum(len(part) for part in parts) + padding
     data = np.zeros(-(-size // 4) * 4, np.uint8)
     at = 0
     for part in parts:
         data[at : at + len(part)] = np.frombuffer(part, np.uint8)
         at += len(part)
-    return data.view(np.uint32)
+    return f"{_hash_words(data.view(np.uint32)):016x}"
 
 
-def _of_words(words: Words) -> int:
+def _hash_words(words: Words) -> int:
     """Each tile of words has two 32-bit sums of hashes of (word, position); their sum is mixed once more."""
     if not len(words):
         return 0
@@ -65,30 +62,32 @@ def _of_words(words: Words) -> int:
         index = np.arange(start, start + len(some), dtype=np.uint64).astype(np.uint32)
         tiles = np.arange(0, len(some), TILE_WORDS)
         high, low = (
-            _mixed(np.add.reduceat(_mixed(some ^ _placed(index, which)), tiles, dtype=np.uint32) ^ nbytes)
+            _murmur3_mix(
+                np.add.reduceat(_murmur3_mix(some ^ _position_key(index, which)), tiles, dtype=np.uint32) ^ nbytes
+            )
             for which in (0, 1)
         )
         both = (high.astype(np.uint64) << np.uint64(32)) | low.astype(np.uint64)
         total += int(both.sum(dtype=np.uint64))
-    return finished(total)
+    return splitmix64(total)
 
 
-def _placed(index: Words, which: int) -> Words:
+def _position_key(index: Words, which: int) -> Words:
     turn = ROTATED[which]
     rotated = (index << np.uint32(turn)) | (index >> np.uint32(32 - turn))
-    placed: Words = (index * np.uint32(POSITION[which]) + np.uint32(SEEDS[which])) ^ rotated
-    return placed
+    key: Words = (index * np.uint32(POSITION[which]) + np.uint32(SEEDS[which])) ^ rotated
+    return key
 
 
-def _mixed(x: Any) -> Any:
-    """MurmurHash3's last step."""
+def _murmur3_mix(x: Any) -> Any:
+    """Apply MurmurHash3's last step."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return x ^ (x >> np.uint32(16))
 
 
-def finished(x: int) -> int:
-    """SplitMix64's last step: a permutation of 64-bit numbers."""
+def splitmix64(x: int) -> int:
+    """Apply SplitMix64's last step, a permutation of 64-bit numbers."""
     mask = (1 << 64) - 1
     x &= mask
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -110,7 +109,7 @@ EXPERTS = re.compile(r"(.*\.experts\.)(w13|w2)_weight")
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """What one tensor of the server is made of: published tensors in a row, then zeros.
+    """How a tensor of the server is composed: consecutive published tensors, then zeros.
 
     Attributes:
         padding: rows of zeros, as long as those of the parts.
@@ -121,12 +120,12 @@ class Recipe(msgspec.Struct, frozen=True):
 
 
 def by_expert(layout: Layout) -> Layout:
-    """The same bytes, with each expert's tensors under names of their own, as SGLang reads them. A trainer that has a
-    layer's experts in one tensor, as transformers does, publishes them so: [experts, rows, columns], the rows of
-    `gate_proj` before those of `up_proj`."""
+    """Return the layout with each expert's tensors under names of their own, as SGLang reads them. The bytes are the
+    same: a trainer that has a layer's experts in one tensor, as transformers does, publishes [experts, rows, columns],
+    the rows of `gate_proj` before those of `up_proj`."""
     entries: list[TensorEntry] = []
     for entry in layout.entries:
-        stack = Stack.of(entry.name, entry.shape)
+        stack = ExpertStack.of(entry.name, entry.shape)
         if stack is None:
             entries.append(entry)
             continue
@@ -137,10 +136,10 @@ def by_expert(layout: Layout) -> Layout:
 
 
 def recipes(server_names: Iterable[str], layout: Layout) -> dict[str, Recipe]:
-    """How each tensor of the server follows from published ones.
+    """Return how each tensor of the server is composed of published ones.
 
     Raises:
-        Refused: one of them follows from none that we know, or a published one is in none of them.
+        Refused: one of them has no known composition, or a published one is part of none.
     """
     published = {entry.name: entry for entry in layout.entries}
     made = {name: _recipe(name, published) for name in server_names}
@@ -179,7 +178,7 @@ def _padding(name: str, entry: TensorEntry) -> int:
 
 
 def checksums(made: Mapping[str, Recipe], layout: Layout, data: memoryview, device: Device = "cpu") -> dict[str, str]:
-    """What a server on this device must report of each of its tensors if it holds `data`."""
+    """Return the checksum that a server on this device must report of each of its tensors if it holds `data`."""
     entries = {entry.name: entry for entry in layout.entries}
 
     def bytes_of(part: str) -> memoryview:
@@ -194,7 +193,7 @@ def checksums(made: Mapping[str, Recipe], layout: Layout, data: memoryview, devi
 
 
 def compare(expected: Mapping[str, str], reported: Mapping[str, str], version: int) -> None:
-    """Hold what the server reports against what it must hold.
+    """Compare checksums.
 
     Raises:
         Corrupt: they differ; says where.
@@ -209,8 +208,8 @@ def compare(expected: Mapping[str, str], reported: Mapping[str, str], version: i
 
 
 def published_tensors(folder: Path, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of each tensor of a Hugging Face folder, floating ones in the engine's dtype: what a publication
-    of this model looks like, without loading it."""
+    """Return dtype and shape of each tensor that a publication of the model in a Hugging Face folder has, without
+    loading it: floating ones in the engine's dtype."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -227,7 +226,7 @@ def check_layout(layout: Layout, model: Mapping[str, tuple[str, tuple[int, ...]]
     """Refuse a publication of another model before a byte of it is used.
 
     Args:
-        needed: tensors that the server has parts of: a head is among them unless it is tied to the embedding.
+        needed: tensors that the server has: a head is among them unless it is tied to the embedding.
 
     Raises:
         Refused: a tensor is missing, or of another name, dtype or shape.
@@ -245,13 +244,13 @@ def check_layout(layout: Layout, model: Mapping[str, tuple[str, tuple[int, ...]]
 
 
 class PrivateCopy:
-    """One version's bytes in a file that the server can load: a safetensors file whose data are our flat layout.
+    """One version in a safetensors file, which the server can load and whose data have the layout of publications.
 
-    The file is mapped, so that a fetch writes where the server reads, and lies there for the next delta. Gaps that
-    alignment leaves between tensors become tensors of their own, which no model knows and SGLang skips.
+    The file is mapped, so that a fetch writes where the server reads, and stays for the next delta. Alignment gaps
+    between tensors become tensors of their own, which no model knows and SGLang skips.
 
     Attributes:
-        version: which is whole in it; 0: none.
+        version: the version that is whole in it; 0: none.
         path: of the file. start: where the layout begins in it, a multiple of its alignment.
     """
 
@@ -263,7 +262,7 @@ class PrivateCopy:
         self._view: memoryview | None = None
 
     def fill(self, source: WeightSource) -> memoryview:
-        """Fetch a version; its verified bytes.
+        """Fetch a version; return its verified bytes.
 
         Raises:
             Gone, Corrupt, Refused: as of the source. OutOfSpace: there is no room for the file.
@@ -278,7 +277,7 @@ class PrivateCopy:
         if self.layout != manifest.layout:
             self._create(manifest.layout)
         assert self._view is not None
-        # Whatever comes of the fetch, what was there is no more.
+        # Also a fetch that fails overwrites the version before it.
         self.version = 0
         source.copy_into(self._view)
         self.version = manifest.version
@@ -286,7 +285,7 @@ class PrivateCopy:
 
     @property
     def view(self) -> memoryview:
-        """What is in it, read-only; release it after use."""
+        """Its bytes, read-only; release the view after use."""
         assert self._view is not None, "nothing was fetched yet"
         return self._view.toreadonly()
 
@@ -317,7 +316,7 @@ class PrivateCopy:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _unmap(self) -> None:
-        # Where a thread that was given up still holds views, the memory goes with the last of them.
+        # If an abandoned thread still holds views, the memory is freed with the last of them.
         with suppress(BufferError):
             if self._view is not None:
                 self._view.release()
@@ -328,7 +327,7 @@ class PrivateCopy:
 
 
 def safetensors_header(layout: Layout) -> bytes:
-    """Length and header of a safetensors file of this layout; a multiple of the alignment long."""
+    """Return length and header of a safetensors file of this layout, padded to the alignment."""
     entries: dict[str, object] = {}
     end = 0
     for entry in (*layout.entries, TensorEntry("", "uint8", (0,), layout.nbytes, 0)):

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from relax_rt.chaos.evidence import Checkpoint, Evidence, Write
+from relax_rt.chaos.evidence import Checkpoint, Evidence, JournaledWrite
 
 Record = dict[str, Any]
 STEPS, BATCH = 6, 2
@@ -113,13 +113,13 @@ def well() -> Evidence:
     return Evidence(
         events=log.events,
         steps=log.steps,
-        made=log.made,
+        produced=log.made,
         evaluations=[{"t": 1.0, "when": "after", "version": 9}],
         writes=[
-            Write(1, "trainer/0#3", "trained"),
-            Write(2, "trainer/0#4", "rollback"),
-            Write(3, "agent/0#5", "process_exited", "trainer/0#3"),
-            Write(4, "trainer/0#4", "trained"),
+            JournaledWrite(1, "trainer/0#3", "trained"),
+            JournaledWrite(2, "trainer/0#4", "rollback"),
+            JournaledWrite(3, "agent/0#5", "process_exited", "trainer/0#3"),
+            JournaledWrite(4, "trainer/0#4", "trained"),
         ],
         checkpoints=[Checkpoint("step-000006", 6, 9, "d9", 4)],
         ended=True,

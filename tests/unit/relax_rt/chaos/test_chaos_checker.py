@@ -1,4 +1,4 @@
-"""The checker finds each broken promise in doctored records, and nothing in sound ones."""
+"""The checker finds each broken guarantee in doctored records, and nothing in sound ones."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from chaos_world import STEPS, event, well
 
-from relax_rt.chaos.evidence import Checkpoint, Evidence, Write
-from relax_rt.chaos.verdict import CHECKS, breaches, check
+from relax_rt.chaos.evidence import Checkpoint, Evidence, JournaledWrite
+from relax_rt.chaos.verdict import CHECKS, run_checks, violations
 
 Doctor = Callable[[Evidence], Any]
 
 
-def test_a_sound_run_has_no_breach_and_everything_was_looked_at() -> None:
-    findings = check(well())
-    assert breaches(findings) == []
-    assert {f.check: f.why_not for f in findings if not f.looked_at} == {}
+def test_a_sound_run_has_no_violation_and_everything_was_judged() -> None:
+    findings = run_checks(well())
+    assert violations(findings) == []
+    assert {f.check: f.not_judged for f in findings if not f.judged} == {}
 
 
 def two_at_once(evidence: Evidence) -> None:
@@ -45,7 +45,7 @@ def record_of_an_earlier_session(evidence: Evidence) -> None:
     spawned = event(evidence, "slot_spawned", slot="trainer/0", epoch=4)
     evidence.events.remove(event(evidence, "slot_exited", slot="trainer/0"))
     evidence.events.insert(evidence.events.index(spawned), {**start, "m": spawned["m"] - 0.05})
-    evidence.made[3] |= {"by": "rollout/0#2", "m": spawned["m"]}
+    evidence.produced[3] |= {"by": "rollout/0#2", "m": spawned["m"]}
 
 
 def checkpoint_of_the_overtaken(evidence: Evidence) -> None:
@@ -96,11 +96,14 @@ def late_commit(evidence: Evidence) -> None:
 
 
 def late_in_queue(evidence: Evidence) -> None:
-    evidence.writes.append(Write(9, "trainer/0#3", "trained"))
+    evidence.writes.append(JournaledWrite(9, "trainer/0#3", "trained"))
 
 
 def after_its_end(evidence: Evidence) -> None:
-    evidence.writes += [Write(9, "agent/0#5", "process_exited", "rollout/0#2"), Write(10, "rollout/0#2", "put")]
+    evidence.writes += [
+        JournaledWrite(9, "agent/0#5", "process_exited", "rollout/0#2"),
+        JournaledWrite(10, "rollout/0#2", "put"),
+    ]
 
 
 def fault_of_the_supervisor(evidence: Evidence) -> None:
@@ -143,7 +146,7 @@ def other_content(evidence: Evidence) -> None:
 
 
 def other_versions(evidence: Evidence) -> None:
-    evidence.made[-1]["samples"][0][2][:] = [5]
+    evidence.produced[-1]["samples"][0][2][:] = [5]
 
 
 def told_over_stale(evidence: Evidence) -> None:
@@ -153,12 +156,12 @@ def told_over_stale(evidence: Evidence) -> None:
 def over_stale_untold(evidence: Evidence) -> None:
     """Version 6 trained on at 8, two publications away; told as fresh."""
     evidence.steps[-1]["versions"][0] = [6]
-    evidence.made[-1]["samples"][0][2][:] = [6]
+    evidence.produced[-1]["samples"][0][2][:] = [6]
 
 
 def version_of_nobody(evidence: Evidence) -> None:
     evidence.steps[-1]["versions"][0] = [77]
-    evidence.made[-1]["samples"][0][2][:] = [77]
+    evidence.produced[-1]["samples"][0][2][:] = [77]
 
 
 def version_again(evidence: Evidence) -> None:
@@ -236,7 +239,7 @@ def slots_away(evidence: Evidence) -> None:
 
 
 def nobody_said_what_was_made(evidence: Evidence) -> None:
-    evidence.made.clear()
+    evidence.produced.clear()
 
 
 def no_keys(evidence: Evidence) -> None:
@@ -277,22 +280,22 @@ def something_left(evidence: Evidence) -> None:
 @pytest.mark.parametrize(
     ("doctor", "name"),
     [
-        (two_at_once, "one_incarnation"),
-        (dead_man_writes, "one_incarnation"),
-        (dead_man_records, "one_incarnation"),
-        (record_of_an_earlier_session, "one_incarnation"),
-        (epoch_again, "epochs_grow"),
-        (no_diagnosis, "deaths_answered"),
-        (nobody_comes_back, "deaths_answered"),
-        (exit_untold, "faults_seen"),
-        (kill_of_a_stranger, "faults_seen"),
-        (nobody_began, "faults_seen"),
-        (late_commit, "late_writes"),
-        (late_in_queue, "late_writes"),
-        (after_its_end, "late_writes"),
-        (checkpoint_of_the_overtaken, "late_writes"),
-        (checkpoint_of_nobody, "late_writes"),
-        (fault_of_the_supervisor, "supervisor_sound"),
+        (two_at_once, "single_incarnation"),
+        (dead_man_writes, "single_incarnation"),
+        (dead_man_records, "single_incarnation"),
+        (record_of_an_earlier_session, "single_incarnation"),
+        (epoch_again, "epochs_increase"),
+        (no_diagnosis, "deaths_handled"),
+        (nobody_comes_back, "deaths_handled"),
+        (exit_untold, "faults_observed"),
+        (kill_of_a_stranger, "faults_observed"),
+        (nobody_began, "faults_observed"),
+        (late_commit, "fencing"),
+        (late_in_queue, "fencing"),
+        (after_its_end, "fencing"),
+        (checkpoint_of_the_overtaken, "fencing"),
+        (checkpoint_of_nobody, "fencing"),
+        (fault_of_the_supervisor, "supervisor_consistent"),
         (step_left_out, "steps_once"),
         (step_skipped_in_a_life, "steps_once"),
         (target_missed, "steps_once"),
@@ -300,52 +303,52 @@ def something_left(evidence: Evidence) -> None:
         (short_batch, "trained_once"),
         (queue_disagrees, "trained_once"),
         (queue_says_twice, "trained_once"),
-        (other_content, "trained_what_was_made"),
-        (other_versions, "trained_what_was_made"),
-        (told_over_stale, "staleness_held"),
-        (over_stale_untold, "staleness_held"),
-        (version_of_nobody, "staleness_held"),
-        (version_again, "versions_grow"),
-        (parent_of_nobody, "versions_grow"),
-        (no_final_checkpoint, "checkpoint_stands"),
-        (checkpoint_of_other_weights, "checkpoint_stands"),
-        (begun_anew, "checkpoint_stands"),
-        (one_checkpoint_too_old, "checkpoint_stands"),
-        (one_too_old_behind_a_refused_one, "checkpoint_stands"),
-        (an_idle_life_too_old, "checkpoint_stands"),
-        (says_other_than_it_does, "checkpoint_stands"),
-        (evaluated_other_weights, "checkpoint_stands"),
+        (other_content, "trained_as_produced"),
+        (other_versions, "trained_as_produced"),
+        (told_over_stale, "staleness_bounded"),
+        (over_stale_untold, "staleness_bounded"),
+        (version_of_nobody, "staleness_bounded"),
+        (version_again, "versions_increase"),
+        (parent_of_nobody, "versions_increase"),
+        (no_final_checkpoint, "checkpoint_recovery"),
+        (checkpoint_of_other_weights, "checkpoint_recovery"),
+        (begun_anew, "checkpoint_recovery"),
+        (one_checkpoint_too_old, "checkpoint_recovery"),
+        (one_too_old_behind_a_refused_one, "checkpoint_recovery"),
+        (an_idle_life_too_old, "checkpoint_recovery"),
+        (says_other_than_it_does, "checkpoint_recovery"),
+        (evaluated_other_weights, "checkpoint_recovery"),
         (failed, "run_recovered"),
         (died_without_a_word, "run_recovered"),
         (slots_away, "run_recovered"),
-        (nobody_said_what_was_made, "trained_what_was_made"),
+        (nobody_said_what_was_made, "trained_as_produced"),
         (no_keys, "trained_once"),
-        (no_commit_told, "staleness_held"),
-        (no_commit_told, "versions_grow"),
-        (unknown_weights, "staleness_held"),
-        (lengths_differ, "staleness_held"),
-        (lengths_differ, "trained_what_was_made"),
-        (staleness_of_one_is_missing, "staleness_held"),
-        (journal_gone, "late_writes"),
-        (journal_damaged, "late_writes"),
-        (something_left, "nothing_left"),
+        (no_commit_told, "staleness_bounded"),
+        (no_commit_told, "versions_increase"),
+        (unknown_weights, "staleness_bounded"),
+        (lengths_differ, "staleness_bounded"),
+        (lengths_differ, "trained_as_produced"),
+        (staleness_of_one_is_missing, "staleness_bounded"),
+        (journal_gone, "fencing"),
+        (journal_damaged, "fencing"),
+        (something_left, "no_leftovers"),
     ],
 )
-def test_each_broken_promise_is_found_with_what_shows_it(doctor: Doctor, name: str) -> None:
+def test_each_broken_guarantee_is_found_with_evidence(doctor: Doctor, name: str) -> None:
     evidence = well()
     doctor(evidence)
-    found = [breach for breach in breaches(check(evidence)) if breach.check == name]
-    assert found, breaches(check(evidence))
-    assert all(breach.what for breach in found)
+    found = [v for v in violations(run_checks(evidence)) if v.check == name]
+    assert found, violations(run_checks(evidence))
+    assert all(violation.what for violation in found)
     if doctor not in (something_left, journal_damaged, checkpoint_of_nobody) and not found[0].what.startswith(
         "nothing judged"
     ):
-        assert any(breach.events for breach in found)
+        assert any(violation.events for violation in found)
 
 
 def test_every_check_is_ablated() -> None:
     """The list above leaves none out."""
-    marks = test_each_broken_promise_is_found_with_what_shows_it.pytestmark  # type: ignore[attr-defined]
+    marks = test_each_broken_guarantee_is_found_with_evidence.pytestmark  # type: ignore[attr-defined]
     assert {name for _, name in marks[0].args[1]} == set(CHECKS)
 
 
@@ -411,15 +414,15 @@ def told_after_it_began_as_only_it_says(evidence: Evidence) -> None:
 def test_a_trainer_that_rightly_begins_elsewhere_is_no_breach(doctor: Doctor) -> None:
     evidence = well()
     doctor(evidence)
-    assert [breach for breach in breaches(check(evidence)) if breach.check == "checkpoint_stands"] == []
+    assert [v for v in violations(run_checks(evidence)) if v.check == "checkpoint_recovery"] == []
 
 
 def test_a_fall_back_is_seen_by_epochs_where_no_beginning_is_told() -> None:
     evidence = well()
     one_checkpoint_too_old(evidence)
     without_words(evidence, 4)
-    (found,) = [breach.what for breach in breaches(check(evidence)) if breach.check == "checkpoint_stands"]
-    assert found.startswith("trainer/0#4 began behind step 2, although step-000003 of step 3 was complete before it")
+    (found,) = [v.what for v in violations(run_checks(evidence)) if v.check == "checkpoint_recovery"]
+    assert found.startswith("trainer/0#4 resumed from step 2, although step-000003 of step 3 was complete before it")
 
 
 @pytest.mark.parametrize(
@@ -430,7 +433,7 @@ def test_an_end_after_which_the_same_checkpoint_is_due_excuses_no_fall_back(end:
     evidence = well()
     moved_by_hand_as_it_was_asked_for(evidence)
     event(evidence, "slot_exited", slot="trainer/0")["diagnosis"] |= end
-    assert any(breach.check == "checkpoint_stands" for breach in breaches(check(evidence)))
+    assert any(violation.check == "checkpoint_recovery" for violation in violations(run_checks(evidence)))
 
 
 def test_a_commit_whose_event_died_with_the_registry_is_no_breach() -> None:
@@ -439,13 +442,13 @@ def test_a_commit_whose_event_died_with_the_registry_is_no_breach() -> None:
     lost = event(evidence, "version_committed", version=7)
     kept = {k: lost[k] for k in ("t", "m", "version", "parent", "step", "digest")}
     evidence.events[evidence.events.index(lost)] = {**kept, "kind": "published", "by": "trainer/0#4"}
-    assert breaches(check(evidence)) == []
+    assert violations(run_checks(evidence)) == []
 
 
 def test_a_process_may_tell_the_queue_itself_that_it_goes() -> None:
     evidence = well()
-    evidence.writes.append(Write(9, "rollout/0#2", "process_exited", "rollout/0#2"))
-    assert breaches(check(evidence)) == []
+    evidence.writes.append(JournaledWrite(9, "rollout/0#2", "process_exited", "rollout/0#2"))
+    assert violations(run_checks(evidence)) == []
 
 
 def test_who_was_overtaken_and_refused_nothing_shows_nothing() -> None:
@@ -455,9 +458,9 @@ def test_who_was_overtaken_and_refused_nothing_shows_nothing() -> None:
     evidence.events.append({"t": 0.0, "by": "chaos", **overtaken})
 
     def not_shown() -> list[str]:
-        return next(f.not_shown for f in check(evidence) if f.check == "late_writes")
+        return next(f.unconfirmed for f in run_checks(evidence) if f.check == "fencing")
 
-    assert "no write of trainer/0#3 was refused" in not_shown()[0] and breaches(check(evidence)) == []
+    assert "no write of trainer/0#3 was refused" in not_shown()[0] and violations(run_checks(evidence)) == []
     exited["diagnosis"]["trace"] = "StaleEpoch: call of trainer/0#3"
     assert not_shown() == []
 
@@ -467,48 +470,48 @@ def test_epochs_of_several_slots_may_be_told_in_any_order() -> None:
     rollout, trainer = (event(evidence, "epoch_issued", slot=slot) for slot in ("rollout/0", "trainer/0"))
     a, b = evidence.events.index(rollout), evidence.events.index(trainer)
     evidence.events[a], evidence.events[b] = trainer, rollout
-    assert breaches(check(evidence)) == []
+    assert violations(run_checks(evidence)) == []
 
 
 def test_three_of_a_hundred_steps_without_records_is_no_pass() -> None:
     evidence = well()
     evidence.status, evidence.target, evidence.steps = "failed", 100, evidence.steps[:3]
-    evidence.made, evidence.writes, evidence.has_journal = [], [], False
-    found = {breach.check for breach in breaches(check(evidence))}
-    assert found >= {"run_recovered", "trained_what_was_made"}
+    evidence.produced, evidence.writes, evidence.has_journal = [], [], False
+    found = {violation.check for violation in violations(run_checks(evidence))}
+    assert found >= {"run_recovered", "trained_as_produced"}
 
 
 def test_what_judged_nothing_says_so() -> None:
     evidence = well()
     evidence.events[:] = [e for e in evidence.events if e["kind"] != "fault_injected"]
-    (kills,) = [f for f in check(evidence) if f.check == "faults_seen"]
-    assert (kills.looked_at, kills.why_not, kills.breaches) == (0, "nothing judged", [])
-    assert {b.check for b in breaches(check(Evidence(events=[], ended=True, status="finished")))} == {
-        "one_incarnation",
-        "supervisor_sound",
+    (kills,) = [f for f in run_checks(evidence) if f.check == "faults_observed"]
+    assert (kills.judged, kills.not_judged, kills.violations) == (0, "nothing judged", [])
+    assert {b.check for b in violations(run_checks(Evidence(events=[], ended=True, status="finished")))} == {
+        "single_incarnation",
+        "supervisor_consistent",
     }
 
 
 def test_samples_of_a_dropped_segment_are_not_counted_as_judged() -> None:
     evidence = well()
-    (whole,) = [f for f in check(evidence) if f.check == "staleness_held"]
+    (whole,) = [f for f in run_checks(evidence) if f.check == "staleness_bounded"]
     no_commit_told(evidence)
     evidence.complete = False
-    (cut,) = [f for f in check(evidence) if f.check == "staleness_held"]
-    assert (whole.looked_at, cut.looked_at, cut.breaches) == (14, 0, [])
+    (cut,) = [f for f in run_checks(evidence) if f.check == "staleness_bounded"]
+    assert (whole.judged, cut.judged, cut.violations) == (14, 0, [])
 
 
 def test_a_run_stopped_by_hand_is_not_asked_for_its_target() -> None:
     evidence = well()
     evidence.status, evidence.target = "stopped", 100
-    (end,) = [f for f in check(evidence) if f.check == "run_recovered"]
-    assert (end.why_not, end.breaches) == ("it was stopped at step 6", [])
+    (end,) = [f for f in run_checks(evidence) if f.check == "run_recovered"]
+    assert (end.not_judged, end.violations) == ("it was stopped at step 6", [])
 
 
 def test_a_run_that_goes_on_is_not_asked_for_its_end() -> None:
     evidence = well()
     evidence.ended, evidence.status, evidence.target = False, "running", 100
-    assert breaches(check(evidence)) == []
+    assert violations(run_checks(evidence)) == []
 
 
 def test_the_death_of_an_agent_ends_the_lives_of_its_session() -> None:
@@ -516,14 +519,14 @@ def test_the_death_of_an_agent_ends_the_lives_of_its_session() -> None:
     cut = evidence.events.index(event(evidence, "slot_spawned", slot="trainer/0", epoch=4)) + 2
     evidence.events.insert(cut, {"t": 0.0, "m": 50.0, "by": "keeper", "kind": "agent_died", "cause": "SIGKILL"})
     evidence.events.insert(cut + 1, {"t": 0.0, "m": 51.0, "by": "agent", "kind": "run_started", "slots": []})
-    found = {b.check for b in breaches(check(evidence))}
-    assert "one_incarnation" not in found and "deaths_answered" not in found
+    found = {b.check for b in violations(run_checks(evidence))}
+    assert "single_incarnation" not in found and "deaths_handled" not in found
 
 
 def test_a_job_without_training_is_judged_by_its_processes() -> None:
     evidence = well()
-    evidence.steps, evidence.made, evidence.checkpoints, evidence.evaluations = [], [], [], []
+    evidence.steps, evidence.produced, evidence.checkpoints, evidence.evaluations = [], [], [], []
     evidence.target = evidence.batch = evidence.max_staleness = None
     evidence.events[:] = [e for e in evidence.events if e["kind"] != "queue_account"]
-    assert breaches(check(evidence)) == []
-    assert {f.check for f in check(evidence) if f.why_not} >= {"steps_once", "staleness_held"}
+    assert violations(run_checks(evidence)) == []
+    assert {f.check for f in run_checks(evidence) if f.not_judged} >= {"steps_once", "staleness_bounded"}

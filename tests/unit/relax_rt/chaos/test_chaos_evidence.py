@@ -20,8 +20,8 @@ def journal(folder: Path) -> Path:
 
 
 def test_a_journal_that_is_not_there_is_not_an_empty_one(tmp_path: Path) -> None:
-    assert reading.queue_writes(tmp_path / "none", patient=False) == (False, [], "")
-    has, writes, why = reading.queue_writes(journal(tmp_path / "journal"), patient=False)
+    assert reading.read_queue_writes(tmp_path / "none", retry=False) == (False, [], "")
+    has, writes, why = reading.read_queue_writes(journal(tmp_path / "journal"), retry=False)
     assert (has, writes, why) == (True, [], "")
 
 
@@ -37,9 +37,9 @@ def test_damage_of_an_ended_run_is_told_at_once(tmp_path: Path, monkeypatch: pyt
     folder = tmp_path / "journal"
     folder.mkdir()
     (folder / "segment-1.log").write_bytes(b"x")
-    assert "record 3 is damaged" in reading.queue_writes(folder, patient=False)[2]
+    assert "record 3 is damaged" in reading.read_queue_writes(folder, retry=False)[2]
     assert len(looks) == 1
-    assert "record 3 is damaged" in reading.queue_writes(folder, patient=True)[2]
+    assert "record 3 is damaged" in reading.read_queue_writes(folder, retry=True)[2]
     assert len(looks) == 1 + reading.JOURNAL_TRIES
 
 
@@ -56,4 +56,4 @@ def test_a_segment_replaced_while_it_was_copied_is_looked_for_again(
 
     monkeypatch.setattr(shutil, "copy", fails_first)
     monkeypatch.setattr(reading, "JOURNAL_PAUSE_S", 0.001)
-    assert reading.queue_writes(folder, patient=True) == (True, [], "")
+    assert reading.read_queue_writes(folder, retry=True) == (True, [], "")

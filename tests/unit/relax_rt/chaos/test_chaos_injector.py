@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from relax_rt.chaos.faults import Strike
+from relax_rt.chaos.faults import ScheduledFault
 from relax_rt.chaos.injector import Injector, _Undo
 from relax_rt.interfaces.agent import SlotStatus
 from relax_rt.observe.events import read_events
@@ -47,21 +47,24 @@ def test_a_process_of_somebody_else_is_left_alone(
 ) -> None:
     run_of(monkeypatch, "another", process.pid)
     with Injector(tmp_path, 1) as injector:
-        assert "none of this run" in injector.strike(Strike(number=1, fault=fault, slot="trainer/0")).withheld
+        assert (
+            "does not belong to this run"
+            in injector.inject(ScheduledFault(number=1, fault=fault, slot="trainer/0")).skipped
+        )
     assert process.poll() is None
-    assert kinds(tmp_path) == [("fault_withheld", 1)]
+    assert kinds(tmp_path) == [("fault_skipped", 1)]
 
 
-@pytest.mark.parametrize(("state", "passing"), [("backoff", True), ("ended", False)])
+@pytest.mark.parametrize(("state", "temporary"), [("backoff", True), ("ended", False)])
 def test_a_slot_between_two_processes_is_told_apart_from_one_that_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, passing: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, temporary: bool
 ) -> None:
     slot = SlotStatus(slot="trainer/0", kind="trainer", tier=40, state=state, epoch=3, pid=0)
     monkeypatch.setattr(f"{CONTROL}.status", lambda run_dir: SimpleNamespace(run_id="ours", slots=[slot], nodes=[]))
     with Injector(tmp_path, 1) as injector:
-        outcome = injector.strike(Strike(number=1, fault="kill", slot="trainer/0"), put_off=True)
-    assert outcome.withheld and outcome.passing is passing
-    assert kinds(tmp_path) == ([] if passing else [("fault_withheld", 1)]), "what is tried again is told once"
+        outcome = injector.inject(ScheduledFault(number=1, fault="kill", slot="trainer/0"), may_retry=True)
+    assert outcome.skipped and outcome.temporary is temporary
+    assert kinds(tmp_path) == ([] if temporary else [("fault_skipped", 1)]), "what is tried again is told once"
 
 
 def test_its_own_process_is_killed(
@@ -69,7 +72,7 @@ def test_its_own_process_is_killed(
 ) -> None:
     run_of(monkeypatch, "ours", process.pid)
     with Injector(tmp_path, 1) as injector:
-        assert not injector.strike(Strike(number=1, fault="kill", slot="trainer/0")).withheld
+        assert not injector.inject(ScheduledFault(number=1, fault="kill", slot="trainer/0")).skipped
     assert process.wait(120) == -9
 
 
@@ -80,7 +83,7 @@ def test_what_fails_after_it_was_told_is_taken_back(tmp_path: Path, monkeypatch:
     run_of(monkeypatch, "ours", os.getpid())
     monkeypatch.setattr(f"{CONTROL}.inject", refuse)
     with Injector(tmp_path, 1) as injector:
-        assert injector.strike(Strike(number=7, fault="delay", slot="trainer/0")).withheld
+        assert injector.inject(ScheduledFault(number=7, fault="delay", slot="trainer/0")).skipped
     assert kinds(tmp_path) == [("fault_injected", 7), ("fault_failed", 7)]
 
 
@@ -89,10 +92,10 @@ def test_memory_goes_beyond_the_roles_own_limit(tmp_path: Path, monkeypatch: pyt
     run_of(monkeypatch, "ours", os.getpid())
     monkeypatch.setattr(f"{CONTROL}.inject", lambda *args: asked.append(args[-1]))
     with Injector(tmp_path, 1) as injector:
-        injector.strike(Strike(number=1, fault="memory", slot="trainer/0", amount=256.0))
+        injector.inject(ScheduledFault(number=1, fault="memory", slot="trainer/0", amount=256.0))
     (tmp_path / "config.json").write_text(json.dumps({"roles": {"trainer": {"memory_mib": 4096}}}))
     with Injector(tmp_path, 1) as injector:
-        injector.strike(Strike(number=2, fault="memory", slot="trainer/0", amount=256.0))
+        injector.inject(ScheduledFault(number=2, fault="memory", slot="trainer/0", amount=256.0))
     assert asked == [256.0, 4160.0]
 
 
@@ -104,7 +107,7 @@ def test_one_that_cannot_be_undone_does_not_keep_the_others(tmp_path: Path) -> N
 
     with Injector(tmp_path, 1) as injector:
         for number, work in ((1, fail), (2, lambda: done.append(2))):
-            injector._undo.append(_Undo(0.0, Strike(number=number, fault="stop", slot="a/0"), None, work))
+            injector._undo.append(_Undo(0.0, ScheduledFault(number=number, fault="stop", slot="a/0"), None, work))
         injector.undo(1.0)
     assert done == [2]
     ended = {e["number"]: e.get("reason", "") for e in read_events(tmp_path)}

@@ -1,4 +1,4 @@
-"""A session of harm, without a run."""
+"""A schedule of faults, without a run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from relax_rt.chaos import session
-from relax_rt.chaos.faults import Strike
+from relax_rt.chaos import injector as injecting
+from relax_rt.chaos.faults import ScheduledFault
 from relax_rt.chaos.injector import Outcome
 
 
 class Injector:
-    """Withholds what its slot has no process for: until step 4."""
+    """Skips what its slot has no process for: until step 4."""
 
     next_undo = None
 
@@ -23,15 +23,15 @@ class Injector:
 
     def undo(self, now: float) -> None: ...
 
-    def strike(self, strike: Strike, *, put_off: bool = False) -> Outcome:
-        self.at.append((strike.number, self.watch.step))
+    def inject(self, fault: ScheduledFault, *, may_retry: bool = False) -> Outcome:
+        self.at.append((fault.number, self.watch.step))
         away = self.watch.step < 4
-        return Outcome(strike, "no process lives in it now" if away else "", passing=away)
+        return Outcome(fault, "it has no process now" if away else "", temporary=away)
 
 
-@pytest.mark.parametrize(("defer", "fell"), [(True, [(2, 4), (1, 4)]), (False, [])])
-def test_what_is_withheld_falls_a_step_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, defer: bool, fell: list[tuple[int, int]]
+@pytest.mark.parametrize(("defer", "injected"), [(True, [(2, 4), (1, 4)]), (False, [])])
+def test_a_skipped_fault_is_retried_at_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, defer: bool, injected: list[tuple[int, int]]
 ) -> None:
     watch = SimpleNamespace(step=0, close=lambda: None)
 
@@ -39,15 +39,15 @@ def test_what_is_withheld_falls_a_step_later(
         watch.step += 1
         return int(watch.step)
 
-    watch.look = look
-    monkeypatch.setattr(session, "StepWatch", lambda run_dir: watch)
-    monkeypatch.setattr(session, "settled", lambda run_dir, settle_s: True)
+    watch.newest = look
+    monkeypatch.setattr(injecting, "StepFollower", lambda run_dir: watch)
+    monkeypatch.setattr(injecting, "wait_recovered", lambda run_dir, recovery_s: True)
     monkeypatch.setattr("relax_rt.supervision.control.find_run", lambda run_dir: SimpleNamespace(alive=True))
     injector: Any = Injector(watch)
-    strikes = [Strike(number=n, fault="kill", slot="a/0", at_step=s) for n, s in ((1, 2), (2, 3))]
-    done = session.play(tmp_path, injector, strikes, defer=defer)
-    assert {o.strike.number for o in done.outcomes if not o.withheld} == {n for n, _ in fell}
-    assert done.left == 0 and (done.deferred > 0) == defer
+    planned = [ScheduledFault(number=n, fault="kill", slot="a/0", at_step=s) for n, s in ((1, 2), (2, 3))]
+    done = injecting.run_schedule(tmp_path, injector, planned, defer=defer)
+    assert {o.fault.number for o in done.outcomes if not o.skipped} == {n for n, _ in injected}
+    assert done.not_injected == 0 and (done.deferred > 0) == defer
 
 
 class Away:
@@ -55,37 +55,39 @@ class Away:
 
     next_undo = None
 
-    def __init__(self, tries: int, *, passing: bool = True) -> None:
-        self.tries, self.passing = tries, passing
-        self.told: list[tuple[str, str]] = []
+    def __init__(self, tries: int, *, temporary: bool = True) -> None:
+        self.tries, self.temporary = tries, temporary
+        self.reported: list[tuple[str, str]] = []
 
     def undo(self, now: float) -> None: ...
 
-    def strike(self, strike: Strike, *, put_off: bool = False) -> Outcome:
+    def inject(self, fault: ScheduledFault, *, may_retry: bool = False) -> Outcome:
         self.tries -= 1
         away = self.tries >= 0
-        if not (away and self.passing and put_off):
-            self.told.append((strike.slot, "withheld" if away else "fell"))
-        return Outcome(strike, "away" if away else "", passing=away and self.passing)
+        if not (away and self.temporary and may_retry):
+            self.reported.append((fault.slot, "skipped" if away else "injected"))
+        return Outcome(fault, "away" if away else "", temporary=away and self.temporary)
 
 
 @pytest.mark.parametrize(
     ("injector", "defer", "told", "deferred"),
     [
-        (Away(3), True, "fell", 1),
-        (Away(3), False, "withheld", 0),
-        (Away(10_000), True, "withheld", 1),
-        (Away(3, passing=False), True, "withheld", 0),
+        (Away(3), True, "injected", 1),
+        (Away(3), False, "skipped", 0),
+        (Away(10_000), True, "skipped", 1),
+        (Away(3, temporary=False), True, "skipped", 0),
     ],
 )
-def test_a_strike_by_time_that_finds_no_process_falls_once_there_is_one(
+def test_a_fault_by_time_waits_for_a_process_of_its_slot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, injector: Any, defer: bool, told: str, deferred: int
 ) -> None:
-    monkeypatch.setattr(session, "settled", lambda run_dir, settle_s: True)
-    monkeypatch.setattr(session, "PUT_OFF_S", 0.01)
-    monkeypatch.setattr(session, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(injecting, "wait_recovered", lambda run_dir, recovery_s: True)
+    monkeypatch.setattr(injecting, "RETRY_S", 0.01)
+    monkeypatch.setattr(injecting, "MAX_DEFER_S", 0.2)
     monkeypatch.setattr("relax_rt.supervision.control.find_run", lambda run_dir: SimpleNamespace(alive=True))
-    done = session.play(tmp_path, injector, [Strike(number=1, fault="kill", slot="a/0", at_s=0.02)], defer=defer)
-    assert injector.told == [("a/0", told)]
-    assert [bool(o.withheld) for o in done.outcomes] == [told == "withheld"], "one outcome a strike"
-    assert (done.deferred, done.left) == (deferred, 0)
+    done = injecting.run_schedule(
+        tmp_path, injector, [ScheduledFault(number=1, fault="kill", slot="a/0", at_s=0.02)], defer=defer
+    )
+    assert injector.reported == [("a/0", told)]
+    assert [bool(o.skipped) for o in done.outcomes] == [told == "skipped"], "one outcome a fault"
+    assert (done.deferred, done.not_injected) == (deferred, 0)

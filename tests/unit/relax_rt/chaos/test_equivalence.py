@@ -110,7 +110,7 @@ def evidence(kills: dict[str, int], *, status: str = "finished") -> Evidence:
         {"when": "after", "step": 4, "items": 1000, "exact": 0.6},
     ]
     return Evidence(
-        events=events, steps=steps, made=[], evaluations=evaluations, writes=[], ended=True, status=status, target=4
+        events=events, steps=steps, produced=[], evaluations=evaluations, writes=[], ended=True, status=status, target=4
     )
 
 

@@ -167,7 +167,7 @@ def test_the_run_meant(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None
     living = make_run("living", alive=True, age_s=500)
     assert find_run_dir(None) == living
     make_run("second", alive=True)
-    with pytest.raises(NoRun, match="2 runs live"):
+    with pytest.raises(NoRun, match="2 live runs"):
         find_run_dir(None)
     monkeypatch.chdir(new)
     assert find_run_dir(None) == Path()
@@ -236,7 +236,7 @@ def test_a_word_that_may_be_a_run_or_a_role_is_asked_about(capsys: Capture) -> N
     code, _, err = call(capsys, "logs", "trainer")
     assert code == 2
     assert "may be the run in runs/trainer or trainer of the run in runs/new" in err
-    assert "--run trainer is the run" in err
+    assert "--run trainer names the run" in err
     assert call(capsys, "logs", "trainer", "--run", "runs/new")[1] == "new trains\n"
 
 
@@ -266,34 +266,34 @@ def test_logs_of_one_slot_of_a_kind_and_of_all(capsys: Capture) -> None:
 def test_log_that_is_emptied_is_followed_from_its_new_start(tmp_path: Path) -> None:
     path = tmp_path / "rollout-0.log"
     log = LogFile(path)
-    assert (log.end(5), list(log.added())) == ([], [])
+    assert (log.last_lines(5), list(log.new_lines())) == ([], [])
     path.write_text("one\ntwo")
-    assert list(log.added()) == ["one"]
+    assert list(log.new_lines()) == ["one"]
     with path.open("a") as file:
         file.write(" and a half\n")
-    assert list(log.added()) == ["two and a half"]
+    assert list(log.new_lines()) == ["two and a half"]
     path.write_text("new\n")
-    assert list(log.added()) == ["new"]
+    assert list(log.new_lines()) == ["new"]
 
 
 def test_rotated_files_belong_to_the_log(tmp_path: Path) -> None:
     path = tmp_path / "rollout-0.log"
     for name, lines in (("rollout-0.log.2", "a\nb\n"), ("rollout-0.log.1", "c\nd"), ("rollout-0.log", "e\nf")):
         (tmp_path / name).write_text(lines)
-    assert LogFile(path).end(4) == ["c", "d", "e", "f"]
-    assert LogFile(path).end(100) == list("abcdef")
-    assert LogFile(path).end(1) == ["f"]
+    assert LogFile(path).last_lines(4) == ["c", "d", "e", "f"]
+    assert LogFile(path).last_lines(100) == list("abcdef")
+    assert LogFile(path).last_lines(1) == ["f"]
 
 
 def test_nothing_is_missed_of_a_log_that_is_rotated_between_two_looks(tmp_path: Path) -> None:
     path = tmp_path / "rollout-0.log"
     path.write_text("seen\nbeg")
     log = LogFile(path)
-    log.end(0)
+    log.last_lines(0)
     path.write_text("seen\nbegun and more\n")
     assert rotate_log(path, 1)
     path.write_text("new\n")
-    assert list(log.added()) == ["begun and more", "new"]
+    assert list(log.new_lines()) == ["begun and more", "new"]
 
 
 def test_following_ends_with_the_run_and_misses_nothing(capsys: Capture) -> None:
@@ -339,7 +339,7 @@ def test_down_of_a_run_that_is_over_is_done(capsys: Capture) -> None:
     for wait in ("5s", "1m", "3"):
         assert call(capsys, "down", "over", "--wait", wait) == (0, "runs/over: is over already: finished\n", "")
     code, _, err = call(capsys, "down", "over", "--wait", "soon")
-    assert code == 2 and "is no duration" in err
+    assert code == 2 and "is not a duration" in err
 
 
 def test_up_of_a_living_run_is_refused_before_its_data_is_read(

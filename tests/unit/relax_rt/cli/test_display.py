@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from relax_rt.cli import display
-from relax_rt.cli.figures import Figures
+from relax_rt.cli import display, prepare, ps
+from relax_rt.cli.ps import SlotFigures
 from relax_rt.config.job import TriedSample
 from relax_rt.interfaces.agent import Diagnosis, RunStatus, SlotStatus
 
 
-def shown(monkeypatch: pytest.MonkeyPatch, width: int, status: RunStatus, figures: dict[str, Figures]) -> list[str]:
+def shown(monkeypatch: pytest.MonkeyPatch, width: int, status: RunStatus, figures: dict[str, SlotFigures]) -> list[str]:
     out = io.StringIO()
-    monkeypatch.setattr(display, "console_for_output", lambda: Console(file=out, width=width, highlight=False))
-    display.show_status(status, figures)
+    monkeypatch.setattr(ps, "console_for_output", lambda: Console(file=out, width=width, highlight=False))
+    ps.show_status(status, figures)
     return out.getvalue().splitlines()
 
 
@@ -35,7 +35,7 @@ def status(**fields: object) -> RunStatus:
 
 @pytest.mark.parametrize("width", [60, 80, 109, 110, 200])
 def test_nothing_but_the_last_column_is_cut(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    head, titles, *rows = shown(monkeypatch, width, status(), {"rollout/0": Figures(12, 4, 1, 3, 8)})
+    head, titles, *rows = shown(monkeypatch, width, status(), {"rollout/0": SlotFigures(12, 4, 1, 3, 8)})
     assert head.split()[:2] == ["two", "running"]
     assert all(len(row) <= width for row in [titles, *rows])
     assert [row.split()[0] for row in rows] == ["trainer/0", "rollout/1", "rollout/0"]
@@ -49,7 +49,7 @@ def test_nothing_but_the_last_column_is_cut(monkeypatch: pytest.MonkeyPatch, wid
 
 
 def test_output_to_a_pipe_is_wide(capsys: pytest.CaptureFixture[str]) -> None:
-    display.show_status(status(), {})
+    ps.show_status(status(), {})
     assert "waits: " + "w" * 100 in capsys.readouterr().out
 
 
@@ -83,8 +83,8 @@ def a_sample(**fields: Any) -> TriedSample:
 
 def samples_shown(monkeypatch: pytest.MonkeyPatch, *samples: TriedSample) -> str:
     out = io.StringIO()
-    monkeypatch.setattr(display, "console_for_output", lambda: Console(file=out, width=40, highlight=False))
-    display.show_samples(samples)
+    monkeypatch.setattr(prepare, "console_for_output", lambda: Console(file=out, width=40, highlight=False))
+    prepare.show_samples(samples)
     return out.getvalue()
 
 
@@ -105,8 +105,8 @@ def test_a_sample_is_shown_whole_and_as_it_is(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_masks_are_told_by_their_runs() -> None:
-    assert display.runs_of([0, 0, 1, 0, 1, 1, 1]) == "0x2 1x1 0x1 1x3"
-    assert display.runs_of([]) == ""
+    assert prepare.run_lengths([0, 0, 1, 0, 1, 1, 1]) == "0x2 1x1 0x1 1x3"
+    assert prepare.run_lengths([]) == ""
 
 
 def of_slots(*slots: SlotStatus) -> RunStatus:
@@ -120,7 +120,7 @@ def test_what_is_beyond_the_bound_is_shown_as_such(
     monkeypatch: pytest.MonkeyPatch, depth: int, bound: int, told: str
 ) -> None:
     queue = SlotStatus(slot="queue/0", kind="queue", tier=1, state="ready", detail="step 3")
-    (line,) = shown(monkeypatch, 200, of_slots(queue), {"queue/0": Figures(depth=depth, depth_bound=bound)})[2:]
+    (line,) = shown(monkeypatch, 200, of_slots(queue), {"queue/0": SlotFigures(depth=depth, depth_bound=bound)})[2:]
     assert told in line
 
 

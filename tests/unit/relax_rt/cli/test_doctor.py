@@ -11,11 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from relax_rt.cli.doctor import fit, machine
-from relax_rt.cli.doctor.finding import Finding, judged, size
-from relax_rt.cli.doctor.software import Gpu, check_gpus, check_sandboxes, check_software, judge_gpus, parse_gpus
+from relax_rt.cli import doctor
+from relax_rt.cli.doctor import (
+    Finding,
+    Gpu,
+    check_gpus,
+    check_sandboxes,
+    check_software,
+    judge_gpus,
+    judged,
+    parse_gpus,
+)
 from relax_rt.cli.main import main
 from relax_rt.config.loader import load_config
+from relax_rt.observe.text import byte_size
 from relax_rt.process import sandbox
 from relax_rt.process.sandbox import SandboxFailed, SandboxMode
 
@@ -38,11 +47,11 @@ def test_levels_and_sizes() -> None:
         "warn",
         "ok",
     ]
-    assert (size(1 << 29), size(3 << 29)) == ("512 MiB", "1.5 GiB")
+    assert (byte_size(1 << 29), byte_size(3 << 29)) == ("512 MiB", "1.5 GiB")
 
 
 def test_limits_of_both_kinds_of_cgroup(root: Path) -> None:
-    assert machine.cgroup_limits(root) == {}
+    assert doctor.cgroup_limits(root) == {}
     v1 = root / "sys/fs/cgroup"
     for name, value in (
         ("cpu/cpu.cfs_quota_us", "150000"),
@@ -53,7 +62,7 @@ def test_limits_of_both_kinds_of_cgroup(root: Path) -> None:
     ):
         (v1 / name).parent.mkdir(exist_ok=True)
         (v1 / name).write_text(value)
-    assert machine.cgroup_limits(root) == {"cores": 1.5, "memory": float(1 << 33), "memory_used": float(1 << 30)}
+    assert doctor.cgroup_limits(root) == {"cores": 1.5, "memory": float(1 << 33), "memory_used": float(1 << 30)}
     own = root / "sys/fs/cgroup/box"
     own.mkdir()
     (root / "proc/self/cgroup").write_text("0::/box\n")
@@ -62,31 +71,31 @@ def test_limits_of_both_kinds_of_cgroup(root: Path) -> None:
     (own / "memory.max").write_text("max")
     (own / "memory.current").write_text("77")
     (own / "pids.max").write_text("100")
-    assert machine.cgroup_limits(root) == {"pids": 100.0}
-    assert machine.check_processes(root).level == "warn"
-    assert "100 processes" in machine.check_container(root, machine.cgroup_limits(root)).value
+    assert doctor.cgroup_limits(root) == {"pids": 100.0}
+    assert doctor.check_processes(root).level == "warn"
+    assert "100 processes" in doctor.check_container(root, doctor.cgroup_limits(root)).value
 
 
 def test_clock_and_huge_pages(root: Path) -> None:
     clock = root / "sys/devices/system/clocksource/clocksource0/current_clocksource"
     for source, level in (("tsc\n", "ok"), ("hpet\n", "warn")):
         clock.write_text(source)
-        assert machine.check_clock(root).level == level
-    assert "not offered" in machine.check_huge_pages(root).value
+        assert doctor.check_clock(root).level == level
+    assert "not offered" in doctor.check_huge_pages(root).value
     (root / "sys/kernel/mm/transparent_hugepage/enabled").write_text("always [madvise] never\n")
-    assert "madvise" in machine.check_huge_pages(root).value
+    assert "madvise" in doctor.check_huge_pages(root).value
 
 
 def test_memory_and_shared_memory(tmp_path: Path) -> None:
-    assert machine.check_memory({"memory": float(1 << 30), "memory_used": 0.0}).level == "warn"
-    assert machine.check_shared_memory(tmp_path / "nothing").level == "fail"
-    assert machine.check_cores({"cores": 1.0}).level == "warn"
+    assert doctor.check_memory({"memory": float(1 << 30), "memory_used": 0.0}).level == "warn"
+    assert doctor.check_shared_memory(tmp_path / "nothing").level == "fail"
+    assert doctor.check_cores({"cores": 1.0}).level == "warn"
 
 
 def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     for soft, level in ((100, "fail"), (1024, "warn"), (resource.RLIM_INFINITY, "ok")):
         monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
-        found = machine.check_files()
+        found = doctor.check_files()
         assert found.level == level
         assert ("ulimit -n 4096" in found.advice) == (level != "ok")
 
@@ -191,7 +200,7 @@ def test_a_run_that_does_not_fit(tmp_path: Path) -> None:
     path = tmp_path / "roles.toml"
     tables = "[queue]\ncapacity_mib = 1048576\n[roles.rollout]\ncount = 64\ngpus = 2\n[run2]\n"
     path.write_text(CONFIG.replace("[model]", f'dir = "{tmp_path}/run"\n[model]') + tables.replace("[run2]\n", ""))
-    found = {f.name: f for f in fit.check_fit(load_config(path), [])}
+    found = {f.name: f for f in doctor.check_fit(load_config(path), [])}
     assert found["gpus"].level == "fail" and "128 wanted, 0 here" in found["gpus"].value
     assert found["shared memory"].level == "fail"
     assert found["cores"].level == "warn"
@@ -202,14 +211,14 @@ def test_ports_that_settings_name_must_be_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         table = {"gateway": {"port": port, "other_port": 0}, "x": {"report": 3}}
-        assert list(fit._named_ports(table)) == [("gateway.port", port)]
+        assert list(doctor._named_ports(table)) == [("gateway.port", port)]
 
 
 def test_an_interpreter_without_the_package_is_told(tmp_path: Path) -> None:
     bad = tmp_path / "python"
     bad.write_text("#!/bin/sh\necho 'ModuleNotFoundError: no relax_rt' >&2\nexit 1\n")
     bad.chmod(0o700)
-    assert "no relax_rt" in fit._cannot_import(str(bad))
+    assert "no relax_rt" in doctor._cannot_import(str(bad))
 
 
 def test_both_forms_and_exit_codes(

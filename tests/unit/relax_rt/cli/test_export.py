@@ -15,14 +15,14 @@ from rich.console import Console
 
 from relax_rt.cli.display import print_table
 from relax_rt.cli.export import prometheus_text, write_archive
-from relax_rt.cli.figures import Figures
 from relax_rt.cli.main import main
-from relax_rt.cli.top import Look, Paces, Use, look, rows, show_top
+from relax_rt.cli.ps import SlotFigures
+from relax_rt.cli.time_left import Estimate
+from relax_rt.cli.top import ProcessUsage, ProgressRates, UsageSample, rows, show_top, take_sample
 from relax_rt.cli.top import _table as table_of
-from relax_rt.cli.why import account
+from relax_rt.cli.why import explain
 from relax_rt.config.version import RUN_FORMAT
 from relax_rt.interfaces.agent import Diagnosis, RunStatus, SlotStatus
-from relax_rt.observe.estimate import Estimate
 from relax_rt.observe.events import read_events
 from relax_rt.supervision.control import NoRun
 from relax_rt.supervision.rundir import write_json
@@ -66,7 +66,7 @@ def members(path: Path) -> dict[str, str]:
 def test_archive_of_json_lines_and_tables(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     a_run(run_dir)
-    names = write_archive(run_dir, tmp_path / "out.tar.gz", account(read_events(run_dir), STATUS), most_mib=1)
+    names = write_archive(run_dir, tmp_path / "out.tar.gz", explain(read_events(run_dir), STATUS), most_mib=1)
     found = members(tmp_path / "out.tar.gz")
     assert list(found) == names
     assert [json.loads(line)["t"] for line in found["events.jsonl"].splitlines()] == [5.0] * 3 + [6.0] * 3
@@ -79,7 +79,7 @@ def test_archive_of_json_lines_and_tables(tmp_path: Path) -> None:
     assert found["logs/rollout-0.log"] == "hello\n"
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
     with pytest.raises(RelaxError, match="cannot be written"):
-        write_archive(run_dir, tmp_path / "no/out.tar.gz", account([], STATUS), most_mib=1)
+        write_archive(run_dir, tmp_path / "no/out.tar.gz", explain([], STATUS), most_mib=1)
 
 
 def test_of_much_the_newest_whole_lines_are_taken(tmp_path: Path) -> None:
@@ -88,13 +88,13 @@ def test_of_much_the_newest_whole_lines_are_taken(tmp_path: Path) -> None:
     with (run_dir / "metrics.jsonl").open("w") as file:
         for n in range(30_000):
             file.write(json.dumps({"kind": "x", "n": n, "filler": "y" * 50}) + "\n")
-    write_archive(run_dir, tmp_path / "out.tar.gz", account([], STATUS), most_mib=1)
+    write_archive(run_dir, tmp_path / "out.tar.gz", explain([], STATUS), most_mib=1)
     numbers = [json.loads(line)["n"] for line in members(tmp_path / "out.tar.gz")["metrics.jsonl"].splitlines()]
     assert numbers == list(range(numbers[0], 30_000)) and numbers[0] > 0
 
 
 def test_prometheus_text() -> None:
-    text = prometheus_text(STATUS, {"rollout/0": Figures(version=3, lag=1, depth=4)})
+    text = prometheus_text(STATUS, {"rollout/0": SlotFigures(version=3, lag=1, depth=4)})
     lines = text.splitlines()
     assert 'relax_run_up{run="t\\"wo"} 1' in lines
     labels = '{run="t\\"wo",slot="rollout/0",role="rollout",node=""}'
@@ -127,61 +127,61 @@ def test_prometheus_tells_the_time_left() -> None:
 
 
 def test_rates_between_two_looks() -> None:
-    def use(cpu_s: float, pid: int = 5) -> Use:
-        return Use(pid, cpu_s, rss=100, own=60, threads=3, files=9, processes=2)
+    def use(cpu_s: float, pid: int = 5) -> ProcessUsage:
+        return ProcessUsage(pid, cpu_s, rss=100, own=60, threads=3, files=9, processes=2)
 
     later = msgspec.structs.replace(
         STATUS, slots=[msgspec.structs.replace(STATUS.slots[0], progress=150), STATUS.slots[1]]
     )
-    before = Look(10.0, STATUS, {"rollout/0": use(1.0), "agent": use(0.0, 1)})
-    after = Look(12.0, later, {"rollout/0": use(4.0), "agent": use(0.5, 1)})
-    paces = Paces()
-    paces.take(before)
-    paces.take(after)
-    first, second, agent = rows(before, after, paces)
+    before = UsageSample(10.0, STATUS, {"rollout/0": use(1.0), "agent": use(0.0, 1)})
+    after = UsageSample(12.0, later, {"rollout/0": use(4.0), "agent": use(0.5, 1)})
+    rates = ProgressRates()
+    rates.update(before)
+    rates.update(after)
+    first, second, agent = rows(before, after, rates)
     assert (first.cpu, first.rate, first.own, first.processes) == (1.5, 25.0, 60, 2)
     assert (second.cpu, second.rate, second.rss) == (None, None, None)
     assert agent.cpu is not None and math.isclose(agent.cpu, 0.25)
     # Another process in the slot: what it counts began anew.
     anew = msgspec.structs.replace(STATUS.slots[0], pid=6, epoch=10, progress=3)
-    after = Look(12.0, msgspec.structs.replace(STATUS, slots=[anew]), {"rollout/0": use(0.1, 6)})
-    paces.take(after)
-    (first, *_) = rows(before, after, paces)
+    after = UsageSample(12.0, msgspec.structs.replace(STATUS, slots=[anew]), {"rollout/0": use(0.1, 6)})
+    rates.update(after)
+    (first, *_) = rows(before, after, rates)
     assert (first.cpu, first.rate) == (None, None)
 
 
 def test_a_look_at_a_run_that_has_ended(tmp_path: Path) -> None:
     a_run(tmp_path)
-    assert look(tmp_path).uses == {}
+    assert take_sample(tmp_path).uses == {}
 
 
 def test_a_counter_that_stands_between_batches_has_the_rate_of_its_changes() -> None:
-    paces = Paces()
+    rates = ProgressRates()
 
-    def at(t: float, progress: int) -> Look:
+    def at(t: float, progress: int) -> UsageSample:
         slot = msgspec.structs.replace(STATUS.slots[0], progress=progress)
-        seen = Look(t, msgspec.structs.replace(STATUS, slots=[slot]), {})
-        paces.take(seen)
+        seen = UsageSample(t, msgspec.structs.replace(STATUS, slots=[slot]), {})
+        rates.update(seen)
         return seen
 
     name = STATUS.slots[0].slot
-    assert paces.unknown(at(0.0, 100)) and paces.rate(name, 0.0) is None
-    assert paces.unknown(at(1.0, 100))
-    assert not paces.unknown(at(4.0, 164))
+    assert rates.unknown(at(0.0, 100)) and rates.rate(name, 0.0) is None
+    assert rates.unknown(at(1.0, 100))
+    assert not rates.unknown(at(4.0, 164))
     for t in range(5, 8):
         at(float(t), 164)
-        assert paces.rate(name, float(t)) == 16.0
+        assert rates.rate(name, float(t)) == 16.0
     at(8.0, 228)
-    assert paces.rate(name, 8.0) == 16.0
+    assert rates.rate(name, 8.0) == 16.0
     # It has stopped.
-    assert paces.rate(name, 72.0) == 1.0
+    assert rates.rate(name, 72.0) == 1.0
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_top_fits_the_terminal(width: int) -> None:
     out = io.StringIO()
-    seen = Look(1.0, STATUS, {})
-    print_table(Console(file=out, width=width), table_of(STATUS, rows(seen, seen, Paces()), width))
+    seen = UsageSample(1.0, STATUS, {})
+    print_table(Console(file=out, width=width), table_of(STATUS, rows(seen, seen, ProgressRates()), width))
     said = out.getvalue().splitlines()
     assert all(len(line) <= width and line == line.rstrip() for line in said)
     assert "…" not in said[1] and {"slot", "state", "cpu", "progress", "now"} <= set(said[1].split())

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from relax_rt.cli.display import show_why
-from relax_rt.cli.why import MAX_NOTES, MAX_SHOWN, account
+from relax_rt.cli.why import MAX_NOTES, MAX_SHOWN, explain, show_why
 from relax_rt.interfaces.agent import Diagnosis, RunStatus, SlotStatus
 
 
@@ -59,7 +58,7 @@ EVENTS = [
 
 
 def test_first_failure_is_the_first_in_time_of_this_start() -> None:
-    found = account(EVENTS, RUNNING)
+    found = explain(EVENTS, RUNNING)
     assert found.first is not None
     assert found.first.cause == "happened first"
     assert [(d.slot, d.failures, d.back) for d in found.deaths] == [("rollout/0", 3, True), ("reward/0", 1, False)]
@@ -69,23 +68,23 @@ def test_first_failure_is_the_first_in_time_of_this_start() -> None:
 
 
 def test_who_waits_for_what() -> None:
-    found = account(EVENTS, RUNNING)
+    found = explain(EVENTS, RUNNING)
     assert [(w.slot, w.reason) for w in found.waiting] == [
         ("trainer/0", "samples"),
         ("rollout/1", "after oom: too big"),
         ("evaluator/0", "the tiers below it"),
     ]
     ended = msgspec.structs.replace(RUNNING, exit_code=1)
-    assert account(EVENTS, ended).waiting == []
+    assert explain(EVENTS, ended).waiting == []
 
 
 def test_one_slot_or_one_kind() -> None:
-    found = account(EVENTS, RUNNING, "reward/0")
+    found = explain(EVENTS, RUNNING, "reward/0")
     assert found.first is not None
     assert found.first.slot == "reward/0"
     assert found.waiting == []
-    assert [w.slot for w in account(EVENTS, RUNNING, "rollout").waiting] == ["rollout/1"]
-    assert account(EVENTS, RUNNING, "roll").deaths == []
+    assert [w.slot for w in explain(EVENTS, RUNNING, "rollout").waiting] == ["rollout/1"]
+    assert explain(EVENTS, RUNNING, "roll").deaths == []
 
 
 def test_what_is_told_is_bounded_to_the_newest() -> None:
@@ -94,22 +93,22 @@ def test_what_is_told_is_bounded_to_the_newest() -> None:
         for n in range(100)
         for e in (exited(float(n), "rollout/0", f"number {n}"), event(n, "slot_ready", "rollout/0"))
     ]
-    found = account(many, RUNNING)
+    found = explain(many, RUNNING)
     assert (len(found.incidents), found.incidents_left_out) == (MAX_SHOWN, 100 - MAX_SHOWN)
     assert found.incidents[-1].diagnosis.cause == "number 99"
     assert found.notes == []
-    found = account([event(float(n), "slot_hung", "rollout/0", reason=f"number {n}") for n in range(100)], RUNNING)
+    found = explain([event(float(n), "slot_hung", "rollout/0", reason=f"number {n}") for n in range(100)], RUNNING)
     assert (len(found.notes), found.notes_left_out) == (MAX_NOTES, 60)
 
 
 def test_paragraphs_name_failure_trace_and_waits(capsys: pytest.CaptureFixture[str]) -> None:
-    show_why(account(EVENTS, RUNNING))
+    show_why(explain(EVENTS, RUNNING))
     out = capsys.readouterr().out
     for words in ("happened first", "Boom: x", "3 times, back, away for 5.0 s", "not back", "rollout/1  backoff"):
         assert words in out
-    show_why(account([], msgspec.structs.replace(RUNNING, slots=[])))
+    show_why(explain([], msgspec.structs.replace(RUNNING, slots=[])))
     assert "No role has failed" in capsys.readouterr().out
-    show_why(account(EVENTS, RUNNING, "evaluator"), "evaluator")
+    show_why(explain(EVENTS, RUNNING, "evaluator"), "evaluator")
     assert "evaluator has not failed" in capsys.readouterr().out
 
 
@@ -128,14 +127,14 @@ def test_each_thing_is_said_once_and_its_cause_first(capsys: pytest.CaptureFixtu
     again = {**died, "t": 21.0, "diagnosis": {**died["diagnosis"], "epoch": 5, "at": 21.0}}
     told = [event(10.0, "run_started"), died, again, event(22.0, "slot_ready", "rollout/0")]
     for asked in ("", "rollout"):
-        show_why(account(told, RUNNING, asked), asked)
+        show_why(explain(told, RUNNING, asked), asked)
         out = capsys.readouterr().out
         assert out.count("line 11 of the server") == 1
         assert "its last lines" in out and "failed again before it was ready, for the same reason" in out
         for line in out.splitlines():
             assert "SIGKILL" not in line or line.index("SIGKILL") < 140, "the cause stands first"
     ended = msgspec.structs.replace(RUNNING, status="failed", exit_code=1, reason=f"rollout/0 failed: {cause}")
-    show_why(account(told, msgspec.structs.replace(ended, diagnosis=diagnosis)))
+    show_why(explain(told, msgspec.structs.replace(ended, diagnosis=diagnosis)))
     assert capsys.readouterr().out.count("line 11 of the server") == 1
 
 
@@ -145,7 +144,7 @@ def test_who_has_no_process_yet_says_what_is_missing() -> None:
         SlotStatus(slot="rollout/1", kind="rollout", tier=1, state="starting"),
         SlotStatus(slot="rollout/2", kind="rollout", tier=1, state="starting", detail="its server, 12 s of 150 s"),
     ]
-    waiting = account([], msgspec.structs.replace(RUNNING, slots=slots)).waiting
+    waiting = explain([], msgspec.structs.replace(RUNNING, slots=slots)).waiting
     assert [one.reason for one in waiting] == ["its process", "to be ready", "its server, 12 s of 150 s"]
 
 
@@ -166,15 +165,15 @@ def test_an_injected_fault_is_named_with_what_followed(capsys: pytest.CaptureFix
         {**event(22.6, "first_work", what="step 11"), "by": "trainer/0#8"},
         event(30.0, "lease_lapsed", lease=3, task="train", samples=99),
     ]
-    found = account(told, RUNNING, "trainer")
+    found = explain(told, RUNNING, "trainer")
     (incident,) = found.incidents
     assert incident.fault is not None
     assert (incident.fault.name, incident.fault.seed) == ("kill", 7)
     assert incident.policy == ["restart 2 after a back-off of 0.25 s"]
     assert incident.affected == [
         "leases lapsed, 16 samples of task train offered again",
-        "3 groups ended as dropped(surplus): their prompts are given out again",
-        "goes on from checkpoint step-000010, step 10",
+        "3 groups ended as dropped(surplus): their prompts are sampled again",
+        "resumes from checkpoint step-000010, step 10",
     ]
     assert incident.away_s == pytest.approx(2.0)
     assert incident.first_work_s == pytest.approx(2.5)
@@ -182,7 +181,7 @@ def test_an_injected_fault_is_named_with_what_followed(capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert "fault 'kill' injected by chaos (seed 7, number 3)" in out
     assert "ready again, after 2.0 s" in out
-    (other,) = account(told, RUNNING, "registry").incidents
+    (other,) = explain(told, RUNNING, "registry").incidents
     assert not any("leases" in line for line in other.affected)
 
 
@@ -206,14 +205,14 @@ def test_what_becomes_of_the_sequences_of_a_dead_rollout_is_told(capsys: pytest.
         {**event(20.4, "group_resumed", group=9, members=[0], tokens=[50] * 8), "by": "rollout/1#2"},
         event(22.0, "slot_ready", "rollout/0"),
     ]
-    (incident,) = account(told, RUNNING, "rollout").incidents
+    (incident,) = explain(told, RUNNING, "rollout").incidents
     assert incident.affected == [
         "16 sequences were left unfinished, 14 of them with 500 tokens in the journal, 31 tokens lost; "
         "13 were resumed from these"
     ]
-    show_why(account(told, RUNNING, "rollout"), "rollout")
+    show_why(explain(told, RUNNING, "rollout"), "rollout")
     assert "16 sequences were left unfinished" in " ".join(capsys.readouterr().out.split())
-    (alone,) = account([told[0], *told[5:6], reopened(20.3, 2, holder="rollout/1#1")], RUNNING, "rollout").incidents
+    (alone,) = explain([told[0], *told[5:6], reopened(20.3, 2, holder="rollout/1#1")], RUNNING, "rollout").incidents
     assert alone.affected == [], "another's"
 
 
@@ -225,7 +224,7 @@ def test_why_samples_could_not_be_made_is_told() -> None:
         {**event(20.1, "samples_failed", group=5, task="reward", reasons=["ValueError"]), "by": "queue/0#3"},
         event(22.0, "slot_ready", "env/0"),
     ]
-    (incident,) = account(told, RUNNING, "env").incidents
+    (incident,) = explain(told, RUNNING, "env").incidents
     made, scored = incident.affected
     assert made == "samples of group 4 could not be made: begun and lost 6 times"
     assert scored == "samples of group 5 failed in task reward"
@@ -250,13 +249,13 @@ def test_what_may_be_of_another_failure_says_so(capsys: pytest.CaptureFixture[st
         event(31.0, "slot_ready", "rollout/0"),
         event(31.0, "slot_ready", "evaluator/0"),
     ]
-    alone, doubtful = account(told, RUNNING, "rollout").incidents
+    alone, doubtful = explain(told, RUNNING, "rollout").incidents
     assert alone.affected and alone.perhaps == [] and doubtful.perhaps == ["evaluator/0"]
-    (evaluator,) = account(told, RUNNING, "evaluator").incidents
+    (evaluator,) = explain(told, RUNNING, "evaluator").incidents
     assert evaluator.affected and evaluator.perhaps == ["rollout/0"]
-    assert "or by the end of rollout/0, away at the same time" in evaluator.line()
-    show_why(account(told, RUNNING, "evaluator"), "evaluator")
-    assert "or by the end of rollout/0" in capsys.readouterr().out
+    assert "or caused by the end of rollout/0, away at the same time" in evaluator.line()
+    show_why(explain(told, RUNNING, "evaluator"), "evaluator")
+    assert "or caused by the end of rollout/0" in capsys.readouterr().out
 
 
 def test_a_fault_that_stands_with_its_failure_is_not_told_again() -> None:
@@ -270,7 +269,7 @@ def test_a_fault_that_stands_with_its_failure_is_not_told_again() -> None:
         event(21.0, "slot_ready", "trainer/0"),
         {**event(22.0, "fault_injected", "trainer/0", number=3), **fault, "name": "delay"},
     ]
-    (note,) = account(told, RUNNING).notes
+    (note,) = explain(told, RUNNING).notes
     assert "'delay'" in note.text, "what it caused is not known (yet)"
 
 
@@ -286,7 +285,7 @@ def test_a_gang_is_one_failure_of_all_its_ranks() -> None:
         event(25.0, "slot_ready", "trainer/0"),
         event(26.0, "slot_ready", "trainer/1"),
     ]
-    (incident,) = account(told, RUNNING, "trainer").incidents
+    (incident,) = explain(told, RUNNING, "trainer").incidents
     assert incident.slots == ["trainer/1", "trainer/0"]
     assert incident.policy == [
         "generation 2 of the gang ends as one failure",
@@ -305,9 +304,9 @@ def test_escalation_is_told_step_by_step() -> None:
         event(30.0, "role_restarting", "rollout/2", role="rollout", reason="failed 6 times in 120 s"),
         exited(30.1, "rollout/3", "starts again with others: rollout/2", "killed"),
     ]
-    first, second = account(told, RUNNING, "rollout").incidents
+    first, second = explain(told, RUNNING, "rollout").incidents
     assert first.policy == ["escalated: given up, 3 others go on, as it failed 6 times in 120 s"]
-    assert second.policy == ["escalated: the role starts again as one, as rollout/2 failed 6 times in 120 s"]
+    assert second.policy == ["escalated: the role is restarted as a whole, as rollout/2 failed 6 times in 120 s"]
     assert second.slots == ["rollout/2", "rollout/3"]
     assert second.away_s is None
 
@@ -317,14 +316,14 @@ def test_a_dead_agent_is_the_story(capsys: pytest.CaptureFixture[str]) -> None:
         RUNNING, status="agent died", reason="the agent was ended by SIGKILL", exit_code=1, slots=[]
     )
     keepers_word = [*EVENTS, {**event(40.0, "agent_died", cause="the agent was ended by SIGKILL"), "by": "keeper"}]
-    found = account(keepers_word, dead)
+    found = explain(keepers_word, dead)
     assert found.agent_died == "the agent was ended by SIGKILL"
     show_why(found)
     out = capsys.readouterr().out
     assert "The node agent died" in out and "relax-rt up" in out
     assert "No role has failed" not in out
     # Killed with its keeper: nobody could tell of it.
-    found = account(EVENTS, msgspec.structs.replace(dead, reason=""))
+    found = explain(EVENTS, msgspec.structs.replace(dead, reason=""))
     assert "killed together with its keeper" in found.agent_died
     assert found.last_event == 34.0
 
@@ -337,7 +336,7 @@ def test_a_log_of_many_events_is_read_in_bounded_memory() -> None:
             yield event(n + 0.5, "slot_ready", f"rollout/{n % 7}")
 
     tracemalloc.start()
-    found = account(endless(), RUNNING)
+    found = explain(endless(), RUNNING)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert found.incidents_left_out == 50_000 - MAX_SHOWN
@@ -368,7 +367,7 @@ def ended_by_trainer(*causes: str) -> tuple[list[dict[str, Any]], RunStatus]:
 
 def test_what_ended_the_run_stands_first_once_and_whole(capsys: pytest.CaptureFixture[str]) -> None:
     told, ended = ended_by_trainer(FOLDER)
-    show_why(account(told, ended))
+    show_why(explain(told, ended))
     out = capsys.readouterr().out
     assert out.splitlines()[0] == "two is failed: trainer/0 cannot go on"
     flat = " ".join(out.split())
@@ -380,16 +379,16 @@ def test_what_ended_the_run_stands_first_once_and_whole(capsys: pytest.CaptureFi
 
 def test_a_reason_that_comes_again_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
     told, ended = ended_by_trainer(FOLDER, FOLDER, FOLDER)
-    show_why(account(told, ended))
+    show_why(explain(told, ended))
     out = capsys.readouterr().out
     assert " ".join(out.split()).count(FOLDER[:30]) == 1
-    assert "3 times until" in out and "3 times, not back; last: exception: as told above" in out
+    assert "3 times until" in out and "3 times, not back; last: exception: as above" in out
 
 
 def test_an_earlier_reason_of_the_role_that_ended_the_run_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     told, ended = ended_by_trainer("the disk was full", FOLDER)
     told = [e for e in told if e.get("slot") != "rollout/1"]
-    show_why(account(told, ended))
+    show_why(explain(told, ended))
     out = capsys.readouterr().out
     assert out.index("What ended the run") < out.index("First failure") < out.index("Each failure")
 
@@ -403,7 +402,7 @@ def test_a_run_that_was_ended_by_request_has_no_failures(capsys: pytest.CaptureF
         *(exited(20.2, slot, now, "killed") for slot in ("trainer/0", "rollout/0")),
         event(20.3, "run_ended", status="killed", exit_code=137, reason=now),
     ]
-    found = account(told, msgspec.structs.replace(RUNNING, status="killed", exit_code=137, reason=now, slots=[]))
+    found = explain(told, msgspec.structs.replace(RUNNING, status="killed", exit_code=137, reason=now, slots=[]))
     assert (found.first, found.deaths, found.incidents) == (None, [], [])
     show_why(found)
     out = capsys.readouterr().out
@@ -422,7 +421,7 @@ def test_earlier_starts_are_named_with_their_end_and_their_losses(capsys: pytest
         event(30.0, "run_started"),
         event(31.0, "members_lost", **loss, prompts=1, members=1),
     ]
-    found = account(told, RUNNING)
+    found = explain(told, RUNNING)
     assert [(one.status, len(one.losses), one.began, one.ended) for one in found.earlier] == [
         ("agent died", 0, 10.0, 12.0),
         ("failed", 1, 20.0, 22.0),
@@ -432,6 +431,6 @@ def test_earlier_starts_are_named_with_their_end_and_their_losses(capsys: pytest
     out = capsys.readouterr().out
     assert "failed: trainer/0 cannot go on: 64 groups failed" in out and "agent died: it was killed together" in out
     assert "lost: 64 samples of 8 groups (2 prompts) failed at task reward: KeyError: 'a' at r.py:3" in out
-    show_why(account(told, RUNNING, "trainer"), "trainer")
+    show_why(explain(told, RUNNING, "trainer"), "trainer")
     assert "Earlier starts" not in capsys.readouterr().out
-    assert account(told[:4], RUNNING).earlier[0].reason and account(told[:1], RUNNING).earlier == []
+    assert explain(told[:4], RUNNING).earlier[0].reason and explain(told[:1], RUNNING).earlier == []

@@ -53,7 +53,7 @@ def test_a_job_that_overrides_nothing_has_the_defaults(monkeypatch: pytest.Monke
     assert not kinds_of_one_node(run) and not job.changeable and not job.past(tmp_path) and not job.assumed({})
     assert job.settled({}, SupervisionTable()) == {} and job.choose(run, {}, measured=True, here=True) is run
     assert not (job.check(run, tmp_path) or job.missing_inputs(run, tmp_path) or job.preflight(run, tmp_path))
-    assert job.check_golds(run) is None and job.steps(run) is None and job.shm_bytes(run) == 0
+    assert job.check_answers(run) is None and job.steps(run) is None and job.shm_bytes(run) == 0
     with pytest.raises(Refused, match=r"job 'bare'.*has no model"):
         job.sample(run, None, 1)
 

@@ -55,7 +55,7 @@ class FakeJob(Job):
         assert isinstance(config, RLConfig)
         return list(self.found)
 
-    def preflight(self, config: Any, config_dir: Path, *, golds: bool = True) -> list[Problem]:
+    def preflight(self, config: Any, config_dir: Path, *, answers: bool = True) -> list[Problem]:
         return list(self.found_early)
 
     def ledger_policy(self, config: Any) -> Any:

@@ -22,8 +22,8 @@ from zygote_world import KEY, RUN_ID, TOYS, WAIT_S, World
 from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.process import procfs, zygote
 from relax_rt.process.zygote import FromZygote
-from relax_rt.process.zygote_pool import ForkFailed, ForkRequest, ZygoteKey, ZygoteProcess
-from relax_rt.supervision.role_process import Launch, kill_orphans
+from relax_rt.process.zygote_pool import ForkFailed, ZygoteKey, ZygoteProcess
+from relax_rt.supervision.role_process import Launch
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,7 @@ async def test_orphans_that_were_only_forked_are_found(tmp_path: Path) -> None:
         os.kill(probe.found["pid"], signal.SIGKILL)
         assert probe.let_go() == -signal.SIGKILL
         assert procfs.start_time(stray), "in a session of its own, it lives on"
-        await asyncio.to_thread(kill_orphans, "toy/0", 7)
+        await asyncio.to_thread(procfs.kill_orphans, ["RELAX_SLOT=toy/0", "RELAX_EPOCH=7"])
         await world.until(lambda: not procfs.start_time(stray))
         procfs.reap_all()
 
@@ -222,8 +222,7 @@ async def test_heavy_zygote_that_all_imports_together_make_unsafe_is_given_up(tm
         await world.until(lambda: world.pair.heavy._task and world.pair.heavy._task.done())
         assert not world.zygote_events("zygote_died", "heavy"), "it did not import everything again"
         light = world.pair.light.living
-        request = ForkRequest(KEY, "", [], {}, 0, {}, needs=("zygote_probe",))
-        assert await world.pair.choose(request) is light
+        assert await world.pair.choose("", ["zygote_probe"]) is light
 
 
 async def test_module_that_cannot_be_imported_delays_no_fork(tmp_path: Path) -> None:
@@ -250,7 +249,7 @@ async def test_role_of_another_interpreter_or_environment_is_not_forked(tmp_path
     async with World(tmp_path) as world:
         for key in (ZygoteKey("/opt/python", ()), ZygoteKey(KEY.python, (("A", "b"),))):
             with pytest.raises(ForkFailed, match="no zygote for its interpreter and environment"):
-                await world.zygotes.fork(ForkRequest(key, "", [], {}, 0, {}))
+                await world.zygotes.fork(key, zygote.ForkMsg(argv=[], env={}), [])
 
 
 async def test_missing_interpreter_is_the_reason_of_the_failed_fork(tmp_path: Path) -> None:
@@ -259,7 +258,7 @@ async def test_missing_interpreter_is_the_reason_of_the_failed_fork(tmp_path: Pa
     world.zygotes.preload(nowhere, "", [])
     async with world:
         with pytest.raises(ForkFailed, match="No such file or directory"):
-            await world.zygotes.fork(ForkRequest(nowhere, "", [], {}, 0, {}))
+            await world.zygotes.fork(nowhere, zygote.ForkMsg(argv=[], env={}), [])
         (await world.fork()).let_go()
 
 

@@ -12,6 +12,7 @@ from relax_rt.supervision.protocol import (
     Emit,
     Event,
     RunDone,
+    RunStarted,
     SlotExited,
     SlotReady,
     SlotSpawned,
@@ -92,3 +93,12 @@ class Bench:
 
 def spec(slot: str, **fields: Any) -> SlotSpec:
     return SlotSpec(slot=slot, kind=slot.partition("/")[0], **fields)
+
+
+def running(*specs: SlotSpec, **fields: Any) -> Bench:
+    """A started run whose slots are all ready."""
+    b = Bench(*specs, **fields)
+    b(RunStarted())
+    for one in specs:
+        b.up(one.slot)
+    return b

@@ -242,9 +242,9 @@ async def test_dropped_spares_are_not_assigned_and_can_be_kept_again(world: Worl
     spares.configure("toy", SpareSpec(1, launch))
     spares.keep("toy")
     (first,) = await until_event(world, "spare_ready")
-    assert spares.has(launch) and spares.kept == ["toy"]
+    assert spares.prepared(launch) and spares.kept == ["toy"]
     spares.drop("toy")
-    assert not spares.has(launch) and spares.kept == [] and spares.pids == {first["pid"]}
+    assert not spares.prepared(launch) and spares.kept == [] and spares.pids == {first["pid"]}
     end = time.monotonic() + WAIT_S
     while spares.pids:
         assert time.monotonic() < end

@@ -9,7 +9,7 @@ from typing import Any
 
 from relax_rt.roles.agentic import Observation, Reply, Step, Task
 from relax_rt.roles.agentic.episode import EpisodeChat, EpisodeLimits, Generate, ReplySampling
-from relax_rt.roles.agentic.loading import Factory
+from relax_rt.roles.agentic.loading import EnvironmentFactory
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.models.tiny import character_tokenizer
@@ -85,5 +85,5 @@ def talk(generate: Generate, max_tokens: int = 400, **changes: Any) -> EpisodeCh
     return EpisodeChat(ledger, generate, limits(**changes), sampling)
 
 
-def factory(make: Callable[[], Any], *, plays: bool = False) -> Factory:
-    return Factory("test", make, blocking=False, plays=plays)
+def factory(make: Callable[[], Any], *, plays: bool = False) -> EnvironmentFactory:
+    return EnvironmentFactory("test", make, blocking=False, plays=plays)

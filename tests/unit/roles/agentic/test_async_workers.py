@@ -115,9 +115,9 @@ async def begun(pool: EnvironmentPool, *questions: str) -> list[Any]:
 
 async def test_episodes_of_one_process_are_played_side_by_side(tmp_path: Path) -> None:
     async with pool_of(tmp_path) as pool:
-        split_games = await begun(pool, *["nap"] * 40, "exit", "same task")
+        games = await begun(pool, *["nap"] * 40, "exit", "same task")
         began = time.monotonic()
-        *napped, ended, same = await asyncio.gather(*(one.step(REPLY) for one in split_games), return_exceptions=True)
+        *napped, ended, same = await asyncio.gather(*(one.step(REPLY) for one in games), return_exceptions=True)
         assert time.monotonic() - began < 20.0, "forty naps of half a second are twenty"
         assert napped == [Step(reward=1.0, done=True)] * 40 == [same] * 40
         assert (
@@ -125,7 +125,7 @@ async def test_episodes_of_one_process_are_played_side_by_side(tmp_path: Path) -
             and "in step 1 of 1.40" in str(ended)
             and "SystemExit: stop it all at" in str(ended)
         )
-        for one in split_games:
+        for one in games:
             await one.close()
         assert len(living(tmp_path)) == 1
     assert not living(tmp_path)
@@ -178,8 +178,8 @@ async def test_one_that_ends_its_process_is_blamed_where_nobody_else_can_be(tmp_
 
 async def test_a_call_that_nobody_waits_for_is_cancelled_there(tmp_path: Path) -> None:
     async with pool_of(tmp_path, timeout_s=600.0) as pool:
-        split_games = await begun(pool, "hang", "hang")
-        for one, seconds in zip(split_games, (0.0, 0.3), strict=True):
+        games = await begun(pool, "hang", "hang")
+        for one, seconds in zip(games, (0.0, 0.3), strict=True):
             call = asyncio.create_task(one.step(REPLY))
             await asyncio.sleep(seconds)
             call.cancel()

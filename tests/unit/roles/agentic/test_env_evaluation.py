@@ -12,7 +12,7 @@ from relax_rt.roles.agentic.episode import PlayedEpisode
 from relax_rt.roles.agentic.evaluation import NOT_PLAYED, score_episodes
 from relax_rt.roles.agentic.player import Player
 from relax_rt.roles.agentic.settings import EnvSettings
-from relax_rt.roles.agentic.tokens.types import Branch, Counts, Episode
+from relax_rt.roles.agentic.tokens.types import Branch, Episode, SessionCounts
 from relax_rt.roles.evaluation.scoring import wilson
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.transport.queue.ledger.messages import VersionSpan
@@ -21,7 +21,7 @@ from relax_rt.transport.queue.ledger.messages import VersionSpan
 def played(reward: float, version: int = 1, truncated: str = "", turns: int = 2) -> PlayedEpisode:
     spans = (VersionSpan(1, 3, version, version),)
     branch = Branch((1, 2, 3), (0, 1, 1), (0.0, -1.0, -1.0), spans, (), "stop")
-    episode = Episode((branch,), Counts())
+    episode = Episode((branch,), SessionCounts())
     return PlayedEpisode(
         episode=episode, rewards={"a": reward}, states={}, truncated=truncated, turns=turns, cut=0, info={}
     )

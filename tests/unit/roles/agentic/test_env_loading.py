@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from relax_rt.roles.agentic import Observation, Reply, Task
-from relax_rt.roles.agentic.interface import media
-from relax_rt.roles.agentic.loading import Factory, load_factory
+from relax_rt.roles.agentic.interface import unsupported_part
+from relax_rt.roles.agentic.loading import EnvironmentFactory, load_factory
 from relax_rt.roles.agentic.tasks import SeedTasks, seed_of
 from relax_rt.transport.rpc.errors import RelaxError
 
@@ -60,7 +60,7 @@ def said(text: str) -> Reply:
     return Reply(text=text, message={"role": "assistant", "content": text}, finish_reason="stop")
 
 
-def load(folder: Path, target: str, **options: Any) -> Factory:
+def load(folder: Path, target: str, **options: Any) -> EnvironmentFactory:
     (folder / "mine.py").write_text(MINE)
     return load_factory(target, options, folder)
 
@@ -176,10 +176,10 @@ def test_games_of_textarena_depend_on_their_seed_alone(tmp_path: Path) -> None:
     found = [guess(made.make(), seed) for seed in range(12)]
     assert random.getstate() == before and len(set(found)) > 3
     # Interleaved with another game they are the same.
-    split_games = [made.make() for _ in range(12)]
-    seen = [game.reset(task(seed)) for seed, game in enumerate(split_games)]
+    games = [made.make() for _ in range(12)]
+    seen = [game.reset(task(seed)) for seed, game in enumerate(games)]
     assert seen[0].messages[0] == {"role": "system", "content": "Say a number."}
-    steps = [game.step(said(f"[{number}]")) for game, number in zip(split_games, found, strict=True)]
+    steps = [game.step(said(f"[{number}]")) for game, number in zip(games, found, strict=True)]
     assert all(step.done and step.reward == 1.0 for step in steps)
 
 
@@ -238,7 +238,10 @@ def test_images_of_gymnasium_are_parts_of_messages(tmp_path: Path) -> None:
         del gymnasium.registry["Room-v0"]
     seen = game.reset(task(1))
     words, dark = seen.messages[0]["content"]
-    assert words == {"type": "text", "text": "Answer with one of: wait, light."} and media(seen.messages) == "image_url"
+    assert (
+        words == {"type": "text", "text": "Answer with one of: wait, light."}
+        and unsupported_part(seen.messages) == "image_url"
+    )
     step = game.step(said("light"))
     (lit,) = step.messages[0]["content"]
     assert step.done and step.reward == 1.0 and step.state != seen.state

@@ -15,7 +15,7 @@ from relax_rt.config.problems import ConfigErrors
 from relax_rt.roles.agentic import Chat, Observation, Reply, Step, Task
 from relax_rt.roles.agentic.episode import PlayedEpisode
 from relax_rt.roles.agentic.interface import EnvironmentFailed
-from relax_rt.roles.agentic.loading import Factory
+from relax_rt.roles.agentic.loading import EnvironmentFactory
 from relax_rt.roles.agentic.player import Player
 from relax_rt.roles.agentic.preflight import preflight_environment
 from relax_rt.roles.agentic.rewards import KEY, PLACE
@@ -113,7 +113,9 @@ def test_a_group_is_whole_games(tmp_path: Path) -> None:
     assert path == ("algorithm", "group_size") and "has 3 seats, each a member of the group" in message
 
 
-def player(made: Factory, words: Callable[[str], str], *rewards: dict[str, Any], scores: Any = None) -> Player:
+def player(
+    made: EnvironmentFactory, words: Callable[[str], str], *rewards: dict[str, Any], scores: Any = None
+) -> Player:
     return Player(
         factory=made,
         pool=None,
@@ -262,8 +264,8 @@ class Duel:
         return Step(messages=f"player {self.seat} hears {reply.text}", seat=self.seat, info={"last": float(me)})
 
 
-def duel(make: Callable[[], Any] = Duel) -> Factory:
-    return Factory("test", make, blocking=False, seats=2)
+def duel(make: Callable[[], Any] = Duel) -> EnvironmentFactory:
+    return EnvironmentFactory("test", make, blocking=False, seats=2)
 
 
 def next_number(prompt: str) -> str:

@@ -12,7 +12,7 @@ from episode_kit import Engine, factory, numbers, template, tokenizer
 from relax_rt.roles.agentic import Observation, Reply, Step, Task
 from relax_rt.roles.agentic.episode import Generate, PlayedEpisode
 from relax_rt.roles.agentic.interface import EnvironmentStuck, EpisodeLost
-from relax_rt.roles.agentic.loading import Factory, load_factory
+from relax_rt.roles.agentic.loading import EnvironmentFactory, load_factory
 from relax_rt.roles.agentic.player import Player
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.agentic.worker_process import WorkerSetup
@@ -77,7 +77,7 @@ class Slow:
         return await self._engine.generate(wanted)
 
 
-def player(made: Factory, generate: Generate, pool: EnvironmentPool | None) -> Player:
+def player(made: EnvironmentFactory, generate: Generate, pool: EnvironmentPool | None) -> Player:
     return Player(
         factory=made,
         pool=pool,

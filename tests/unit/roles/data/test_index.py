@@ -18,9 +18,9 @@ import pytest
 from relax_rt.roles.data import index as index_module
 from relax_rt.roles.data import source as source_module
 from relax_rt.roles.data.index import RowIndex
-from relax_rt.roles.data.order import BLOCK, Mixture
+from relax_rt.roles.data.order import BLOCK, SourceMixture
 from relax_rt.roles.data.settings import DataSource, DataTable
-from relax_rt.roles.data.source import RECORD, ItemIds, Places, PromptSource
+from relax_rt.roles.data.source import RECORD, ItemIds, PromptPositions, PromptSource
 from relax_rt.roles.data.split.canonical import in_held_out
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.transport.rpc.errors import RelaxError
@@ -114,7 +114,7 @@ def test_ids_depend_on_no_other_row(tmp_path: Path) -> None:
 
 def test_places_of_ids() -> None:
     ids = ItemIds(np.array([5, 2**63, 0, 7], np.uint64))
-    places = Places(ids)
+    places = PromptPositions(ids)
     assert [places[item] for item in ids] == [0, 1, 2, 3] and list(places) == ids[:] and len(places) == 4
     for unknown in ("0000000000000006", "ffffffffffffffff", "no id", "f" * 17, ""):
         assert unknown not in places
@@ -129,7 +129,7 @@ def test_the_second_time_nothing_is_read(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / name).write_bytes(pack("".join(json.dumps(row) + "\n" for row in rows).encode()))
         first = opened(tmp_path / name)
         with monkeypatch.context() as patched:
-            patched.setattr(index_module.Builder, "build", None)
+            patched.setattr(index_module.IndexBuilder, "build", None)
             again = opened(tmp_path / name)
             assert [again.raw(n) for n in range(30)] == [first.raw(n) for n in range(30)]
             assert isinstance(again.rows, np.memmap), "several roles share the pages"
@@ -148,13 +148,13 @@ def test_the_second_time_nothing_is_read(tmp_path: Path, monkeypatch: pytest.Mon
 def test_roles_that_start_together_index_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "d.jsonl", [{"prompt": f"q{i}", "answer": i} for i in range(2000)])
     built: list[int] = []
-    build = index_module.Builder.build
+    build = index_module.IndexBuilder.build
 
     def counted(self: Any, *args: Any) -> None:
         built.append(1)
         build(self, *args)
 
-    monkeypatch.setattr(index_module.Builder, "build", counted)
+    monkeypatch.setattr(index_module.IndexBuilder, "build", counted)
     lengths: list[int] = []
     threads = [threading.Thread(target=lambda: lengths.append(len(opened(path)))) for _ in range(6)]
     for thread in threads:
@@ -343,12 +343,12 @@ def test_a_source_has_columns_of_its_own(tmp_path: Path, tokenizer: ChatTokenize
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_mixture_counts_what_came_before(seed: int) -> None:
-    mixture, seen = Mixture(seed, (0.5, 0.3, 0.2)), Counter[int]()
+    mixture, seen = SourceMixture(seed, (0.5, 0.3, 0.2)), Counter[int]()
     for index in range(20 * BLOCK):
         source, before = mixture.place(index)
         assert before == seen[source]
         seen[source] += 1
-    assert Mixture(seed, (5, 3, 2)).place(17 * BLOCK + 3) == mixture.place(17 * BLOCK + 3)
+    assert SourceMixture(seed, (5, 3, 2)).place(17 * BLOCK + 3) == mixture.place(17 * BLOCK + 3)
 
 
 # --- what it costs
@@ -392,7 +392,7 @@ def test_error_of_the_build_is_not_taken_for_an_unwritable_cache(
         builds += 1
         raise RelaxError("the cache folder.jsonl", why="a row in it is wrong")
 
-    monkeypatch.setattr(index_module.Builder, "build", build)
+    monkeypatch.setattr(index_module.IndexBuilder, "build", build)
     path = write(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": 1}])
     with pytest.raises(RelaxError, match="a row in it is wrong"):
         RowIndex.open(DataTable(path=path), tmp_path)

@@ -17,7 +17,7 @@ from relax_rt.roles.data.gym import GymTask, _declared, find_fault
 from relax_rt.roles.data.items import RawItem
 from relax_rt.roles.data.order import epoch_order, sample_seed
 from relax_rt.roles.data.settings import DataTable
-from relax_rt.roles.data.source import PromptSource, fill
+from relax_rt.roles.data.source import PromptSource, fill_template
 from relax_rt.roles.data.split.canonical import canonical, in_held_out, item_id
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.transport.rpc.errors import RelaxError
@@ -311,6 +311,6 @@ def test_overlong_as_an_error_names_the_row(tmp_path: Path, tokenizer: ChatToken
 
 def test_template_fields() -> None:
     raw = RawItem(question="q", answer="", metadata={"level": 3}, where="f:1")
-    assert fill('{question} {level} {{"a": 1}} { x }', raw) == 'q 3 {"a": 1} { x }'
+    assert fill_template('{question} {level} {{"a": 1}} { x }', raw) == 'q 3 {"a": 1} { x }'
     with pytest.raises(RelaxError, match=r"names \{questoin\}.*did you mean \{question\}"):
-        fill("{questoin}", raw)
+        fill_template("{questoin}", raw)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from relax_rt.roles.data.settings import DataTable
-from relax_rt.roles.data.source import PromptSource, truncated
+from relax_rt.roles.data.source import PromptSource, truncate_conversation
 from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 
@@ -61,7 +61,7 @@ OPENING = "<|end|><|assistant|>"
 def test_the_oldest_content_goes(
     tokenizer: ChatTokenizer, messages: list[dict[str, Any]], most: int, text: str
 ) -> None:
-    found = truncated(messages, tokenizer.render, most)
+    found = truncate_conversation(messages, tokenizer.render, most)
     assert found is not None
     kept, tokens = found
     assert tokenizer.spell(tokens) == text and len(tokens) <= most
@@ -71,7 +71,7 @@ def test_the_oldest_content_goes(
 def test_a_call_stays_with_its_result(tokenizer: ChatTokenizer) -> None:
     asked = [SYSTEM, OLD, REPLY, say("user", "c" * 30), CALL, RESULT]
     whole = len(tokenizer.render(asked[3:]))
-    found = truncated(asked, tokenizer.render, whole)
+    found = truncate_conversation(asked, tokenizer.render, whole)
     assert found is not None
     kept, tokens = found
     assert [one["role"] for one in kept] == ["system", "user", "assistant", "tool"] and len(tokens) <= whole
@@ -93,7 +93,7 @@ def test_what_cannot_be_shortened_is_not(tokenizer: ChatTokenizer, messages: lis
     def render(some: list[dict[str, Any]]) -> list[int]:
         return [0] * 50 if isinstance(some[-1]["content"], list) else tokenizer.render(some)
 
-    assert truncated(messages, render, most) is None
+    assert truncate_conversation(messages, render, most) is None
 
 
 def test_a_run_counts_what_was_cut_and_what_could_not_be(tmp_path: Path, tokenizer: ChatTokenizer) -> None:

@@ -12,10 +12,10 @@ from relax_rt.config.loader import load_config
 from relax_rt.roles.config import checks as config_checks
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.gym import GymTask
-from relax_rt.roles.data.source import fill
+from relax_rt.roles.data.source import fill_template
 from relax_rt.roles.job.job import RLJob
 from relax_rt.roles.rewards.library.functions import load_reward
-from relax_rt.roles.rewards.scoring import read_score
+from relax_rt.roles.rewards.scoring import parse_score
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -54,7 +54,7 @@ def test_its_questions_are_many_and_fill_the_template(config: RLConfig) -> None:
     task = GymTask(config.data.task, config.data.options, config.data.size)
     raws = {raw.question: raw for raw in task.items()}.values()
     assert len(raws) > (1500 if config.run.name == "tiny" else 5000)
-    texts = {fill(config.data.template, raw) for raw in raws}
+    texts = {fill_template(config.data.template, raw) for raw in raws}
     assert len(texts) == len(raws)
 
 
@@ -62,7 +62,7 @@ def test_its_reward_prefers_the_right_answer(config: RLConfig) -> None:
     function = load_reward(config.reward.function, Path(config.config_dir))
 
     def reward(completion: str, finish_reason: str = "stop") -> float:
-        return read_score(function.call(completion, "46", {"finish_reason": finish_reason})).total
+        return parse_score(function.call(completion, "46", {"finish_reason": finish_reason})).total
 
     assert reward("46") == pytest.approx(1.0)
     assert reward("46") > reward("45") >= reward("3") >= reward("it is 46") == 0.0

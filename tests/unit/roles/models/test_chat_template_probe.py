@@ -17,7 +17,7 @@ from relax_rt.roles.models.chat_template import (
     SYSTEM,
     TURNS,
     TemplateCapabilities,
-    prepared,
+    prepare_message,
     probe_template,
 )
 from relax_rt.roles.models.tiny import character_tokenizer
@@ -124,7 +124,7 @@ def test_a_call_without_arguments_is_rendered_as_an_empty_object(source: str, gi
 def test_text_that_is_no_json_is_left_to_the_template() -> None:
     assert "oops" in tokenizer(TEXT).text([USER, call("oops"), RESULT])
     for odd in ('{"a": NaN}', '{"a": 1e999}', "[1]"):
-        assert prepared(call(odd), TemplateCapabilities())["tool_calls"][0]["function"]["arguments"] == odd
+        assert prepare_message(call(odd), TemplateCapabilities())["tool_calls"][0]["function"]["arguments"] == odd
 
 
 def missing(source: str) -> dict[str, str]:

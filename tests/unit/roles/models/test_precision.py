@@ -19,7 +19,7 @@ from relax_rt.roles.models.precision import (
     HOPELESS,
     LEAST_ROUNDS,
     ROUNDS,
-    Timing,
+    DtypeTiming,
     choose_for_cpu,
     choose_for_gpu,
     computes_bfloat16,
@@ -35,7 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def never() -> Timing:
+def never() -> DtypeTiming:
     raise AssertionError("nothing is to be measured")
 
 
@@ -50,7 +50,7 @@ def test_a_cpu_without_instructions_is_not_timed() -> None:
     [(0.2, "bfloat16"), (CLEAR, "bfloat16"), (CLEAR + 0.01, "float32"), (1.0, "float32"), (40.0, "float32")],
 )
 def test_flags_alone_do_not_choose_bfloat16(instructions: bool | None, ratio: float, dtype: str) -> None:
-    found = choose_for_cpu(instructions, lambda: Timing(1.0, ratio))
+    found = choose_for_cpu(instructions, lambda: DtypeTiming(1.0, ratio))
     assert found.dtype == dtype and f"{ratio:.2g} times" in found.why
 
 
@@ -106,14 +106,14 @@ def test_a_disturbed_round_does_not_count() -> None:
     pytest.importorskip("torch")
     # The machine is busy in all rounds but one, and not in the same one for both.
     busy = clock_of([7.0, 2.0, 7.0, 7.0, 7.0], [7.0, 7.0, 7.0, 1.0, 7.0])
-    assert time_products(lambda: next(busy)) == Timing(2.0, 1.0)
+    assert time_products(lambda: next(busy)) == DtypeTiming(2.0, 1.0)
     assert next(busy, None) is None, f"{ROUNDS} rounds"
 
 
 def test_hopeless_products_are_not_waited_for() -> None:
     pytest.importorskip("torch")
     slow = clock_of([1.0] * ROUNDS, [HOPELESS + 1] * ROUNDS)
-    assert time_products(lambda: next(slow)) == Timing(1.0, HOPELESS + 1)
+    assert time_products(lambda: next(slow)) == DtypeTiming(1.0, HOPELESS + 1)
     assert len(list(slow)) == 4 * (ROUNDS - LEAST_ROUNDS)
 
 
@@ -134,13 +134,13 @@ def with_instructions(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_all_processes_of_a_machine_decide_alike(with_instructions: pytest.MonkeyPatch, cache: Path) -> None:
-    with_instructions.setattr(precision, "time_products", lambda: Timing(1.0, 0.5))
+    with_instructions.setattr(precision, "time_products", lambda: DtypeTiming(1.0, 0.5))
     assert cpu_dtype().dtype == "bfloat16"
     with_instructions.setattr(precision, "time_products", never)
     assert cpu_dtype().dtype == "bfloat16" == cpu_dtype(measured=False).dtype
     # But where something is hidden from the libraries, it is another machine to them.
     with_instructions.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    with_instructions.setattr(precision, "time_products", lambda: Timing(1.0, 12.0))
+    with_instructions.setattr(precision, "time_products", lambda: DtypeTiming(1.0, 12.0))
     assert cpu_dtype().dtype == "float32"
     assert len(list(cache.glob("cpu-dtype-*.json"))) == 2
 
@@ -152,11 +152,11 @@ def test_all_processes_of_a_machine_decide_alike(with_instructions: pytest.Monke
 def test_a_kept_answer_that_cannot_be_read_is_measured_anew(
     with_instructions: pytest.MonkeyPatch, cache: Path, kept: str
 ) -> None:
-    with_instructions.setattr(precision, "time_products", lambda: Timing(1.0, 0.5))
+    with_instructions.setattr(precision, "time_products", lambda: DtypeTiming(1.0, 0.5))
     cpu_dtype()
     (path,) = cache.glob("cpu-dtype-*.json")
     path.write_text(kept)
-    with_instructions.setattr(precision, "time_products", lambda: Timing(1.0, 3.0))
+    with_instructions.setattr(precision, "time_products", lambda: DtypeTiming(1.0, 3.0))
     assert cpu_dtype().dtype == "float32" and json.loads(path.read_text())["bfloat16_s"] == 3.0
 
 
@@ -165,7 +165,7 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_time(
 ) -> None:
     (tmp_path / "file").write_text("")
     with_instructions.setenv("RELAX_CACHE", str(tmp_path / "file" / "cache"))
-    with_instructions.setattr(precision, "time_products", lambda: Timing(1.0, 0.5))
+    with_instructions.setattr(precision, "time_products", lambda: DtypeTiming(1.0, 0.5))
     assert cpu_dtype().dtype == "bfloat16"
 
 
@@ -198,7 +198,7 @@ def test_a_role_says_that_its_node_is_slow_with_what_another_chose(
     from relax_rt.roles.models.device import warn_if_slow
 
     monkeypatch.setattr(precision, "computes_bfloat16", lambda: flags)
-    monkeypatch.setattr(precision, "time_products", lambda: Timing(1.0, 0.5))
+    monkeypatch.setattr(precision, "time_products", lambda: DtypeTiming(1.0, 0.5))
     ctx: Any = SimpleNamespace(log=Log())
     warn_if_slow(ctx, device, dtype)
     assert [("float32 would be faster" in text) for text in ctx.log.said] == [True] * warned

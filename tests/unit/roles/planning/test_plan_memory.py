@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_rt.roles.models.parallel import Sizes
+from relax_rt.roles.models.parallel import ParallelSizes
 from relax_rt.roles.models.shape import ModelShape, read_shape
 from relax_rt.roles.planning.memory import (
     engine_elements,
@@ -83,7 +83,7 @@ def test_memory_of_the_dense_example_worked_by_hand() -> None:
     table = TrainerSettings(
         backend="megatron", dtype="bfloat16", count=4, tensor_parallel=2, tokens_per_micro_batch=16_384
     )
-    sizes = Sizes(world=4, tensor=2)
+    sizes = ParallelSizes(world=4, tensor=2)
     found = gang(DENSE, table, sizes, 0)
     # Norms are whole on both: 36 layers x (2 x 4,096 + 2 x 128) + 4,096 last.
     whole = 36 * (2 * 4096 + 256) + 4096
@@ -98,13 +98,13 @@ def test_bytes_a_parameter_are_those_of_the_distributed_optimizer() -> None:
     """6 + 12/d for bfloat16 parameters and float32 gradients, 18 when nothing is divided."""
     for data, each in ((1, 18), (2, 12), (4, 9)):
         table = TrainerSettings(backend="megatron", dtype="bfloat16", count=data)
-        found = gang(DENSE, table, Sizes(world=data), 0)
+        found = gang(DENSE, table, ParallelSizes(world=data), 0)
         assert found["weights"] + found["gradients"] + found["optimizer"] == each * DENSE.parameters
     table = TrainerSettings(backend="megatron", dtype="bfloat16", count=4, distributed_optimizer=False)
-    assert gang(DENSE, table, Sizes(world=4), 0)["optimizer"] == 12 * DENSE.parameters
+    assert gang(DENSE, table, ParallelSizes(world=4), 0)["optimizer"] == 12 * DENSE.parameters
 
 
-def gang(shape: ModelShape, table: TrainerSettings, sizes: Sizes, rank: int) -> dict[str, int]:
+def gang(shape: ModelShape, table: TrainerSettings, sizes: ParallelSizes, rank: int) -> dict[str, int]:
     found = gang_memory(
         shape, table, sizes, rank, longest=4096, tokens_a_step=1 << 20, communicators=0, sends=rank == 0
     )
@@ -114,17 +114,17 @@ def gang(shape: ModelShape, table: TrainerSettings, sizes: Sizes, rank: int) -> 
 
 
 @st.composite
-def divisions(draw: st.DrawFn) -> tuple[ModelShape, Sizes]:
+def divisions(draw: st.DrawFn) -> tuple[ModelShape, ParallelSizes]:
     shape = draw(st.sampled_from((DENSE, EXPERTS)))
     tensor, pipeline = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from((1, 2, 4)))
     world = tensor * pipeline * draw(st.sampled_from((1, 2, 4)))
     inner = world // pipeline
     expert = draw(st.sampled_from([n for n in (1, 2, 4, 8) if inner % n == 0])) if shape.experts else 1
-    return shape, Sizes(world=world, tensor=tensor, pipeline=pipeline, expert=expert)
+    return shape, ParallelSizes(world=world, tensor=tensor, pipeline=pipeline, expert=expert)
 
 
 @given(divisions())
-def test_the_ranks_hold_the_whole_model(division: tuple[ModelShape, Sizes]) -> None:
+def test_the_ranks_hold_the_whole_model(division: tuple[ModelShape, ParallelSizes]) -> None:
     """Experts exactly once an expert replica; dense layers once a replica, and a little more for what is not cut."""
     shape, sizes = division
     held = [rank_weights(shape, sizes, rank) for rank in range(sizes.world)]
@@ -138,7 +138,9 @@ def test_the_ranks_hold_the_whole_model(division: tuple[ModelShape, Sizes]) -> N
 
 
 @given(divisions(), st.sampled_from(("none", "selective", "full")), st.sampled_from(("fused", "unfused")))
-def test_recomputing_more_never_stores_more(division: tuple[ModelShape, Sizes], recompute: str, attention: str) -> None:
+def test_recomputing_more_never_stores_more(
+    division: tuple[ModelShape, ParallelSizes], recompute: str, attention: str
+) -> None:
     shape, sizes = division
     settings = {
         "backend": "megatron",
@@ -157,8 +159,8 @@ def test_recomputing_more_never_stores_more(division: tuple[ModelShape, Sizes], 
 
 
 def test_fully_sharded_torch_divides_everything_by_the_ranks() -> None:
-    one = gang(DENSE, TrainerSettings(backend="torch"), Sizes(world=1), 0)
-    four = gang(DENSE, TrainerSettings(backend="torch", count=4), Sizes(world=4), 0)
+    one = gang(DENSE, TrainerSettings(backend="torch"), ParallelSizes(world=1), 0)
+    four = gang(DENSE, TrainerSettings(backend="torch", count=4), ParallelSizes(world=4), 0)
     for name in ("weights", "gradients", "optimizer"):
         assert one[name] == pytest.approx(4 * four[name], abs=16)
     assert "gathered layers" in four and "gathered layers" not in one
@@ -166,7 +168,7 @@ def test_fully_sharded_torch_divides_everything_by_the_ranks() -> None:
 
 def test_the_first_stage_holds_activations_of_as_many_micro_batches_as_there_are_stages() -> None:
     table = TrainerSettings(backend="megatron", count=4, pipeline_parallel=4)
-    sizes = Sizes(world=4, pipeline=4)
+    sizes = ParallelSizes(world=4, pipeline=4)
     stored = [gang(DENSE, table, sizes, rank)["activations"] for rank in range(4)]
     assert stored == pytest.approx([stored[3] * n for n in (4, 3, 2, 1)], rel=1e-6)
     assert "logits" not in gang(DENSE, table, sizes, 0) and "logits" in gang(DENSE, table, sizes, 3)
@@ -174,8 +176,8 @@ def test_the_first_stage_holds_activations_of_as_many_micro_batches_as_there_are
 
 def test_micro_batches_cover_the_step() -> None:
     table = TrainerSettings(backend="megatron", count=2, tokens_per_micro_batch=4096)
-    assert micro_batches(table, Sizes(world=2), 100_000, longest=1000) == 13
-    assert micro_batches(table, Sizes(world=2), 100_000, longest=10_000) == 5
+    assert micro_batches(table, ParallelSizes(world=2), 100_000, longest=1000) == 13
+    assert micro_batches(table, ParallelSizes(world=2), 100_000, longest=10_000) == 5
 
 
 def test_key_value_heads_fewer_than_gpus_are_held_more_than_once() -> None:

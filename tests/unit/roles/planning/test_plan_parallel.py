@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_rt.roles.models.parallel import Sizes, coordinates, groups, rank_groups, stage_layers
+from relax_rt.roles.models.parallel import ParallelSizes, coordinates, groups, rank_groups, stage_layers
 from relax_rt.roles.planning.communicators import ranges, senders
 
-WORLD_16 = Sizes(world=16, tensor=2, context=2, pipeline=2, expert=4)
+WORLD_16 = ParallelSizes(world=16, tensor=2, context=2, pipeline=2, expert=4)
 # What RankGenerator of megatron-core 0.16.1 gives for order "tp-cp-ep-dp-pp": dense layers with tp 2, cp 2, dp 2, pp 2,
 # experts with etp 1, ep 4, dp 2, pp 2 and with etp 2, ep 2, dp 2, pp 2.
 DENSE = {
@@ -35,7 +35,7 @@ CUT_EXPERTS = {
 def test_groups_are_those_of_megatron_core() -> None:
     assert {kinds: rank_groups(WORLD_16.dense, *kinds) for kinds in DENSE} == DENSE
     assert {kinds: rank_groups(WORLD_16.experts, *kinds) for kinds in EXPERTS} == EXPERTS
-    cut = Sizes(world=16, tensor=2, context=2, pipeline=2, expert=2, expert_tensor=2).experts
+    cut = ParallelSizes(world=16, tensor=2, context=2, pipeline=2, expert=2, expert_tensor=2).experts
     assert {kinds: rank_groups(cut, *kinds) for kinds in CUT_EXPERTS} == CUT_EXPERTS
 
 
@@ -46,7 +46,7 @@ def test_groups_against_megatron_core_itself_where_it_is_installed() -> None:
     order = "tp-cp-ep-dp-pp"
     dense = parallel_state.RankGenerator(tp=4, ep=1, dp=3, pp=2, cp=2, order=order)
     experts = parallel_state.RankGenerator(tp=2, ep=4, dp=3, pp=2, cp=1, order=order)
-    sizes = Sizes(world=48, tensor=4, context=2, pipeline=2, expert=4, expert_tensor=2)
+    sizes = ParallelSizes(world=48, tensor=4, context=2, pipeline=2, expert=4, expert_tensor=2)
     for token, kinds in (("tp", "tensor"), ("cp", "context"), ("dp", "data"), ("pp", "pipeline")):
         assert [tuple(ranks) for ranks in dense.get_ranks(token)] == rank_groups(sizes.dense, kinds)
     for token, kinds in (("tp", "tensor"), ("ep", "expert"), ("dp", "data"), ("pp", "pipeline")):
@@ -54,20 +54,20 @@ def test_groups_against_megatron_core_itself_where_it_is_installed() -> None:
 
 
 @st.composite
-def divided(draw: st.DrawFn) -> Sizes:
+def divided(draw: st.DrawFn) -> ParallelSizes:
     """Gangs whose dense layers and experts both divide the world."""
     tensor, context, pipeline = (draw(st.sampled_from((1, 2, 3, 4))) for _ in range(3))
     world = tensor * context * pipeline * draw(st.integers(1, 4))
     inner = world // pipeline
     expert = draw(st.sampled_from([n for n in range(1, inner + 1) if inner % n == 0]))
     expert_tensor = draw(st.sampled_from([n for n in range(1, inner // expert + 1) if inner // expert % n == 0]))
-    return Sizes(
+    return ParallelSizes(
         world=world, tensor=tensor, context=context, pipeline=pipeline, expert=expert, expert_tensor=expert_tensor
     )
 
 
 @given(divided(), st.booleans(), st.booleans())
-def test_every_rank_is_in_exactly_one_group_of_each_kind(sizes: Sizes, tied: bool, experts: bool) -> None:
+def test_every_rank_is_in_exactly_one_group_of_each_kind(sizes: ParallelSizes, tied: bool, experts: bool) -> None:
     found = groups(sizes, tied=tied, experts=experts)
     for kind in {group.kind for group in found}:
         ranks = sorted(rank for group in found if group.kind == kind for rank in group.ranks)
@@ -80,7 +80,7 @@ def test_every_rank_is_in_exactly_one_group_of_each_kind(sizes: Sizes, tied: boo
 
 
 @given(divided())
-def test_both_divisions_agree_on_the_stages(sizes: Sizes) -> None:
+def test_both_divisions_agree_on_the_stages(sizes: ParallelSizes) -> None:
     assert rank_groups(sizes.dense, "pipeline") == rank_groups(sizes.experts, "pipeline")
     for rank in range(sizes.world):
         assert coordinates(rank, sizes.dense)["pipeline"] == coordinates(rank, sizes.experts)["pipeline"]

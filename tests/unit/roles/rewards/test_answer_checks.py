@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from relax_rt.cli.main import main
-from relax_rt.config.job import GoldReport
-from relax_rt.observe.story import Story
+from relax_rt.config.job import AnswerReport
+from relax_rt.observe.notes import EventNotes
 from relax_rt.roles.data.index import RowIndex
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.rewards import answer_checks
@@ -39,7 +39,7 @@ def rows(folder: Path, answers: Sequence[Any]) -> RowIndex:
     return RowIndex.open(DataTable(path="d.jsonl"), folder)
 
 
-def check(folder: Path, answers: Sequence[Any], *, every: bool = True, **reward: Any) -> list[GoldReport]:
+def check(folder: Path, answers: Sequence[Any], *, every: bool = True, **reward: Any) -> list[AnswerReport]:
     return check_answers(RewardTable.model_validate(reward), rows(folder, answers), folder, every=every)
 
 
@@ -109,7 +109,7 @@ def test_validate_all(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert "1 of 3 right answers" in out and "d.jsonl:2: '5!!'" in out
     assert main(["validate", "--quick", "--all", "--json"]) == 2
     found = json.loads(capsys.readouterr().out)
-    assert found["ok"] is False and found["golds"][0]["wrong"] == 1
+    assert found["ok"] is False and found["answers"][0]["wrong"] == 1
     rows(tmp_path, ["1", "2", "1,234"])
     assert main(["validate", "--quick", "--all"]) == 0
     assert "3 right answers get 1 from 'integer'" in capsys.readouterr().out
@@ -131,7 +131,7 @@ def test_validate_all_refuses_a_reward_that_reads_few_answers_as_the_check_of_so
     assert main(["validate", "--quick", "--all", "--json"]) == 2
     found = json.loads(capsys.readouterr().out)
     assert found["problems"][0]["path"] == ["reward"] and found["problems"][0]["place"]["line"] == 8
-    assert found["ok"] is False and len(found["golds"][0]["examples"]) == 30
+    assert found["ok"] is False and len(found["answers"][0]["examples"]) == 30
 
 
 @pytest.mark.parametrize("every", [False, True])
@@ -148,9 +148,9 @@ def test_validate_scores_right_answers_once(
 
 
 def test_why_tells_of_the_first_answer_that_a_run_cannot_read() -> None:
-    story = Story()
+    story = EventNotes()
     event = {
-        "kind": "gold_unreadable",
+        "kind": "answer_unreadable",
         "t": 1.0,
         "slot": "reward/0",
         "item": "ab",

@@ -15,7 +15,7 @@ from relax_rt.roles.data.items import PromptItem
 from relax_rt.roles.rewards.checks import check_reward
 from relax_rt.roles.rewards.compose import Component, Rewards, combine, read_components, requested_info
 from relax_rt.roles.rewards.dry_run import dry_run
-from relax_rt.roles.rewards.scoring import Failed, Request, Score
+from relax_rt.roles.rewards.scoring import RewardFailed, RewardRequest, Score
 from relax_rt.roles.rewards.settings import RewardTable
 from relax_rt.roles.rewards.worker import FunctionSpec
 
@@ -126,14 +126,14 @@ def test_the_reward_is_the_weighted_sum_and_components_are_as_they_were() -> Non
 
 
 def test_a_failure_fails_the_sample_or_counts_nothing() -> None:
-    right, wrong = Score(1.0, {"reward": 1.0}), Failed("no")
-    assert combine([component("a"), component("b")], [right, wrong]) == Failed("b: no")
+    right, wrong = Score(1.0, {"reward": 1.0}), RewardFailed("no")
+    assert combine([component("a"), component("b")], [right, wrong]) == RewardFailed("b: no")
     found = combine([component("a"), component("b", forgive=True)], [right, wrong])
     assert found == Score(1.0, {"a": 1.0, "b": 0.0}, forgiven=("b: no",))
     # What takes too long in a reward that is known is the completion's doing.
-    late = Failed("late", excess=True)
+    late = RewardFailed("late", excess=True)
     unreadable = combine(
-        [component("a"), component("b")], [Failed("no gold", unreadable=True), Score(1.0, {"reward": 1.0})]
+        [component("a"), component("b")], [RewardFailed("no gold", unreadable=True), Score(1.0, {"reward": 1.0})]
     )
     assert unreadable == Score(1.0, {"a": 0.0, "b": 1.0}, forgiven=("a: no gold",), unreadable="a: no gold")
     assert combine([component("a", excess=True)], [late]) == Score(0.0, {"a": 0.0}, forgiven=("late",))
@@ -166,7 +166,7 @@ def hangs(completion, answer):
 """
 
 
-async def scored(folder: Path, requests: list[Request], *components: dict[str, Any], **keys: Any) -> list[Any]:
+async def scored(folder: Path, requests: list[RewardRequest], *components: dict[str, Any], **keys: Any) -> list[Any]:
     (folder / "mine.py").write_text(MINE)
     rewards = Rewards(table(*components, **keys), folder)
     try:
@@ -177,7 +177,7 @@ async def scored(folder: Path, requests: list[Request], *components: dict[str, A
 
 
 async def test_components_run_where_they_belong_and_are_added_up(tmp_path: Path) -> None:
-    requests = [Request(text, "42", {"tokens": 3}) for text in ("42", "raise", "x 42")]
+    requests = [RewardRequest(text, "42", {"tokens": 3}) for text in ("42", "raise", "x 42")]
     parts = ({"name": "exact", "weight": 0.5}, {"name": "regex", "pattern": "x"}, {"function": "mine.py:score"})
     first, failed, last = await scored(tmp_path, requests, *parts)
     assert first == Score(2.0, {"exact": 1.0, "regex": 0.0, "score": 1.5, "score.good": 1.0, "score.verdict": 0.5})
@@ -189,17 +189,17 @@ async def test_components_run_where_they_belong_and_are_added_up(tmp_path: Path)
 
 async def test_groups_are_put_together_and_fail_as_one(tmp_path: Path) -> None:
     # As two reward workers' batches might mix them.
-    requests = [Request("42", "42", {"tokens": 5 + n}, group=n % 2) for n in range(4)]
+    requests = [RewardRequest("42", "42", {"tokens": 5 + n}, group=n % 2) for n in range(4)]
     parts = ({"function": "mine.py:ranks", "group": True}, {"function": "mine.py:score", "weight": 0.0})
     assert [one.total for one in await scored(tmp_path, requests, *parts)] == [1, 1, 0, 0]
-    requests[3] = Request("raise", "42", {"tokens": 8}, group=1)
+    requests[3] = RewardRequest("raise", "42", {"tokens": 8}, group=1)
     results = await scored(tmp_path, requests, *parts)
-    assert [isinstance(one, Failed) for one in results] == [False, True, False, True]
+    assert [isinstance(one, RewardFailed) for one in results] == [False, True, False, True]
     assert "another completion of its group failed: score: mine.py:score raised" in results[1].reason
 
 
 async def test_a_function_of_ones_own_process_can_be_debugged(tmp_path: Path) -> None:
-    request = Request("42", "42", {"verdict": 0.25})
+    request = RewardRequest("42", "42", {"verdict": 0.25})
     (found,) = await scored(tmp_path, [request], function="mine.py:score", workers=0)
     assert found == Score(1.25, {"good": 1.0, "verdict": 0.25})
 
@@ -213,7 +213,7 @@ async def test_a_function_in_a_package_beside_the_config(tmp_path: Path, target:
     (tmp_path / "roles" / "mine.py").write_text("OWN = 1")
     text = "from .near import RIGHT\ndef score(said, right):\n    from roles.mine import OWN\n    return RIGHT * OWN\n"
     (tmp_path / "pack" / "sub.py").write_text(text)
-    (found,) = await scored(tmp_path, [Request("42", "42", {})], function=target, workers=workers)
+    (found,) = await scored(tmp_path, [RewardRequest("42", "42", {})], function=target, workers=workers)
     assert isinstance(found, Score) and found.total == 0.75
 
 

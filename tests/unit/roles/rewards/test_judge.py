@@ -13,19 +13,19 @@ from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rewards.builtin import judged
 from relax_rt.roles.rewards.judge import Judge, JudgeVerdict, Judging, LateVerdict, fields_of, with_verdict
-from relax_rt.roles.rewards.scoring import Failed, Request
+from relax_rt.roles.rewards.scoring import RewardFailed, RewardRequest
 from relax_rt.roles.rewards.settings import JudgeTable
 from relax_rt.roles.rollout.router import GenerationRequest, NotGenerated, Outcome
 
 TOKENIZER = ChatTokenizer(character_tokenizer(), Path())
-REQUEST = Request("42 {or so}", "43", {"question": "41 + 2 =", "metadata": {"level": 3}})
+REQUEST = RewardRequest("42 {or so}", "43", {"question": "41 + 2 =", "metadata": {"level": 3}})
 
 
 def judging(prompt: str = "{completion}", **keys: object) -> Judging:
     return Judging(JudgeTable.model_validate({"prompt": prompt, **keys}), TOKENIZER)
 
 
-def asked(judge: Judging, request: Request = REQUEST) -> str:
+def asked(judge: Judging, request: RewardRequest = REQUEST) -> str:
     return TOKENIZER.spell(judge.questions(request)[0].prompt)
 
 
@@ -39,7 +39,7 @@ def test_each_sample_has_a_seed_of_its_own_and_the_same_in_every_run() -> None:
     seeds = [question.seed for question in judge.questions(REQUEST)]
     assert len(set(seeds)) == 3 and all(0 <= seed < 1 << 63 for seed in seeds)
     assert seeds == [question.seed for question in judge.questions(REQUEST)]
-    other = Request("41", "43", REQUEST.info)
+    other = RewardRequest("41", "43", REQUEST.info)
     assert not set(seeds) & {question.seed for question in judge.questions(other)}
 
 
@@ -73,7 +73,7 @@ def test_several_answers_are_one_verdict_and_one_that_cannot_be_read_fails_the_s
     judge = judging()
     assert judge.verdict([TOKENIZER.encode("1"), TOKENIZER.encode("0.5")]) == JudgeVerdict(0.75, ["1", "0.5"])
     failed = judge.verdict([TOKENIZER.encode("1"), TOKENIZER.encode("well")])
-    assert isinstance(failed, Failed) and "'well'" in failed.reason and not isinstance(failed, LateVerdict)
+    assert isinstance(failed, RewardFailed) and "'well'" in failed.reason and not isinstance(failed, LateVerdict)
 
 
 async def test_what_fails_is_the_sample_and_not_the_batch() -> None:
@@ -88,9 +88,9 @@ async def test_what_fails_is_the_sample_and_not_the_batch() -> None:
 
     counted: list[int] = []
     judge = Judge(judging(highest=10.0), generate)
-    requests = [Request(text, "", {}) for text in ("word 3", "late", "5", "lost", "none")]
+    requests = [RewardRequest(text, "", {}) for text in ("word 3", "late", "5", "lost", "none")]
     found = await judge.verdicts(requests, lambda: counted.append(1))
-    assert [type(one) for one in found] == [JudgeVerdict, LateVerdict, JudgeVerdict, Failed, Failed]
+    assert [type(one) for one in found] == [JudgeVerdict, LateVerdict, JudgeVerdict, RewardFailed, RewardFailed]
     assert len(counted) == 5
     verdict = found[2]
     assert isinstance(verdict, JudgeVerdict)
@@ -103,4 +103,4 @@ async def test_a_prompt_that_names_what_an_item_lacks_fails_that_sample() -> Non
         raise AssertionError("it is not asked")
 
     (found,) = await Judge(judging("{completion} {colour}"), generate).verdicts([REQUEST])
-    assert isinstance(found, Failed) and "{colour}" in found.reason and "level" in found.reason
+    assert isinstance(found, RewardFailed) and "{colour}" in found.reason and "level" in found.reason

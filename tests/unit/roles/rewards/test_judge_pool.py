@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-from relax_rt.cluster.registry.core import RegistryCore, Stored
+from relax_rt.cluster.registry.core import RegistryCore, RegistryState
 from relax_rt.interfaces.registry import Changes
 from relax_rt.roles.rewards.judge import Judge, JudgeVerdict, Judging, LateVerdict
-from relax_rt.roles.rewards.scoring import Request
+from relax_rt.roles.rewards.scoring import RewardRequest
 from relax_rt.roles.rewards.settings import JudgeTable
 from relax_rt.roles.rollout.engines.base import Chunk, EngineLoad, GroupRequest
 from relax_rt.roles.rollout.generation import GenerationService
@@ -121,7 +121,7 @@ class Registry:
     """RegistryApi over the real account, as far as routers ask it."""
 
     def __init__(self) -> None:
-        self.core = RegistryCore(Stored(), 0.0)
+        self.core = RegistryCore(RegistryState(), 0.0)
 
     async def watch(self, since: int, wait_s: float) -> Changes:
         for _ in range(100):
@@ -150,8 +150,8 @@ async def judging(run: Run, **keys: Any) -> AsyncIterator[tuple[Router, Judge]]:
         yield router, Judge(Judging(table, Letters()), router.generate)  # type: ignore[arg-type]
 
 
-def requests(count: int) -> list[Request]:
-    return [Request("x" * (number + 1), "", {}) for number in range(count)]
+def requests(count: int) -> list[RewardRequest]:
+    return [RewardRequest("x" * (number + 1), "", {}) for number in range(count)]
 
 
 async def test_verdicts_come_from_judges_without_a_version_and_depend_on_the_completion() -> None:

@@ -19,7 +19,7 @@ from relax_rt.roles.rewards.dry_run import dry_run
 from relax_rt.roles.rewards.library.code import cases, same_text
 from relax_rt.roles.rewards.library.forms import unfenced
 from relax_rt.roles.rewards.library.functions import UnreadableAnswer, make_function, rewards
-from relax_rt.roles.rewards.scoring import Caller, Failed, Request, Score
+from relax_rt.roles.rewards.scoring import RewardCaller, RewardFailed, RewardRequest, Score
 from relax_rt.roles.rewards.settings import RewardTable
 
 DOCS = Path(__file__).parents[4] / "docs" / "guides" / "rewards.md"
@@ -166,12 +166,12 @@ async def command_here() -> list[str]:
 async def run(name: str, completion: str, given: Any, **options: Any) -> float | str:
     entry = {"entry_point": options.pop("entry")} if "entry" in options else {}
     options = {"box": "limits", "command": await command_here(), **options}
-    results: list[Score | Failed] = []
-    caller = Caller(make_function(name, options), None)
+    results: list[Score | RewardFailed] = []
+    caller = RewardCaller(make_function(name, options), None)
     await caller.together(
-        [Request(completion, "", {"metadata": {"tests": given, **entry}})], lambda i, r: results.append(r)
+        [RewardRequest(completion, "", {"metadata": {"tests": given, **entry}})], lambda i, r: results.append(r)
     )
-    return results[0].reason if isinstance(results[0], Failed) else results[0].total
+    return results[0].reason if isinstance(results[0], RewardFailed) else results[0].total
 
 
 DOUBLE = "Here:\n```python\nprint(2 * int(input()))\n```"
@@ -274,11 +274,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         thread.join()
 
 
-async def ask(completion: str, **options: Any) -> Score | Failed:
+async def ask(completion: str, **options: Any) -> Score | RewardFailed:
     function = make_function("http", options)
-    results: list[Score | Failed] = []
+    results: list[Score | RewardFailed] = []
     info = {"question": "q", "metadata": {"level": 1}, "private": object()}
-    await Caller(function, None).together([Request(completion, "a", info)], lambda i, r: results.append(r))
+    await RewardCaller(function, None).together([RewardRequest(completion, "a", info)], lambda i, r: results.append(r))
     await function.function.aclose()  # type: ignore[attr-defined]
     return results[0]
 
@@ -308,7 +308,7 @@ async def test_a_server_that_does_not_answer_well_fails_the_sample(
     server: str, completion: str, options: dict[str, Any], words: str, tries: int
 ) -> None:
     result = await ask(completion, **{"url": server, **options})
-    assert isinstance(result, Failed)
+    assert isinstance(result, RewardFailed)
     assert re.search(words, result.reason, re.DOTALL), result.reason
     assert Answers.tries == tries
 
@@ -323,4 +323,4 @@ async def test_a_busy_server_is_asked_again_and_a_silent_one_is_given_up(server:
     for writer in writers:
         writer.close()
         await writer.wait_closed()
-    assert isinstance(result, Failed) and "no answer within timeout_s = 0.3 s" in result.reason
+    assert isinstance(result, RewardFailed) and "no answer within timeout_s = 0.3 s" in result.reason

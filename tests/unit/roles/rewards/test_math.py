@@ -12,7 +12,7 @@ from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.library import maths
 from relax_rt.roles.rewards.library.final_answer import boxed, candidates
 from relax_rt.roles.rewards.library.functions import UnreadableAnswer, make_function
-from relax_rt.roles.rewards.scoring import Request, Score
+from relax_rt.roles.rewards.scoring import RewardRequest, Score
 from relax_rt.roles.rewards.settings import RewardTable
 
 pytestmark = pytest.mark.skipif(find_spec("math_verify") is None, reason="math-verify is not installed")
@@ -80,11 +80,11 @@ def test_numbers_that_are_only_large_are(large: str) -> None:
 async def test_no_worker_is_lost_to_a_tower() -> None:
     lost: list[str] = []
     scorer = Rewards(RewardTable(function="math"), Path(), on_lost=lost.append)
-    requests = [Request(f"\\boxed{{{tower}}}", "5", {}, group) for group, tower in enumerate(TOWERS)]
+    requests = [RewardRequest(f"\\boxed{{{tower}}}", "5", {}, group) for group, tower in enumerate(TOWERS)]
     try:
         await scorer.start()
         results = await scorer.score(requests)
-        unreadable = await scorer.score_one(Request("\\boxed{1}", "5!!", {}))
+        unreadable = await scorer.score_one(RewardRequest("\\boxed{1}", "5!!", {}))
     finally:
         await scorer.close()
     assert [result.total for result in results if isinstance(result, Score)] == [0.0] * len(TOWERS)

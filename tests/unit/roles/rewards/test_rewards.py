@@ -26,14 +26,14 @@ from relax_rt.roles.rewards.dry_run import dry_run, offered_info
 from relax_rt.roles.rewards.library.functions import RewardFunction, UnreadableAnswer, load_reward
 from relax_rt.roles.rewards.role import MAX_FAILURES, RewardRole
 from relax_rt.roles.rewards.scoring import (
-    Caller,
     CallStuck,
     CallThread,
-    Failed,
-    Request,
+    RewardCaller,
+    RewardFailed,
+    RewardRequest,
     Score,
     ThreadScorer,
-    read_score,
+    parse_score,
 )
 from relax_rt.roles.rewards.settings import RewardSettings, RewardTable
 from relax_rt.roles.rewards.worker import TaskSpec
@@ -46,12 +46,14 @@ def user_file(folder: Path, code: str, name: str = "my_reward.py") -> str:
     return f"{name}:reward"
 
 
-def request(completion: str = "46", answer: str = "46", **info: Any) -> Request:
-    return Request(completion, answer, info)
+def request(completion: str = "46", answer: str = "46", **info: Any) -> RewardRequest:
+    return RewardRequest(completion, answer, info)
 
 
-def score_with(function: Callable[..., Any], *requests: Request, timeout_s: float = 30.0) -> list[Score | Failed]:
-    async def scored() -> list[Score | Failed]:
+def score_with(
+    function: Callable[..., Any], *requests: RewardRequest, timeout_s: float = 30.0
+) -> list[Score | RewardFailed]:
+    async def scored() -> list[Score | RewardFailed]:
         scorer = in_thread(RewardFunction(function, "f"), timeout_s)
         try:
             return await scorer.score(list(requests))
@@ -62,7 +64,7 @@ def score_with(function: Callable[..., Any], *requests: Request, timeout_s: floa
 
 
 def in_thread(function: RewardFunction, timeout_s: float) -> ThreadScorer:
-    return ThreadScorer(Caller(function, timeout_s), timeout_s)
+    return ThreadScorer(RewardCaller(function, timeout_s), timeout_s)
 
 
 # --- loading
@@ -163,7 +165,7 @@ def test_a_function_with_such_names_that_can_be_called_is_taken(tmp_path: Path, 
 
 def test_a_list_for_one_completion_is_told_of_groups() -> None:
     (failed,) = score_with(lambda completion, answer: [0.0], request())
-    assert isinstance(failed, Failed) and "group = true" in failed.reason
+    assert isinstance(failed, RewardFailed) and "group = true" in failed.reason
 
 
 def test_information_is_given_by_parameter_name() -> None:
@@ -232,12 +234,12 @@ def test_a_callable_object_is_a_reward() -> None:
     ],
 )
 def test_scores_are_read(value: Any, total: float, components: dict[str, float]) -> None:
-    assert read_score(value) == Score(total, components)
+    assert parse_score(value) == Score(total, components)
 
 
 def test_rewards_of_turns_are_read() -> None:
-    assert read_score({"right": 1, "turn_rewards": [0, np.float32(0.5)]}) == Score(1.0, {"right": 1.0}, (0.0, 0.5))
-    assert read_score({"turn_rewards": [0.25, 0.5]}) == Score(0.75, {"reward": 0.75}, (0.25, 0.5))
+    assert parse_score({"right": 1, "turn_rewards": [0, np.float32(0.5)]}) == Score(1.0, {"right": 1.0}, (0.0, 0.5))
+    assert parse_score({"turn_rewards": [0.25, 0.5]}) == Score(0.75, {"reward": 0.75}, (0.25, 0.5))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +252,7 @@ def test_rewards_of_turns_are_read() -> None:
 )
 def test_what_is_no_finite_number_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="returned"):
-        read_score(value)
+        parse_score(value)
 
 
 # --- scoring
@@ -265,7 +267,7 @@ def test_an_error_fails_its_own_sample_with_the_users_line(tmp_path: Path, monke
     good, bad = asyncio.run(scorer.score([request('{"r": 1}'), request("{")]))
     asyncio.run(scorer.close())
     assert good == Score(1.0, {"reward": 1.0})
-    assert isinstance(bad, Failed) and not bad.stuck
+    assert isinstance(bad, RewardFailed) and not bad.stuck
     assert "JSONDecodeError" in bad.reason and f"{tmp_path / 'my_reward.py'}:3" in bad.reason
 
 
@@ -277,7 +279,7 @@ def test_whatever_user_code_raises_fails_only_the_sample(error: BaseException) -
         return 1.0
 
     first, second = score_with(plain, request("bad"), request("good"))
-    assert isinstance(first, Failed) and not first.stuck and type(error).__name__ in first.reason
+    assert isinstance(first, RewardFailed) and not first.stuck and type(error).__name__ in first.reason
     assert second == Score(1.0, {"reward": 1.0})
 
 
@@ -294,8 +296,8 @@ async def test_a_hanging_call_is_given_up_and_the_rest_is_scored() -> None:
     results = await scorer.score([request("a"), request("slow"), request("b")], lambda: seen.append(1))
     release.set()
     await scorer.close()
-    assert [isinstance(r, Failed) for r in results] == [False, True, False]
-    assert isinstance(results[1], Failed) and results[1].stuck and "reward.timeout_s = 1 s" in results[1].reason
+    assert [isinstance(r, RewardFailed) for r in results] == [False, True, False]
+    assert isinstance(results[1], RewardFailed) and results[1].stuck and "reward.timeout_s = 1 s" in results[1].reason
     assert len(seen) == 3
 
 
@@ -313,8 +315,10 @@ def test_async_rewards_run_together_and_time_out_apart() -> None:
 
     results = score_with(judge, request("1"), request("slow"), request("bad"), request("2"), timeout_s=1.0)
     assert results[0] == Score(1.0, {"reward": 1.0}) and results[3] == Score(2.0, {"reward": 2.0})
-    assert isinstance(results[1], Failed) and not results[1].stuck and "did not return within" in results[1].reason
-    assert isinstance(results[2], Failed) and "ValueError: no" in results[2].reason
+    assert (
+        isinstance(results[1], RewardFailed) and not results[1].stuck and "did not return within" in results[1].reason
+    )
+    assert isinstance(results[2], RewardFailed) and "ValueError: no" in results[2].reason
     assert together[1] == 4
 
 
@@ -330,7 +334,7 @@ async def test_an_async_reward_that_blocks_its_loop_is_stuck(monkeypatch: pytest
     (result,) = await scorer.score([request()])
     release.set()
     await scorer.close()
-    assert isinstance(result, Failed) and result.stuck
+    assert isinstance(result, RewardFailed) and result.stuck
 
 
 async def test_an_abandoned_thread_does_not_answer_later_calls() -> None:
@@ -555,7 +559,7 @@ async def test_a_setup_that_fails_waits_for_no_function_that_loads_for_long(monk
         raise RelaxError("the tokenizer")
 
     monkeypatch.setattr(role.rewards, "start", start)
-    monkeypatch.setattr(role, "_make_rewards", lambda: role.rewards)
+    monkeypatch.setattr("relax_rt.roles.rewards.role.Rewards", lambda *args: role.rewards)
     monkeypatch.setattr(role, "_load", load)
     async with asyncio.timeout(120):
         with pytest.raises(RelaxError, match="the tokenizer"):
@@ -572,7 +576,7 @@ async def test_an_answer_that_cannot_be_read_counts_0_and_is_told_of_once(tokeni
     queue = await run_role(role, tokenizer, batches)
     assert [failures for _, failures in queue.completed] == [[], []]
     assert all(column["reward"] == 0 for columns, _ in queue.completed for column in columns.values())
-    (fields,) = [fields for kind, fields in told.events if kind == "gold_unreadable"]
+    (fields,) = [fields for kind, fields in told.events if kind == "answer_unreadable"]
     assert (fields["item"], fields["items"]) == ("i", 1) and "'2' cannot be read: it is no number" in fields["reason"]
     assert not any(kind in ("reward_failed", "reward_forgiven") for kind, _ in told.events)
     assert sum(record["unreadable"] for record in told.metrics) == 3 and told.metrics[0]["forgiven"] == 0

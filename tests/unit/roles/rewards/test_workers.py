@@ -14,8 +14,8 @@ import pytest_asyncio
 from sandbox_leftovers import nothing_left, workers
 
 from relax_rt.process.sandbox import probe
-from relax_rt.roles.rewards.scoring import Failed, Request, Score
-from relax_rt.roles.rewards.worker import FunctionSpec, Setup
+from relax_rt.roles.rewards.scoring import RewardFailed, RewardRequest, Score
+from relax_rt.roles.rewards.worker import FunctionSpec, RewardWorkerSetup
 from relax_rt.roles.rewards.workers import RewardWorkers
 from relax_rt.transport.rpc.errors import RelaxError
 
@@ -110,7 +110,7 @@ async def made(
     """All functions in one pool."""
     (folder / "mine.py").write_text(FUNCTIONS)
     functions = [FunctionSpec(f"mine.py:{name}", group=name == "ranks") for name in NAMES]
-    pool = RewardWorkers(Setup(functions, str(folder), timeout_s), size, processes=24, memory_mib=512)
+    pool = RewardWorkers(RewardWorkerSetup(functions, str(folder), timeout_s), size, processes=24, memory_mib=512)
     pool.pool.level = level  # type: ignore[assignment]
     try:
         await pool.start()
@@ -122,13 +122,13 @@ async def made(
         nothing_left(word)
 
 
-async def call(pool: RewardWorkers, name: str, *completions: str) -> list[Score | Failed]:
-    requests = [Request(text, "a", {"tokens": n}) for n, text in enumerate(completions)]
+async def call(pool: RewardWorkers, name: str, *completions: str) -> list[Score | RewardFailed]:
+    requests = [RewardRequest(text, "a", {"tokens": n}) for n, text in enumerate(completions)]
     return await pool.score(NAMES.index(name), requests)
 
 
-def reason(result: Score | Failed) -> str:
-    assert isinstance(result, Failed), result
+def reason(result: Score | RewardFailed) -> str:
+    assert isinstance(result, RewardFailed), result
     return result.reason
 
 
@@ -176,10 +176,10 @@ async def usual(tmp_path: Path, word: str) -> AsyncIterator[RewardWorkers]:
 
 async def test_what_stands_before_and_behind_a_hanging_call_is_scored(usual: RewardWorkers) -> None:
     seen: list[int] = []
-    requests = [Request(text, "a", {}) for text in ("a", "hang", "b", "c")]
+    requests = [RewardRequest(text, "a", {}) for text in ("a", "hang", "b", "c")]
     results = await usual.score(NAMES.index("hangs"), requests, lambda: seen.append(1))
-    assert [isinstance(result, Failed) for result in results] == [False, True, False, False]
-    assert isinstance(results[1], Failed) and results[1].excess and not results[1].stuck
+    assert [isinstance(result, RewardFailed) for result in results] == [False, True, False, False]
+    assert isinstance(results[1], RewardFailed) and results[1].excess and not results[1].stuck
     assert len(seen) == 4
 
 
@@ -210,9 +210,9 @@ async def test_async_functions_run_together_and_time_out_apart(usual: RewardWork
 
 
 async def test_a_group_is_scored_by_one_call_and_fails_as_one(usual: RewardWorkers) -> None:
-    requests = [Request(str(n), "a", {"tokens": 10 - n}, group=n // 2) for n in range(4)]
+    requests = [RewardRequest(str(n), "a", {"tokens": 10 - n}, group=n // 2) for n in range(4)]
     assert [r.total for r in await usual.score(NAMES.index("ranks"), requests) if isinstance(r, Score)] == [0.5, 0] * 2
-    requests[0] = Request("raise", "a", {"tokens": 1})
+    requests[0] = RewardRequest("raise", "a", {"tokens": 1})
     first, second, *others = await usual.score(NAMES.index("ranks"), requests)
     assert "ZeroDivisionError" in reason(first) and reason(first) == reason(second)
     assert all(isinstance(result, Score) for result in others)
@@ -229,7 +229,9 @@ async def test_a_worker_that_is_killed_from_outside_is_replaced(tmp_path: Path, 
         for pid in workers(word):
             os.kill(pid, 9)
         (result,) = await task
-        assert "its process ended: signal 9" in reason(result) and isinstance(result, Failed) and not result.excess
+        assert (
+            "its process ended: signal 9" in reason(result) and isinstance(result, RewardFailed) and not result.excess
+        )
         assert isinstance((await call(pool, "good", "a"))[0], Score)
 
 
@@ -241,7 +243,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 async def test_a_function_that_cannot_be_loaded_is_told_with_its_line(folder: Path, word: str) -> None:
-    pool = RewardWorkers(Setup([FunctionSpec("wrong.py:f")], str(folder), 5.0), 1)
+    pool = RewardWorkers(RewardWorkerSetup([FunctionSpec("wrong.py:f")], str(folder), 5.0), 1)
     with pytest.raises(RelaxError, match=r"reward\.function = 'wrong\.py:f': .*ZeroDivisionError.* at .*wrong\.py:2"):
         await pool.start()
     await pool.close()
@@ -250,7 +252,7 @@ async def test_a_function_that_cannot_be_loaded_is_told_with_its_line(folder: Pa
 
 async def test_a_function_that_ends_the_process_when_it_is_imported_is_told(folder: Path, word: str) -> None:
     (folder / "ends.py").write_text("import os\nos._exit(3)\n")
-    pool = RewardWorkers(Setup([FunctionSpec("ends.py:f")], str(folder), 5.0), 1)
+    pool = RewardWorkers(RewardWorkerSetup([FunctionSpec("ends.py:f")], str(folder), 5.0), 1)
     with pytest.raises(RelaxError, match="its process ended: exit code 3"):
         await pool.start()
     await pool.close()

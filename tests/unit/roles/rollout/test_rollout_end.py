@@ -38,7 +38,7 @@ def role_with(
     parts = {
         "resources": resources,
         "_unreliable": False,
-        "_measure": lambda: None,
+        "_record_metrics": lambda: None,
         "failure": lambda _: None,
         "engine": SimpleNamespace(close=told("close engine", error=close_error)),
         "queue": SimpleNamespace(groups={7}, release_groups=give_back, save_partials=told("mark")),
@@ -101,7 +101,7 @@ class Stopping:
 
         begun, stopping = asyncio.Event(), asyncio.Event()
         stopping.set()
-        waits = dict.fromkeys(("_ask", "_deliver", "_journal", "_report"), for_ever)
+        waits = dict.fromkeys(("_admit_groups", "_put_finished", "_journal", "_report"), for_ever)
         failure = SimpleNamespace(wait=for_ever, check=lambda: None)
         parts = {"ctx": SimpleNamespace(stopping=stopping), "time_slicing": None, "failure": failure}
         vars(self.role).update(**waits, **parts, _follow=follow, _release_all=hand_over)

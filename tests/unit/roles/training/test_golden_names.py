@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from golden_tables import Layers, Parameter, read
 
-from relax_rt.roles.models.parallel import Sizes
+from relax_rt.roles.models.parallel import ParallelSizes
 from relax_rt.roles.models.shape import read_shape, shape_of
 from relax_rt.roles.training.megatron.layout import LocalParameter, ModelDivision, Naming, hf_tensors, naming_of
 from relax_rt.roles.training.megatron.resharding import ReshardPlan, plan_buckets
@@ -29,7 +29,7 @@ both_namings = pytest.mark.parametrize("layers", NAMES)
 def plan_of(table: str, layers: Layers) -> ReshardPlan:
     """What the mapping makes of the model, under the naming that it sees in the parameters' names."""
     golden = read(table)
-    sizes = Sizes(
+    sizes = ParallelSizes(
         world=golden.division["count"],
         tensor=golden.division["tensor_parallel"],
         pipeline=golden.division["pipeline_parallel"],

@@ -11,7 +11,7 @@ import torch
 from megatron_sharder import Gang, make_state, shard
 from safetensors.torch import save_file
 
-from relax_rt.roles.models.parallel import Sizes
+from relax_rt.roles.models.parallel import ParallelSizes
 from relax_rt.roles.models.shape import shape_of
 from relax_rt.roles.training.checkpoints.optimizer_state import (
     OptimizerFiles,
@@ -52,7 +52,7 @@ GANGS = [
 
 def planned(gang: Gang, shards: list[Any], config: dict[str, Any]) -> ReshardPlan:
     padded = -(-config["vocab_size"] // (gang.pad_to * gang.tp)) * gang.pad_to * gang.tp
-    sizes = Sizes(
+    sizes = ParallelSizes(
         world=gang.world, tensor=gang.tp, pipeline=gang.pp, context=gang.cp, expert=gang.ep, expert_tensor=gang.etp
     )
     names = [name for rank in shards for chunk in rank for name in chunk]

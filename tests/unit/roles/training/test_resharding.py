@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from megatron_sharder import Gang, State, make_state, shard  # noqa: E402
 
-from relax_rt.roles.models.parallel import Sizes  # noqa: E402
+from relax_rt.roles.models.parallel import ParallelSizes  # noqa: E402
 from relax_rt.roles.models.shape import shape_of  # noqa: E402
 from relax_rt.roles.training.megatron.layout import ModelDivision, Naming, hf_tensors, naming_of  # noqa: E402
 from relax_rt.roles.training.megatron.resharding import (  # noqa: E402  # noqa: E402
@@ -47,7 +47,7 @@ def config_of(kind: str, **more: Any) -> dict[str, Any]:
 
 
 def division_of(gang: Gang, config: dict[str, Any]) -> ModelDivision:
-    sizes = Sizes(
+    sizes = ParallelSizes(
         world=gang.world, tensor=gang.tp, pipeline=gang.pp, context=gang.cp, expert=gang.ep, expert_tensor=gang.etp
     )
     multiple = gang.pad_to * gang.tp
@@ -147,10 +147,10 @@ def test_experts_stacked_as_in_memory_have_the_same_rows() -> None:
 
 
 def test_layers_of_uneven_stages() -> None:
-    division = ModelDivision(sizes=Sizes(world=3, pipeline=3), first_layers=1, last_layers=2)
+    division = ModelDivision(sizes=ParallelSizes(world=3, pipeline=3), first_layers=1, last_layers=2)
     assert [list(division.layers(7, stage, 0)) for stage in range(3)] == [[0], [1, 2, 3, 4], [5, 6]]
     with pytest.raises(Refused, match="7 layers over 2 stages"):
-        ModelDivision(sizes=Sizes(world=2, pipeline=2)).check(shape_of(config_of("qwen3", num_hidden_layers=7)))
+        ModelDivision(sizes=ParallelSizes(world=2, pipeline=2)).check(shape_of(config_of("qwen3", num_hidden_layers=7)))
 
 
 def test_weights_are_published_in_another_dtype() -> None:
@@ -263,13 +263,13 @@ def test_a_part_that_is_not_whole_is_named() -> None:
 @pytest.mark.parametrize(
     ("sizes", "config", "why"),
     [
-        (Sizes(world=3, tensor=3), {}, "32 columns of the output projection over tensor = 3"),
-        (Sizes(world=4, expert=4), {"kind": "qwen3_moe", "num_experts": 6}, "6 experts over expert = 4"),
-        (Sizes(world=2, pipeline=2), {"num_hidden_layers": 3}, "3 layers over 2 stages"),
-        (Sizes(world=2, tensor=2), {}, "19 rows of the padded vocabulary over tensor = 2"),
+        (ParallelSizes(world=3, tensor=3), {}, "32 columns of the output projection over tensor = 3"),
+        (ParallelSizes(world=4, expert=4), {"kind": "qwen3_moe", "num_experts": 6}, "6 experts over expert = 4"),
+        (ParallelSizes(world=2, pipeline=2), {"num_hidden_layers": 3}, "3 layers over 2 stages"),
+        (ParallelSizes(world=2, tensor=2), {}, "19 rows of the padded vocabulary over tensor = 2"),
     ],
 )
-def test_what_does_not_divide_is_refused(sizes: Sizes, config: dict[str, Any], why: str) -> None:
+def test_what_does_not_divide_is_refused(sizes: ParallelSizes, config: dict[str, Any], why: str) -> None:
     shape = shape_of(config_of(config.pop("kind", "qwen3"), **config))
     with pytest.raises(Refused, match=why):
         plan_buckets(shape, ModelDivision(sizes=sizes), dtype="float32")
@@ -278,7 +278,7 @@ def test_what_does_not_divide_is_refused(sizes: Sizes, config: dict[str, Any], w
 def test_a_row_larger_than_a_bucket_is_refused() -> None:
     with pytest.raises(Refused, match=r"a row of model.embed_tokens.weight has 32"):
         plan_buckets(
-            shape_of(config_of("qwen3")), ModelDivision(sizes=Sizes(world=1)), dtype="float32", bucket_bytes=16
+            shape_of(config_of("qwen3")), ModelDivision(sizes=ParallelSizes(world=1)), dtype="float32", bucket_bytes=16
         )
 
 

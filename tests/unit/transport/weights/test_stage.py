@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from relax_rt.transport.rpc.errors import Corrupt, Gone, OutOfSpace, StaleEpoch
-from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout, Manifest, layout_of
+from relax_rt.transport.rpc.errors import Gone, OutOfSpace, StaleEpoch
+from relax_rt.transport.weights.manifest import Layout, Manifest, layout_of
 from relax_rt.transport.weights.stage import (
     MAX_BUFFERS,
     WeightStage,
+    copy_verified,
     delta_file,
-    fetch,
     keep_file,
+    pinned,
     read_manifest,
     wire_file,
 )
@@ -31,6 +32,11 @@ def publish(stage: WeightStage, version: int, fill: int, keep: int = 0, layout: 
     with stage.writing(layout, keep) as (file, view):
         view[:] = bytes([fill]) * layout.nbytes
         return stage.seal(version, layout, file, view)
+
+
+def fetch(folder: Path, manifest: Manifest, into: memoryview) -> None:
+    with pinned(folder, manifest) as view:
+        copy_verified(manifest, view, into)
 
 
 def test_a_fetched_copy_is_what_was_staged(tmp_path: Path) -> None:
@@ -45,16 +51,6 @@ def test_tensors_are_aligned_and_do_not_overlap() -> None:
     ends = [(e.offset, e.offset + e.nbytes) for e in LAYOUT.entries]
     assert all(start % 64 == 0 for start, _ in ends)
     assert ends[0][1] <= ends[1][0] <= LAYOUT.nbytes
-
-
-def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
-    layout = layout_of([("w", "float32", (BUCKET_BYTES // 2,), BUCKET_BYTES * 2)])
-    manifest = publish(WeightStage(tmp_path, 1), 1, 1, layout=layout)
-    with (tmp_path / manifest.file).open("r+b") as file:
-        file.seek(BUCKET_BYTES + 5)
-        file.write(b"\xff")
-    with pytest.raises(Corrupt, match=f"bytes {BUCKET_BYTES}-{2 * BUCKET_BYTES}"):
-        fetch(tmp_path, manifest, memoryview(bytearray(layout.nbytes)))
 
 
 def test_the_committed_version_survives_later_stages(tmp_path: Path) -> None:

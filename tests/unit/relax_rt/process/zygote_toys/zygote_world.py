@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Self
 
 from relax_rt.process.child import packet_pair
 from relax_rt.process.limits import ProcessLimits
-from relax_rt.process.zygote_pool import ForkFailed, ForkRequest, ZygoteKey, ZygotePool
+from relax_rt.process.zygote import ForkMsg
+from relax_rt.process.zygote_pool import ForkFailed, ZygoteKey, ZygotePool
 from relax_rt.supervision.spawner import RoleSpawner
 
 TOYS = Path(__file__).parent
@@ -79,16 +80,11 @@ class World:
 
     async def _fork(self, theirs: socket.socket, needs: Sequence[str], nice: int, env: dict[str, str]) -> int:
         with theirs, self.log.open("ab", buffering=0) as log:
-            return await self.zygotes.fork(
-                ForkRequest(
-                    key=KEY,
-                    entry="relax_rt.hosting.host:main",
-                    needs=needs,
-                    argv=[sys.executable, "-m", "relax_rt.hosting.host", "toy/0"],
-                    env={"RELAX_SLOT": "toy/0", "RELAX_EPOCH": "7", **env},
-                    log_fd=log.fileno(),
-                    fds={"RELAX_CONTROL_FD": theirs.fileno()},
-                    tags=("RELAX_SLOT", "RELAX_EPOCH"),
-                    limits=ProcessLimits(nice=nice),
-                )
+            order = ForkMsg(
+                entry="relax_rt.hosting.host:main",
+                argv=[sys.executable, "-m", "relax_rt.hosting.host", "toy/0"],
+                env={"RELAX_SLOT": "toy/0", "RELAX_EPOCH": "7", **env},
+                tags=("RELAX_SLOT", "RELAX_EPOCH"),
+                limits=ProcessLimits(nice=nice),
             )
+            return await self.zygotes.fork(KEY, order, [log.fileno(), theirs.fileno()], needs=needs)

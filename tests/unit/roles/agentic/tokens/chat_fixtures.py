@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
-from relax_rt.roles.agentic.tokens.types import PromptPlan, Sampled
+from relax_rt.roles.agentic.tokens.types import PromptPlan, SampledCompletion
 from relax_rt.roles.models.resolve import resolve_model, smollm2_file
 from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
@@ -146,15 +146,15 @@ def tokens_of(chat: ChatTemplate, words: str, *, letters: bool = False) -> list[
     return [token for letter in words for token in chat.encode(letter)]
 
 
-def made(tokens: Sequence[int], finish_reason: str = "stop", version: int = 1) -> Sampled:
+def made(tokens: Sequence[int], finish_reason: str = "stop", version: int = 1) -> SampledCompletion:
     """A completion of these tokens, each with a log-probability of its own."""
     count = len(tokens)
     logprobs = tuple(-(token % 97 + 1) / 64 - place / 8 for place, token in enumerate(tokens))
     spans = (VersionSpan(0, count, version, version),) if count else ()
-    return Sampled(tuple(tokens), logprobs, spans, finish_reason)
+    return SampledCompletion(tuple(tokens), logprobs, spans, finish_reason)
 
 
-def says(chat: ChatTemplate, words: str, finish_reason: str = "stop") -> Sampled:
+def says(chat: ChatTemplate, words: str, finish_reason: str = "stop") -> SampledCompletion:
     """A completion with these words, and the stop token if it was not cut."""
     end = [chat.tokenizer.end_id] if finish_reason == "stop" else []
     return made([*tokens_of(chat, words), *end], finish_reason)

@@ -26,7 +26,7 @@ pytest.register_assert_rewrite("harness")
 
 from harness import MemorySource, model_of  # noqa: E402
 
-from relax_rt.roles.agentic.tokens.parsers import Parsed, ToolCall  # noqa: E402
+from relax_rt.roles.agentic.tokens.parsers import ParsedCompletion, ToolCall  # noqa: E402
 from relax_rt.roles.agentic.tokens.template import ChatTemplate  # noqa: E402
 from relax_rt.roles.agentic.tokens.types import Tool  # noqa: E402
 from relax_rt.roles.models.chat_template import written_arguments  # noqa: E402
@@ -50,9 +50,9 @@ WEIGHTS = 3
 class Calling(ChatTemplate):
     """Takes some of what a model without sense says for tool calls."""
 
-    def parse(self, text: str, tools: Sequence[Tool], *, prompt: str) -> Parsed:
+    def parse(self, text: str, tools: Sequence[Tool], *, prompt: str) -> ParsedCompletion:
         if tools and len(text) % 3 == 0:
-            return Parsed("", calls=(ToolCall("add", written_arguments({"note": text, "a": 1})),))
+            return ParsedCompletion("", calls=(ToolCall("add", written_arguments({"note": text, "a": 1})),))
         return super().parse(text, tools, prompt=prompt)
 
 

@@ -29,7 +29,7 @@ torch = pytest.importorskip("torch")
 
 from relax_rt.roles.agentic import Reply, Task  # noqa: E402
 from relax_rt.roles.agentic.episode import EpisodeChat, EpisodeLimits, PlayedEpisode, ReplySampling, play  # noqa: E402
-from relax_rt.roles.agentic.loading import Factory  # noqa: E402
+from relax_rt.roles.agentic.loading import EnvironmentFactory  # noqa: E402
 from relax_rt.roles.agentic.samples import make_sample  # noqa: E402
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger  # noqa: E402
 from relax_rt.roles.base.sample import Sample, SampleMeta  # noqa: E402
@@ -75,7 +75,9 @@ class Client:
             seed=seed, temperature=self.temperature, stop_ids=stops, session="s", routing=self.world.moe
         )
         talk = EpisodeChat(ledger, self.world.generate, LIMITS, sampling)
-        return await play(Factory("test", lambda: self, blocking=False, plays=True), self.plays, TASK, talk, LIMITS)
+        return await play(
+            EnvironmentFactory("test", lambda: self, blocking=False, plays=True), self.plays, TASK, talk, LIMITS
+        )
 
     async def plays(self, task: Task, talk: EpisodeChat) -> float:
         for _ in range(self.draw(st.integers(1, 4))):

@@ -18,7 +18,7 @@ from relax_rt.roles.agentic.tokens.ledger import TokenLedger
 from relax_rt.roles.agentic.tokens.messages import message_key
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.tokens.tree import SessionLoad
-from relax_rt.roles.agentic.tokens.types import Drift, PromptPlan, Reply, Sampled
+from relax_rt.roles.agentic.tokens.types import Drift, LedgerReply, PromptPlan, SampledCompletion
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 WORDS = st.sampled_from(["yes", "No, it is not.", "a\nb", "1 + 1 = 2", "<b>", '{"a": 1}', "<tool", "x" * 30])
@@ -51,7 +51,7 @@ class Session:
     views: list[View] = field(default_factory=list)
     given: list[View] = field(default_factory=list)
     """All that there ever was, also what was abandoned."""
-    record: dict[str, tuple[PromptPlan, Sampled]] = field(default_factory=dict)
+    record: dict[str, tuple[PromptPlan, SampledCompletion]] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
     """Of each completion: the number that is in its routing rows."""
 
@@ -120,23 +120,23 @@ class Session:
             told = rows_of(self.said, start, prompt - 1)
             own = rows_of(self.said, prompt - 1, prompt - 1 + len(what.tokens))
             what = msgspec.structs.replace(what, routing=own, prompt_routing=told)
-        reply = self.book.sampled(plan, what)
+        reply = self.book.record(plan, what)
         self.record[reply.id] = (plan, what)
         self.rows[reply.id] = self.said
         sent, meant = [*view.sent, self.sent_back(self.told(reply))], [*view.meant, copy.deepcopy(reply.message)]
         self.views.append(View(sent, meant, plan))
         self.given.append(self.views[-1])
 
-    def told(self, reply: Reply) -> Reply:
+    def told(self, reply: LedgerReply) -> LedgerReply:
         """What the client hears of a reply: that up to the stop string, if it has one."""
         content = reply.message["content"] or ""
         if "stops" not in self.ways or STOP not in content:
             return reply
         message = {**reply.message, "content": content.partition(STOP)[0]}
-        self.book.told(reply.id, message)
+        self.book.record_delivered(reply.id, message)
         return msgspec.structs.replace(reply, message=message)
 
-    def sample(self) -> Sampled:
+    def sample(self) -> SampledCompletion:
         # Where no two completions say the same it is known which one a client means that names none.
         words = self.draw(st.sampled_from(["yes", "no"]))
         words = words if "repeats" in self.ways else f"{chr(ord('A') + self.said)} {self.draw(WORDS)}"
@@ -155,9 +155,9 @@ class Session:
         spans = [VersionSpan(0, middle, version, version), VersionSpan(middle, count, version + 1, version)]
         logprobs = tuple(-(self.said * 1000 + place + 1) / 1024 for place in range(count))
         known = tuple(span for span in spans if span.start < span.end)
-        return Sampled(tuple(tokens), logprobs, known, "length" if cut else "stop")
+        return SampledCompletion(tuple(tokens), logprobs, known, "length" if cut else "stop")
 
-    def sent_back(self, reply: Reply) -> dict[str, Any]:
+    def sent_back(self, reply: LedgerReply) -> dict[str, Any]:
         """As clients send a reply back: without thoughts, with space around words, arguments spaced otherwise."""
         message = copy.deepcopy(reply.message)
         if "rewrites" in self.ways:

@@ -12,20 +12,20 @@ from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.tokens.tree import (
     CallNode,
     CompletionNode,
+    ConversationTree,
     SessionLoad,
-    Tree,
     calls_below,
     completion_path,
     token_path,
 )
-from relax_rt.roles.agentic.tokens.types import Sampled
+from relax_rt.roles.agentic.tokens.types import SampledCompletion
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 TURNS = 3000
-WHAT = Sampled((7, 8), (-1.0, -2.0), (VersionSpan(0, 2, 1, 1),), "stop")
+WHAT = SampledCompletion((7, 8), (-1.0, -2.0), (VersionSpan(0, 2, 1, 1),), "stop")
 
 
-def grown(tree: Tree, turns: int) -> CompletionNode:
+def grown(tree: ConversationTree, turns: int) -> CompletionNode:
     """A conversation of so many turns, three tokens rendered and two sampled in each."""
     completion: CompletionNode | None = None
     for number in range(turns):
@@ -45,7 +45,7 @@ def grown(tree: Tree, turns: int) -> CompletionNode:
 
 
 def test_a_conversation_may_be_longer_than_the_stack() -> None:
-    tree = Tree()
+    tree = ConversationTree()
     last = grown(tree, TURNS)
     assert 2 * sys.getrecursionlimit() < TURNS
     assert (last.end, last.depth) == (5 * TURNS, 2 * TURNS)
@@ -68,7 +68,7 @@ def test_a_session_of_many_turns() -> None:
     lengths = []
     for _ in range(360):
         plan = book.prompt(messages, previous=last or None, max_new_tokens=4)
-        reply = book.sampled(plan, says(chat, "b"))
+        reply = book.record(plan, says(chat, "b"))
         last = reply.id
         messages += [reply.message, user("c")]
         lengths.append(len(plan.tokens))

@@ -12,7 +12,7 @@ from chat_fixtures import MOVES_TOOLS, QWEN3, TOOLS, made, prompt_text, qwen3, s
 
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
-from relax_rt.roles.agentic.tokens.types import Branch, Counts, PromptPlan, Reply, Sampled
+from relax_rt.roles.agentic.tokens.types import Branch, LedgerReply, PromptPlan, SampledCompletion, SessionCounts
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Gone, Refused
 
@@ -25,9 +25,9 @@ def ledger(chat: ChatTemplate = CHAT, **settings: Any) -> TokenLedger:
 
 def ask(
     book: TokenLedger, messages: list[dict[str, Any]], words: str, chat: ChatTemplate = CHAT, **how: Any
-) -> tuple[PromptPlan, Reply]:
+) -> tuple[PromptPlan, LedgerReply]:
     plan = book.prompt(messages, **how)
-    return plan, book.sampled(plan, says(chat, words))
+    return plan, book.record(plan, says(chat, words))
 
 
 def trained(book: TokenLedger, chat: ChatTemplate = CHAT) -> list[list[str]]:
@@ -78,9 +78,9 @@ def test_a_call_may_ask_for_another_reply_without_a_new_message() -> None:
 def test_the_end_of_a_turn_is_there_once(chat: ChatTemplate, cut: bool) -> None:
     book = ledger(chat)
     plan = book.prompt(history("a"))
-    reply = book.sampled(plan, says(chat, "So it is", "length" if cut else "stop"))
+    reply = book.record(plan, says(chat, "So it is", "length" if cut else "stop"))
     assert reply.finish_reason == ("length" if cut else "stop")
-    book.sampled(book.prompt([*history("a"), reply.message, user("c")]), says(chat, "d"))
+    book.record(book.prompt([*history("a"), reply.message, user("c")]), says(chat, "d"))
     (branch,) = book.episode().branches
     said = history("a", "So it is", "c")
     assert spelled(branch, chat) == chat.text(said) + "d" + chat.tokenizer.spell([chat.tokenizer.end_id])
@@ -95,7 +95,7 @@ def test_tokens_stay_as_they_were_sampled() -> None:
     plan = book.prompt(history("a"))
     odd = [*tokens_of(chat, "wonderful", letters=True), chat.tokenizer.end_id]
     assert odd[:-1] != chat.encode("wonderful")
-    reply = book.sampled(plan, made(odd))
+    reply = book.record(plan, made(odd))
     again = book.prompt([*history("a"), {"role": "assistant", "content": " wonderful\n"}, user("c")])
     assert reply.text == "wonderful" and again.kind == "continuation"
     assert again.tokens[len(plan.tokens) :][: len(odd)] == tuple(odd)
@@ -105,7 +105,7 @@ def test_tool_calls_are_the_same_however_they_are_written() -> None:
     book = ledger(qwen3())
     plan = book.prompt([user("1 + 2?")], TOOLS)
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "note": "é"}}\n</tool_call>'
-    reply = book.sampled(plan, says(qwen3(), call))
+    reply = book.record(plan, says(qwen3(), call))
     assert (reply.finish_reason, reply.message["content"], reply.text) == ("tool_calls", None, call)
     (told,) = reply.message["tool_calls"]
     assert json.loads(told["function"]["arguments"]) == {"a": 1, "note": "é"}
@@ -125,7 +125,7 @@ def test_tool_calls_are_the_same_however_they_are_written() -> None:
 
 def test_malformed_calls_stay_text_and_are_counted() -> None:
     book = ledger(qwen3())
-    reply = book.sampled(book.prompt([user("a")], TOOLS), says(qwen3(), "<tool_call>{oops</tool_call>"))
+    reply = book.record(book.prompt([user("a")], TOOLS), says(qwen3(), "<tool_call>{oops</tool_call>"))
     assert (reply.message["content"], reply.finish_reason) == ("<tool_call>{oops</tool_call>", "stop")
     assert book.prompt([user("a"), reply.message, user("b")], TOOLS).kind == "continuation"
     assert book.episode().counts.malformed_calls == 1
@@ -187,9 +187,9 @@ def test_siblings_share_their_prompt_and_go_on_apart() -> None:
     book = ledger()
     plan = book.prompt(history("a"), n=2)
     for words in ("b", "c"):
-        book.sampled(plan, says(CHAT, words))
+        book.record(plan, says(CHAT, words))
     with pytest.raises(Refused, match="recorded already: 2"):
-        book.sampled(plan, says(CHAT, "d"))
+        book.record(plan, says(CHAT, "d"))
     assert ask(book, history("a", "c", "e"), "f")[0].kind == "continuation"
     assert ask(book, history("a", "b", "g"), "h")[0].kind == "continuation"
     assert trained(book) == [["c", "f"], ["b", "h"]]
@@ -200,13 +200,13 @@ def test_replies_are_in_the_order_of_calls_and_choices_whichever_came_first() ->
     pair, other = book.prompt(history("a"), n=2), book.prompt(history("z"))
     alone = book.prompt(history("y"))
     for plan, words, choice in ((other, "d", None), (pair, "c", 1), (alone, "e", None), (pair, "b", 0)):
-        book.sampled(plan, says(CHAT, words), choice)
+        book.record(plan, says(CHAT, words), choice)
     assert book.episode().replies == ("s-4", "s-2", "s-1", "s-3") and trained(book) == [["b"], ["c"], ["d"], ["e"]]
     # What is abandoned its caller does not have; what takes its place is where it was.
     book.abandon(other)
     assert book.episode().replies == ("s-4", "s-2", "s-3")
     again = book.prompt(history("z"), instead=other)
-    book.sampled(again, says(CHAT, "d"))
+    book.record(again, says(CHAT, "d"))
     assert book.episode().replies == ("s-4", "s-2", "s-5", "s-3")
 
 
@@ -215,8 +215,8 @@ def test_each_sampled_token_is_trained_in_one_branch() -> None:
     ask(book, history("a"), "b")
     one, other = book.prompt(history("a", "b", "c")), book.prompt(history("a", "b", "d"))
     assert (one.kind, other.kind) == ("continuation", "fork")
-    book.sampled(other, says(CHAT, "e"))
-    book.sampled(one, says(CHAT, "f"))
+    book.record(other, says(CHAT, "e"))
+    book.record(one, says(CHAT, "f"))
     branches = book.episode().branches
     assert trained(book) == [["b", "f"], ["e"]]
     for branch, asked, said in zip(branches, "cd", "fe", strict=True):
@@ -308,7 +308,7 @@ def test_of_completions_that_say_the_same_the_named_one_is_gone_on_from() -> Non
     book = ledger()
     plan = book.prompt(history("a"), n=2)
     one, _ = (
-        book.sampled(plan, Sampled(w.tokens, (p, p), w.versions, "stop"))
+        book.record(plan, SampledCompletion(w.tokens, (p, p), w.versions, "stop"))
         for p in (-1.0, -2.0)
         for w in [says(CHAT, "b")]
     )
@@ -331,7 +331,7 @@ def test_a_template_that_moves_its_tools_is_rendered_anew_and_that_is_counted() 
 def test_an_empty_completion_is_gone_on_from() -> None:
     book = ledger()
     plan = book.prompt(history("a"))
-    reply = book.sampled(plan, made([], "length"))
+    reply = book.record(plan, made([], "length"))
     assert (reply.message["content"], book.episode().branches) == ("", ())
     second = ask(book, [*history("a"), reply.message, user("b")], "c")[0]
     assert (second.kind, second.tokens) == ("continuation", tuple(CHAT.render(history("a", "", "b"))))
@@ -346,7 +346,7 @@ def test_a_stop_token_of_another_kind_stays() -> None:
     chat.tokenizer.__dict__["stop_ids"] = frozenset({chat.tokenizer.end_id, other})
     try:
         book = ledger(chat)
-        reply = book.sampled(book.prompt(history("a")), made([*chat.encode("b"), other]))
+        reply = book.record(book.prompt(history("a")), made([*chat.encode("b"), other]))
         assert reply.text == "b"
         plan = book.prompt(history("a", "b", "c"))
         assert "b<|unk|><|end|><|user|>c" in prompt_text(chat, plan)
@@ -362,19 +362,19 @@ def test_what_is_abandoned_is_not_trained() -> None:
     book.abandon(lost)
     book.abandon(lost)
     with pytest.raises(Gone, match="abandoned"):
-        book.sampled(lost, says(CHAT, "d"))
+        book.record(lost, says(CHAT, "d"))
     late = book.prompt(history("a", "b", "c"))
     assert late.kind == "continuation"
-    book.sampled(late, says(CHAT, "e"))
+    book.record(late, says(CHAT, "e"))
     book.abandon(late)
     assert trained(book) == [["b"]]
     # One of two came before its caller left; somebody went on from it.
     pair = book.prompt(history("a", "b", "f"), n=2)
-    book.sampled(pair, says(CHAT, "g"))
+    book.record(pair, says(CHAT, "g"))
     book.prompt(history("a", "b", "f", "g", "h"))
     book.abandon(pair)
     with pytest.raises(Gone):
-        book.sampled(pair, says(CHAT, "g2"))
+        book.record(pair, says(CHAT, "g2"))
     counts = book.episode().counts
     assert (counts.abandoned, counts.abandoned_tokens) == (3, 4)
 
@@ -405,8 +405,8 @@ def test_budgets() -> None:
     with pytest.raises(Refused, match="3 branches, max_branches is 2"):
         book.prompt(history("a"))
     with pytest.raises(Refused, match="5 tokens of session s: 4 are left"):
-        book.sampled(plan, says(CHAT, "bcde"))
-    book.sampled(plan, says(CHAT, "bcd"))
+        book.record(plan, says(CHAT, "bcde"))
+    book.record(plan, says(CHAT, "bcd"))
     with pytest.raises(Refused, match=r"16 tokens before an answer, max_tokens is 16"):
         book.prompt(history("a", "bcd", "e"))
     assert trained(book) == [["bcd"]]
@@ -417,9 +417,9 @@ def test_what_is_held_for_one_call_another_does_not_get() -> None:
     free, held = book.prompt(history("a")), book.prompt(history("b"), max_new_tokens=8)
     assert (free.room, held.room) == (16, 8)
     with pytest.raises(Refused, match="6 tokens of session s: 4 are left"):
-        book.sampled(free, says(CHAT, "cdefg"))
-    book.sampled(held, says(CHAT, "cdefghi"))
-    book.sampled(free, says(CHAT, "cde"))
+        book.record(free, says(CHAT, "cdefg"))
+    book.record(held, says(CHAT, "cdefghi"))
+    book.record(free, says(CHAT, "cde"))
     assert sum(len(branch.tokens) for branch in book.episode().branches) == 20
 
 
@@ -432,32 +432,38 @@ def test_a_refusal_changes_nothing() -> None:
     with pytest.raises(Refused, match="at least one is sampled"):
         book.prompt(history("a", "b", "c"), n=0)
     assert book.prompt(history("a", "b", "c")).kind == "continuation"
-    assert book.episode().counts == Counts(first=1, continuation=1)
+    assert book.episode().counts == SessionCounts(first=1, continuation=1)
 
 
 @pytest.mark.parametrize(
     ("what", "wrong"),
     [
-        (Sampled((7,), (), (VersionSpan(0, 1, 1, 1),), "stop"), "1 tokens with 0 log-probabilities"),
-        (Sampled((7,), (-1.0,), (), "stop"), "1 tokens of versions"),
-        (Sampled((7,), (-1.0,), (VersionSpan(0, 2, 1, 1),), "stop"), "1 tokens of versions"),
-        (Sampled((7, 7), (-1.0, -1.0), (VersionSpan(0, 1, 1, 1), VersionSpan(0, 2, 1, 1)), "stop"), "of versions"),
-        (Sampled((7,), (-1.0,), (VersionSpan(0, 1, 1, 1),), "abort"), "others are abandoned"),
-        (Sampled((7, 7), (-1.0, -1.0), (VersionSpan(0, 2, 1, 1),), "stop", b"abc"), "3 bytes of routing rows"),
+        (SampledCompletion((7,), (), (VersionSpan(0, 1, 1, 1),), "stop"), "1 tokens with 0 log-probabilities"),
+        (SampledCompletion((7,), (-1.0,), (), "stop"), "1 tokens of versions"),
+        (SampledCompletion((7,), (-1.0,), (VersionSpan(0, 2, 1, 1),), "stop"), "1 tokens of versions"),
+        (
+            SampledCompletion((7, 7), (-1.0, -1.0), (VersionSpan(0, 1, 1, 1), VersionSpan(0, 2, 1, 1)), "stop"),
+            "of versions",
+        ),
+        (SampledCompletion((7,), (-1.0,), (VersionSpan(0, 1, 1, 1),), "abort"), "others are abandoned"),
+        (
+            SampledCompletion((7, 7), (-1.0, -1.0), (VersionSpan(0, 2, 1, 1),), "stop", b"abc"),
+            "3 bytes of routing rows",
+        ),
     ],
 )
-def test_what_is_no_completion_is_refused(what: Sampled, wrong: str) -> None:
+def test_what_is_no_completion_is_refused(what: SampledCompletion, wrong: str) -> None:
     book = ledger()
     plan = book.prompt(history("a"))
     with pytest.raises(Refused, match=wrong):
-        book.sampled(plan, what)
-    book.sampled(plan, says(CHAT, "b"))
+        book.record(plan, what)
+    book.record(plan, says(CHAT, "b"))
 
 
 def test_routing_rows_are_of_every_position_but_the_last() -> None:
-    def routed(plan: PromptPlan, mark: bytes) -> Sampled:
+    def routed(plan: PromptPlan, mark: bytes) -> SampledCompletion:
         plain = says(CHAT, "b")
-        return Sampled(
+        return SampledCompletion(
             *(getattr(plain, name) for name in plain.__struct_fields__[:4]),
             mark.upper() * 2,
             mark * (len(plan.tokens) - 1),
@@ -466,24 +472,24 @@ def test_routing_rows_are_of_every_position_but_the_last() -> None:
     book = ledger()
     plan = book.prompt(history("a"))
     assert plan.rows == 0
-    reply = book.sampled(plan, routed(plan, b"x"))
+    reply = book.record(plan, routed(plan, b"x"))
     plan = book.prompt([*history("a"), reply.message, user("c")])
     # <|user|> a <|end|> <|assistant|> b <|end|>: the last was sent nowhere yet.
     assert plan.rows == 5
-    second = book.sampled(plan, routed(plan, b"y"))
+    second = book.record(plan, routed(plan, b"y"))
     assert book.episode().branches[0].routing == b"xxxXXyyyyYY"
     _, third = ask(book, [*history("a"), reply.message, user("d")], "e")
     assert book.episode().branches[1].routing == b""
     # Behind one without rows all of the prompt's are asked for again, and those before it are not taken twice.
     plan = book.prompt([*history("a"), reply.message, user("d"), third.message, user("f")])
     assert plan.rows == 0
-    book.sampled(plan, routed(plan, b"z"))
+    book.record(plan, routed(plan, b"z"))
     assert book.episode().branches[1].routing == b"z" * (len(plan.tokens) - 1) + b"ZZ"
     # With rows that begin behind the first that is lacking there would be a gap.
     plan = book.prompt([*history("a"), reply.message, user("c"), second.message, user("g")])
     whole = routed(plan, b"g")
     gap = whole.prompt_routing[plan.rows + 1 :]
-    book.sampled(plan, msgspec.structs.replace(whole, prompt_routing=gap))
+    book.record(plan, msgspec.structs.replace(whole, prompt_routing=gap))
     assert book.episode().branches[-1].routing == b""
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("PIL")
 from relax_rt.roles.agentic.tokens.images import ingest_images
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
-from relax_rt.roles.agentic.tokens.types import Message, PromptPlan, Sampled
+from relax_rt.roles.agentic.tokens.types import Message, PromptPlan, SampledCompletion
 from relax_rt.roles.data.media.image_processor import ImageProcessor, load_image_processor
 from relax_rt.roles.data.media.images import MAX_IMAGES, ImageSpan, decode_image
 from relax_rt.roles.models.tokenizer import load_tokenizer
@@ -35,7 +35,7 @@ def ledger(chat: ChatTemplate, **bounds: int) -> TokenLedger:
     return TokenLedger(chat, **{"max_tokens": 1 << 20, "session": "s", **bounds})  # type: ignore[arg-type]
 
 
-def said(chat: ChatTemplate, draw: random.Random) -> Sampled:
+def said(chat: ChatTemplate, draw: random.Random) -> SampledCompletion:
     """What a model without sense says: any tokens, placeholders of images among them."""
     assert chat.image_processor is not None
     tokens = [draw.choice([20, 30, 40, 50, chat.image_processor.placeholder]) for _ in range(draw.randrange(6))]
@@ -43,7 +43,7 @@ def said(chat: ChatTemplate, draw: random.Random) -> Sampled:
     tokens += [chat.tokenizer.end_id] if stop or not tokens else []
     count = len(tokens)
     ended = "stop" if tokens[-1] == chat.tokenizer.end_id else "length"
-    return Sampled(tuple(tokens), (-0.5,) * count, (VersionSpan(0, count, 1, 1),), ended)
+    return SampledCompletion(tuple(tokens), (-0.5,) * count, (VersionSpan(0, count, 1, 1),), ended)
 
 
 def by_processor(chat: ChatTemplate, messages: list[Message]) -> list[int]:
@@ -97,7 +97,7 @@ async def test_tokens_are_those_of_the_processor_and_later_turns_extend_them(
             ]
             assert list(plan.tokens) == by_processor(chat, [{"role": "user", "content": plainly}])
         what = said(chat, draw)
-        reply = book.sampled(plan, what)
+        reply = book.record(plan, what)
         tokens, previous = (*plan.tokens, *what.tokens), reply.id
         messages = [*messages, reply.message]
     episode = book.episode()
@@ -116,7 +116,7 @@ async def test_another_image_is_another_conversation(chat: ChatTemplate) -> None
         return book.prompt(await ingest_images([first, *more], book.image_processor, book.add_image))
 
     plan = await asked(1)
-    reply = book.sampled(plan, said(chat, draw))
+    reply = book.record(plan, said(chat, draw))
     following = (reply.message, {"role": "user", "content": "and now?"})
     assert (await asked(1, *following)).kind == "continuation"
     changed = await asked(2, *following)

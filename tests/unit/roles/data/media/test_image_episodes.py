@@ -19,7 +19,7 @@ from relax_rt.roles.agentic import Observation, Reply, Step, Task
 from relax_rt.roles.agentic.adapters.gymnasium import image_url
 from relax_rt.roles.agentic.episode import EpisodeChat, EpisodeLimits, ReplySampling, play
 from relax_rt.roles.agentic.interface import EnvironmentFailed
-from relax_rt.roles.agentic.loading import Factory
+from relax_rt.roles.agentic.loading import EnvironmentFactory
 from relax_rt.roles.agentic.replay_cache import ReplayCache
 from relax_rt.roles.agentic.samples import make_sample
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger
@@ -113,8 +113,8 @@ class Gallery:
         return Step(messages=[{"role": "user", "content": [self.shown()]}], reward=0.25, done=self.turn == self.last)
 
 
-def factory(make: Any, *, plays: bool = False) -> Factory:
-    return Factory("test", make, blocking=False, plays=plays)
+def factory(make: Any, *, plays: bool = False) -> EnvironmentFactory:
+    return EnvironmentFactory("test", make, blocking=False, plays=plays)
 
 
 def sample_of(world: World, played: Any) -> Sample:

@@ -32,65 +32,70 @@ def report(slot: str, call: int, *, holds: bool, trainer: int = TRAINER, epoch: 
 
 def changing(*slots: str) -> DeviceSchedule:
     """Engines that have memory by the trainer's word, and a trainer that wants the device."""
-    turns = DeviceSchedule(TRAINER, LIMIT_S)
+    schedule = DeviceSchedule(TRAINER, LIMIT_S)
     for slot in slots:
-        turns.on_report(report(slot, 1, holds=False))
-        assert turns.answer(report(slot, 1, holds=False)) == DeviceGrant(TRAINER, "hold")
-    turns.request()
-    turns.on_members([member(slot) for slot in slots], 0.0, whole=True)
-    return turns
+        schedule.on_report(report(slot, 1, holds=False))
+        assert schedule.answer(report(slot, 1, holds=False)) == DeviceGrant(TRAINER, "hold")
+    schedule.request()
+    schedule.on_members([member(slot) for slot in slots], 0.0, whole=True)
+    return schedule
 
 
 def test_the_trainer_begins_when_all_have_given_way_and_they_come_back_when_it_is_done() -> None:
-    turns = changing("a", "b")
-    assert turns.changes_for(report("a", 2, holds=True)) and turns.answer(report("a", 2, holds=True)).word == "release"
-    assert turns.on_report(report("a", 3, holds=False)) == []
-    assert turns.holders == ["b"]
-    assert turns.on_report(report("b", 3, holds=False)) == [StartTraining(())]
-    assert not turns.changes_for(report("a", 3, holds=False)), "it waits"
+    schedule = changing("a", "b")
+    assert (
+        schedule.changes_for(report("a", 2, holds=True))
+        and schedule.answer(report("a", 2, holds=True)).word == "release"
+    )
+    assert schedule.on_report(report("a", 3, holds=False)) == []
+    assert schedule.holders == ["b"]
+    assert schedule.on_report(report("b", 3, holds=False)) == [StartTraining(())]
+    assert not schedule.changes_for(report("a", 3, holds=False)), "it waits"
     with pytest.raises(Refused, match="under way"):
-        turns.request()
-    turns.release()
-    assert turns.answer(report("a", 3, holds=False)).word == "hold"
-    turns.request()
-    turns.on_members([member("a"), member("b")], 1.0, whole=True)
-    assert turns.holders == ["a"], "what it was allowed counts as taken, though nobody heard of it since"
+        schedule.request()
+    schedule.release()
+    assert schedule.answer(report("a", 3, holds=False)).word == "hold"
+    schedule.request()
+    schedule.on_members([member("a"), member("b")], 1.0, whole=True)
+    assert schedule.holders == ["a"], "what it was allowed counts as taken, though nobody heard of it since"
 
 
 def test_an_engine_that_does_not_give_way_is_out_for_this_turn_and_the_trainer_is_told() -> None:
-    turns = changing("a", "b")
-    turns.on_report(report("a", 2, holds=False))
-    assert turns.deadline == LIMIT_S and turns.tick(LIMIT_S - 0.1) == []
-    out, train = turns.tick(LIMIT_S)
+    schedule = changing("a", "b")
+    schedule.on_report(report("a", 2, holds=False))
+    assert schedule.deadline == LIMIT_S and schedule.tick(LIMIT_S - 0.1) == []
+    out, train = schedule.tick(LIMIT_S)
     assert isinstance(out, EngineExcluded) and out.slot == "b" and "did not give its memory back" in out.why
     assert train == StartTraining(("b",))
-    turns.release()
-    turns.request()
-    turns.on_members([member("a"), member("b")], 9.0, whole=True)
-    assert turns.holders == ["b"], "it is asked again"
+    schedule.release()
+    schedule.request()
+    schedule.on_members([member("a"), member("b")], 9.0, whole=True)
+    assert schedule.holders == ["b"], "it is asked again"
 
 
 def test_a_dead_engine_is_not_waited_for_and_its_successor_is() -> None:
-    turns = changing("a", "b")
-    turns.on_report(report("a", 2, holds=False))
-    assert turns.on_members([member("b", state="gone")], 1.0, whole=False) == [StartTraining(())]
-    turns = changing("a")
-    assert turns.on_members([member("a", epoch=2, state="starting", address="")], 1.0, whole=False) == []
-    assert turns.on_report(report("a", 2, holds=False)) == [], "the one before it has nothing to say any more"
-    assert turns.on_report(report("a", 1, holds=False, epoch=2)) == [StartTraining(())]
-    assert turns.answer(report("a", 1, holds=False, epoch=2)).word == "release", "who starts in its turn waits"
+    schedule = changing("a", "b")
+    schedule.on_report(report("a", 2, holds=False))
+    assert schedule.on_members([member("b", state="gone")], 1.0, whole=False) == [StartTraining(())]
+    schedule = changing("a")
+    assert schedule.on_members([member("a", epoch=2, state="starting", address="")], 1.0, whole=False) == []
+    assert schedule.on_report(report("a", 2, holds=False)) == [], "the one before it has nothing to say any more"
+    assert schedule.on_report(report("a", 1, holds=False, epoch=2)) == [StartTraining(())]
+    assert schedule.answer(report("a", 1, holds=False, epoch=2)).word == "release", "who starts in its turn waits"
 
 
 def test_what_was_said_to_another_trainer_or_before_the_list_counts_for_nothing() -> None:
-    turns = DeviceSchedule(TRAINER, LIMIT_S)
-    turns.request()
-    assert turns.on_report(report("a", 1, holds=False)) == [], "the list of engines is not there yet"
-    turns = DeviceSchedule(TRAINER, LIMIT_S)
-    turns.request()
-    turns.on_members([member("a")], 0.0, whole=True)
-    assert turns.on_report(report("a", 1, holds=False, trainer=TRAINER - 1)) == []
-    assert turns.changes_for(report("a", 1, holds=False, trainer=TRAINER - 1)), "it is told at once whose word this is"
-    assert turns.on_report(report("a", 2, holds=False)) == [StartTraining(())]
+    schedule = DeviceSchedule(TRAINER, LIMIT_S)
+    schedule.request()
+    assert schedule.on_report(report("a", 1, holds=False)) == [], "the list of engines is not there yet"
+    schedule = DeviceSchedule(TRAINER, LIMIT_S)
+    schedule.request()
+    schedule.on_members([member("a")], 0.0, whole=True)
+    assert schedule.on_report(report("a", 1, holds=False, trainer=TRAINER - 1)) == []
+    assert schedule.changes_for(report("a", 1, holds=False, trainer=TRAINER - 1)), (
+        "it is told at once whose word this is"
+    )
+    assert schedule.on_report(report("a", 2, holds=False)) == [StartTraining(())]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +150,7 @@ class World:
         self.calls: list[tuple[int, HolderReport]] = []
         self.answers: list[tuple[HolderReport, DeviceGrant]] = []
         self.engines: dict[str, Engine] = {}
-        self.turns: DeviceSchedule | None = None
+        self.schedule: DeviceSchedule | None = None
         self.announced = self.training = False
         self.had = {"turns": 0, "free": 0, "out": 0}
         self.now = 0.0
@@ -162,11 +167,11 @@ class World:
         self.engines[slot] = Engine(slot, self.enter(slot))
 
     def start_trainer(self) -> None:
-        self.turns, self.announced, self.training = DeviceSchedule(self.enter("trainer/0"), LIMIT_S), False, False
+        self.schedule, self.announced, self.training = DeviceSchedule(self.enter("trainer/0"), LIMIT_S), False, False
 
     def die(self, slot: str) -> None:
         if slot == "trainer/0":
-            self.turns, self.training = None, False
+            self.schedule, self.training = None, False
         else:
             del self.engines[slot]
         self.registry[slot] = member(slot, self.registry[slot].who.epoch, "gone", "")
@@ -185,18 +190,18 @@ class World:
     def ask(self) -> None:
         if (engine := self.one()) is not None and not engine.leaving:
             call = engine.next()
-            if self.turns is not None:
-                self.calls += [(self.turns.trainer, call)] * self.random.choice([0, 1, 1, 2])
+            if self.schedule is not None:
+                self.calls += [(self.schedule.trainer, call)] * self.random.choice([0, 1, 1, 2])
 
     def arrive(self) -> None:
         """Of the calls some come in any order, and also long after their caller has given them up."""
-        if not self.calls or self.turns is None:
+        if not self.calls or self.schedule is None:
             return
         at, call = self.calls.pop(self.random.randrange(len(self.calls)))
-        if at == self.turns.trainer:
-            self.carry_out(self.turns.on_report(call))
-            if self.turns.changes_for(call) or self.random.random() < 0.3:
-                self.answers.append((call, self.turns.answer(call)))
+        if at == self.schedule.trainer:
+            self.carry_out(self.schedule.on_report(call))
+            if self.schedule.changes_for(call) or self.random.random() < 0.3:
+                self.answers.append((call, self.schedule.answer(call)))
 
     def answer(self) -> None:
         """An answer counts for the call that its engine makes now, and for no earlier one."""
@@ -224,35 +229,35 @@ class World:
                 self.had["free"] += 1
 
     def announce(self) -> None:
-        if self.turns is not None and not self.announced:
+        if self.schedule is not None and not self.announced:
             self.announced = True
-            self.registry["trainer/0"] = member("trainer/0", self.turns.trainer)
+            self.registry["trainer/0"] = member("trainer/0", self.schedule.trainer)
 
     def want(self) -> None:
-        if self.turns is not None and self.turns.phase == "engines":
-            self.turns.request()
+        if self.schedule is not None and self.schedule.phase == "engines":
+            self.schedule.request()
             if self.careless == "list":
-                self.turns._listed, self.turns.deadline = True, self.now + LIMIT_S
-                self.carry_out(self.turns._settled())
+                self.schedule._listed, self.schedule.deadline = True, self.now + LIMIT_S
+                self.carry_out(self.schedule._start_if_free())
 
     def list(self) -> None:
-        if self.turns is not None and self.turns.phase == "changing" and self.announced:
+        if self.schedule is not None and self.schedule.phase == "changing" and self.announced:
             engines = [m for slot, m in self.registry.items() if slot != "trainer/0"]
-            self.carry_out(self.turns.on_members(engines, self.now, whole=True))
-            self.carry_out(self.turns.tick(self.now))
+            self.carry_out(self.schedule.on_members(engines, self.now, whole=True))
+            self.carry_out(self.schedule.tick(self.now))
 
     def release(self) -> None:
-        if self.turns is not None and self.training and self.random.random() < 0.5:
+        if self.schedule is not None and self.training and self.random.random() < 0.5:
             self.training = False
-            self.turns.release()
+            self.schedule.release()
 
     def deaths(self) -> None:
-        alive = [*self.engines, *(["trainer/0"] if self.turns is not None else [])]
+        alive = [*self.engines, *(["trainer/0"] if self.schedule is not None else [])]
         if alive and self.random.random() < 0.3:
             self.die(self.random.choice(alive))
 
     def again(self) -> None:
-        if self.turns is None and self.random.random() < 0.5:
+        if self.schedule is None and self.random.random() < 0.5:
             self.start_trainer()
         for slot in {"a", "b"} - self.engines.keys():
             if self.random.random() < 0.5:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from relax_rt.cluster.registry.core import RegistryCore, Stored
+from relax_rt.cluster.registry.core import RegistryCore, RegistryState
 from relax_rt.interfaces.registry import Changes
 from relax_rt.roles.rollout.engines import time_slicing as module
 from relax_rt.roles.rollout.engines.time_slicing import (
@@ -46,7 +46,7 @@ class Registry:
     """RegistryApi over the real account, as far as turns ask it."""
 
     def __init__(self) -> None:
-        self.core = RegistryCore(Stored(), 0.0)
+        self.core = RegistryCore(RegistryState(), 0.0)
         self.away = False
 
     async def watch(self, since: int, wait_s: float) -> Changes:

@@ -17,7 +17,7 @@ from weight_versions import LAYOUT, fill
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import offers_folder, stage_folder
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.rollout.engines.communicator import communicator_of
+from relax_rt.roles.rollout.engines.settings import communicator_of
 from relax_rt.roles.training.publication.carriers import WeightBroadcaster
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import VersionRecord

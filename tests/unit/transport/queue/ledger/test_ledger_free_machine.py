@@ -33,9 +33,11 @@ class Work:
 class FreeQueueMachine(RuleBasedStateMachine):
     """The model: who waits for which task in which order, where each sample's columns lie, who reads what."""
 
+    tasks = TASKS
+
     @initialize()
     def start(self) -> None:
-        self.d = Driver(free_policy(tasks=TASKS), LIMITS)
+        self.d = Driver(free_policy(tasks=self.tasks), LIMITS)
         self.epochs = count(10)
         self.producer = Incarnation("producer/0", next(self.epochs))
         self.readers = [Incarnation(f"reader/{i}", next(self.epochs)) for i in range(2)]
@@ -108,10 +110,16 @@ class FreeQueueMachine(RuleBasedStateMachine):
             self.places[mine] = [p for p in puts if not p.rows or key in [row.key for row in p.rows]]
             self.groups.setdefault(group, set()).add(mine)
             self.lengths[mine], self.done[mine] = length, set()
-            self.queues["judge"].append(mine)
-            self.queues["pair"].append(mine)
+            for task, fields in self.tasks.items():
+                if fields == ("tokens",):
+                    self.queues[task].append(mine)
         self.offered += n
         self.got(who, answer.freed, puts)
+
+    @rule(n=st.integers(1, 9), length=st.integers(1, 9))
+    def offer_run(self, n: int, length: int) -> None:
+        """Samples that the ledger keeps as one record."""
+        self.offer([1] * n, "", length, "short")
 
     @rule()
     def new_producer(self) -> None:
@@ -190,7 +198,7 @@ class FreeQueueMachine(RuleBasedStateMachine):
         # What becomes ready at the same time does so group by group.
         order = list(dict.fromkeys(key.group for key in work.keys))
         for key in sorted(held, key=lambda key: (order.index(key.group), key.member)):
-            if puts and key not in failed:
+            if puts and key not in failed and "label" in self.tasks["index"]:
                 self.queues["index"].append(key)
         for key in held:
             if key in self.places and self.is_stuck(key):
@@ -337,6 +345,39 @@ FreeQueueMachine.TestCase.settings = settings(
     max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestFreeQueueMachine = FreeQueueMachine.TestCase
+
+
+class PackedQueueMachine(FreeQueueMachine):
+    """Each task can work on what was just put, so that most samples end as part of the record of their put."""
+
+    tasks = dict.fromkeys(TASKS, ("tokens",))
+
+    def offer(self, sizes: list[int], blob: str, length: int, form: str) -> None:
+        """No rule here: groups of several samples are never packed, and would stand in front of those that are."""
+        super().offer(sizes, blob, length, form)
+
+    def kill_reader(self, i: int) -> None:
+        """No rule either, so that most leases live long enough to be completed."""
+        super().kill_reader(i)
+
+    @precondition(lambda self: any(self.queues.values()))
+    @rule(
+        i=st.integers(0, 1), task=st.sampled_from(sorted(TASKS)), n=st.integers(1, 9), outcome=st.sampled_from(OUTCOMES)
+    )
+    def take_and_finish(self, i: int, task: str, n: int, outcome: str) -> None:
+        """The oldest work or the newest, mostly without new columns."""
+        self.take(i, task, n, 0)
+        if self.working:
+            self.finish(0 if n % 2 else len(self.working) - 1, "silent" if outcome == "done" else outcome)
+
+    @precondition(lambda self: any(self.queues.values()))
+    @rule(i=st.integers(0, 1), task=st.sampled_from(sorted(TASKS)), n=st.integers(1, 9))
+    def take_some(self, i: int, task: str, n: int) -> None:
+        self.take(i, task, n, 0)
+
+
+PackedQueueMachine.TestCase.settings = FreeQueueMachine.TestCase.settings
+TestPackedQueueMachine = PackedQueueMachine.TestCase
 
 
 def test_the_block_of_an_offer_is_freed_with_its_last_sample() -> None:

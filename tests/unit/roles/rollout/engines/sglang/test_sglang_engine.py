@@ -21,7 +21,7 @@ from relax_rt.roles.rollout.engines.sglang import engine as engines
 from relax_rt.roles.rollout.engines.sglang.client import Client, Event, Finish, Limits, Meta, ServerRefused
 from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
 from relax_rt.roles.rollout.engines.sglang.requests import server_seed
-from relax_rt.roles.rollout.engines.sglang.server import Place, ServerDied
+from relax_rt.roles.rollout.engines.sglang.server import ServerDied, ServerSpec
 from relax_rt.roles.rollout.engines.sglang.weights import content_hash
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, ProtocolError, Refused, RelaxError, Unreachable
@@ -144,7 +144,7 @@ class FakeServer:
     def crashed(self) -> ServerDied | None:
         return self.crash
 
-    async def end_told(self, within_s: float = 1.0) -> None:
+    async def wait_for_exit(self, within_s: float = 1.0) -> None:
         pass
 
 
@@ -157,7 +157,7 @@ class Rig:
         (model / "config.json").write_text(json.dumps({"max_position_embeddings": CONTEXT, "vocab_size": 100}))
         save_file(arrays(0), model / "model.safetensors")
         settings = EngineSettings.model_validate({"engine": "sglang", "dtype": "float32", "sglang": table})
-        place = Place(python="", folder=folder / "run/tmp", log=folder / "log", environment={})
+        place = ServerSpec(python="", folder=folder / "run/tmp", log=folder / "log", environment={})
         weights = folder / "run/weights"
         self.engine = SglangEngine(
             model, settings, place, lambda *_, **__: {}, device="cpu", weights_folder=weights, kv_tokens=9
@@ -290,7 +290,7 @@ async def test_one_that_is_silent_while_others_go_on_is_found(tmp_path: Path, mo
         one.client.say(lively, (4,))
         await until(lambda: one.engine.load().tokens_generated == 2)
         assert one.failure is None
-        one.engine._running[silent].heard -= 91
+        one.engine._running[silent].progressed_at -= 91
         await until(lambda: one.failure is not None)
         assert isinstance(one.failure, DeadlineExceeded)
         assert "request 1, member 0" in str(one.failure) and "while others got some" in str(one.failure)
@@ -300,16 +300,16 @@ async def test_one_that_may_wait_for_room_has_longer(tmp_path: Path) -> None:
     async with rig(tmp_path) as one:
         await one.begin(2, new=50)
         silent, lively = one.engine._running.values()
-        one.engine._heard = lively.heard = time.monotonic()
-        lively.fresh, silent.heard = False, lively.heard - 2 * 90
-        assert one.engine._stalled(lively.heard) is None, "it has not begun"
+        one.engine._progressed_at = lively.progressed_at = time.monotonic()
+        lively.fresh, silent.progressed_at = False, lively.progressed_at - 2 * 90
+        assert one.engine._stalled(lively.progressed_at) is None, "it has not begun"
         silent.fresh = False
-        assert one.engine._stalled(lively.heard) is not None
+        assert one.engine._stalled(lively.progressed_at) is not None
         one.engine._limits = Limits(64, 100, 3)
-        assert one.engine._stalled(lively.heard) is None, "106 positions are needed, and 100 there"
-        silent.heard -= 900
-        assert one.engine._stalled(lively.heard) is not None
-        assert one.engine._stalled(lively.heard + 91) == (
+        assert one.engine._stalled(lively.progressed_at) is None, "106 positions are needed, and 100 there"
+        silent.progressed_at -= 900
+        assert one.engine._stalled(lively.progressed_at) is not None
+        assert one.engine._stalled(lively.progressed_at + 91) == (
             "a token of the SGLang server, with 2 sequences running",
             "none within 91 s",
         )
@@ -318,14 +318,14 @@ async def test_one_that_may_wait_for_room_has_longer(tmp_path: Path) -> None:
 async def test_a_token_less_event_is_no_sign_of_life(tmp_path: Path) -> None:
     async with rig(tmp_path) as one:
         await one.begin()
-        before = one.engine._heard
+        before = one.engine._progressed_at
         one.client.say(one.client.rid)
         await asyncio.sleep(0.02)
-        assert one.engine._heard == before
+        assert one.engine._progressed_at == before
         one.client.say(one.client.rid, (4,))
-        await until(lambda: one.engine._heard > before)
+        await until(lambda: one.engine._progressed_at > before)
         (member,) = one.engine._running.values()
-        assert member.heard == one.engine._heard
+        assert member.progressed_at == one.engine._progressed_at
 
 
 async def test_a_fetch_that_is_broken_off_keeps_the_lock_until_its_thread_has_ended(tmp_path: Path) -> None:
@@ -379,11 +379,11 @@ async def test_what_stumbles_over_a_dead_server_fails_with_how_it_ended(work: st
         async def gone(path: str, body: Any = None, *, timeout_s: float) -> dict[str, Any]:
             raise Unreachable(f"{path} of the SGLang server", why="All connection attempts failed")
 
-        async def end_told() -> None:
+        async def wait_for_exit() -> None:
             one.engine._fail(ServerDied("the SGLang server ended", why="its scheduler_0 was killed by SIGKILL"))
 
         one.client.call = gone  # type: ignore[method-assign]
-        one.engine._server.end_told = end_told  # type: ignore[method-assign,assignment]
+        one.engine._server.wait_for_exit = wait_for_exit  # type: ignore[method-assign,assignment]
         with pytest.raises(ServerDied, match=r"^the SGLang server ended: its scheduler_0 was killed by SIGKILL"):
             await (one.engine.commit(source.record, "keep") if work == "swap" else one.engine.pause("a look"))
         assert isinstance(one.failure, ServerDied)

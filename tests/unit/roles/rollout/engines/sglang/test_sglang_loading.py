@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 from relax_rt.roles.rollout.engines.settings import SglangTable  # noqa: E402
 from relax_rt.roles.rollout.engines.sglang import weight_loading as loading  # noqa: E402
 from relax_rt.roles.rollout.engines.sglang.client import Client, ServerRefused  # noqa: E402
-from relax_rt.roles.rollout.engines.sglang.weight_loading import Loader  # noqa: E402
+from relax_rt.roles.rollout.engines.sglang.weight_loading import WeightLoader  # noqa: E402
 from relax_rt.roles.rollout.engines.sglang.weights import (  # noqa: E402
     by_expert,
     content_hash,
@@ -111,7 +111,7 @@ class Rig:
         self.server, self.told, self.attempt = Server(), [], folder / "attempt"  # type: ignore[var-annotated]
         table = SglangTable.model_validate({"weights": weights})
         tell = lambda version, why: self.told.append((version, why))  # noqa: E731
-        self.loader = Loader(table, folder / "weights", "cpu", self.attempt, tell)
+        self.loader = WeightLoader(table, folder / "weights", "cpu", self.attempt, tell)
         self.loader.recipes = recipes(NAMES, by_expert(LAYOUT))
 
     async def publish(self, version: int) -> str:

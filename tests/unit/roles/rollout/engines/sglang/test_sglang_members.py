@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from relax_rt.roles.rollout.engines.base import Assembly, GroupRequest, Partial
 from relax_rt.roles.rollout.engines.routing import RoutingShape
 from relax_rt.roles.rollout.engines.sglang.client import Event, Finish, Meta, ServerRefused, Span
-from relax_rt.roles.rollout.engines.sglang.requests import Batch, Line, Member
+from relax_rt.roles.rollout.engines.sglang.requests import Batch, Member, MemberQueue
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Corrupt, ProtocolError
 
@@ -34,7 +34,7 @@ def event(member: Member, tokens: list[int], *, upto: int, end: str = "", cached
 
 
 def test_a_token_has_the_version_of_its_segment_and_the_cache_it_was_begun_with() -> None:
-    member = Member.of(request(new=6), 0, 1)
+    member = Member.from_request(request(new=6), 0, 1)
     member.begin("a", 3)
     member.take(event(member, [4, 5], upto=2, cached=0), 3)
     member.end_segment()
@@ -42,7 +42,7 @@ def test_a_token_has_the_version_of_its_segment_and_the_cache_it_was_begun_with(
     member.begin("b", 4)  # the cache is kept
     member.take(event(member, [6], upto=1, cached=4), 4)
     member.end_segment()
-    assert member.renew(5) == 3 + 3
+    assert member.recompute(5) == 3 + 3
     member.begin("c", 5)
     member.take(event(member, [7, 8], upto=2), 5)
     assert member.spans == [VersionSpan(0, 2, 3, 3), VersionSpan(2, 3, 4, 3), VersionSpan(3, 5, 5, 5)]
@@ -50,7 +50,7 @@ def test_a_token_has_the_version_of_its_segment_and_the_cache_it_was_begun_with(
 
 
 def test_a_cache_of_which_nothing_was_left_is_of_the_new_weights() -> None:
-    member = Member.of(request(), 0, 1)
+    member = Member.from_request(request(), 0, 1)
     member.begin("a", 3)
     member.take(event(member, [4], upto=1, cached=0), 3)
     member.end_segment()
@@ -60,7 +60,7 @@ def test_a_cache_of_which_nothing_was_left_is_of_the_new_weights() -> None:
 
 
 def test_what_was_told_before_is_not_told_again() -> None:
-    member = Member.of(request(), 0, 1)
+    member = Member.from_request(request(), 0, 1)
     member.begin("a", 1)
     member.take(event(member, [4, 5], upto=2), 1)
     # An aborted segment ends with its last token once more.
@@ -82,7 +82,7 @@ def test_what_was_told_before_is_not_told_again() -> None:
     ],
 )
 def test_what_cannot_be_is_found(tokens: list[int], upto: int, meta: dict[str, Any], error: type[Exception]) -> None:
-    member = Member.of(request(), 0, 1)
+    member = Member.from_request(request(), 0, 1)
     member.begin("a", 3)
     member.take(event(member, [4], upto=1), 3)
     with pytest.raises(error):
@@ -92,29 +92,29 @@ def test_what_cannot_be_is_found(tokens: list[int], upto: int, meta: dict[str, A
 
 def test_what_the_server_breaks_off_is_told_before_its_tokens_are_looked_at() -> None:
     """It invents a token without a log-probability for a request that it does not take."""
-    member = Member.of(request(), 0, 1)
+    member = Member.from_request(request(), 0, 1)
     member.begin("a", 3)
     with pytest.raises(ServerRefused, match=r"member 0 .* at 0 of 10 tokens, unasked"):
         member.take(event(member, [4], upto=1, end="abort", output_token_logprobs=[]), 3)
 
 
 def test_an_event_of_nobody_is_an_error() -> None:
-    member = Member.of(request(), 0, 1)
+    member = Member.from_request(request(), 0, 1)
     member.begin("a", 3)
     batch = Batch([member])
-    assert batch.of(Meta(id="a")) is member
+    assert batch.member(Meta(id="a")) is member
     assert batch.running == [member]
     member.end_segment()
     member.begin("b", 3)
     assert batch.running == []
     for name in ("a", "b", "c"):
         with pytest.raises(ProtocolError):
-            batch.of(Meta(id=name))
+            batch.member(Meta(id=name))
 
 
 def test_partials_are_counted_and_not_told() -> None:
     had = Partial((4, 5), (-1.0, -2.0), (VersionSpan(0, 2, 7, 7),))
-    member = Member.of(request(new=5, partials=(had,), chunk_tokens=2), 0, 1)
+    member = Member.from_request(request(new=5, partials=(had,), chunk_tokens=2), 0, 1)
     assert (member.left, member.chunk()) == (3, None)
     member.begin("a", 8)
     member.take(event(member, [6, 7], upto=2, cached=0), 8)
@@ -123,7 +123,7 @@ def test_partials_are_counted_and_not_told() -> None:
     assert (chunk.start, chunk.tokens, chunk.versions) == (2, [6, 7], [VersionSpan(2, 4, 8, 8)])
     for tokens, finish in (((4, 9), "stop"), ((4,) * 5, "length")):
         over = Partial(tokens, (-1.0,) * len(tokens), (VersionSpan(0, len(tokens), 7, 7),))
-        ended = Member.of(request(new=5, partials=(over,)), 0, 1)
+        ended = Member.from_request(request(new=5, partials=(over,)), 0, 1)
         assert ended.finish == finish
         last = ended.chunk()
         assert last is not None and (last.tokens, last.finish_reason) == ([], finish)
@@ -131,7 +131,7 @@ def test_partials_are_counted_and_not_told() -> None:
 
 def test_an_end_that_is_not_of_this_request_is_none() -> None:
     """The server also ends at the model's own end token; a request that does not name it goes on."""
-    member = Member.of(request(), 0, 1)
+    member = Member.from_request(request(), 0, 1)
     member.begin("a", 1)
     member.take(event(member, [4, 2], upto=2, end="stop"), 1)
     member.end_segment()
@@ -144,8 +144,8 @@ def test_an_end_that_is_not_of_this_request_is_none() -> None:
 
 
 def test_the_line_keeps_the_order_of_requests() -> None:
-    members = [Member.of(request(2, id=order), index, order) for order in (1, 2, 3) for index in (0, 1)]
-    line = Line()
+    members = [Member.from_request(request(2, id=order), index, order) for order in (1, 2, 3) for index in (0, 1)]
+    line = MemberQueue()
     line.add(members)
     assert line.take(0) == []
     assert line.take(1) == members[:1]
@@ -174,17 +174,19 @@ def told(member: Member, **how: bool) -> tuple[list[int], list[int], list[int]]:
 
 
 def test_only_tokens_with_their_rows_are_told() -> None:
-    member = Member.of(request(new=7, chunk_tokens=2, routing=True), 0, 1, SHAPE)
+    member = Member.from_request(request(new=7, chunk_tokens=2, routing=True), 0, 1, SHAPE)
     member.begin("a", 3)
-    assert (member.asked, member.rows_from) == (2, 0), "rows come with the end of a segment: a mark's tokens, no more"
+    assert (member.requested, member.rows_from) == (2, 0), (
+        "rows come with the end of a segment: a mark's tokens, no more"
+    )
     member.take(event(member, [14, 15], upto=2), 3)
-    assert member.chunk(all_of_it=True) is None
+    assert member.chunk(everything=True) is None
     # Positions 0 and 1 are the prompt's, token 14 was sampled at position 2.
     member.take_rows(routed([1, 2, 14, 15]), 0)
     member.end_segment(Finish("length"))
     assert (member.finish, told(member)) == ("", ([14, 15], [14, 15], [1, 2]))
     member.begin("b", 3)
-    assert (member.asked, member.rows_from) == (2, 4)
+    assert (member.requested, member.rows_from) == (2, 4)
     member.take(event(member, [16, 9], upto=2), 3)
     # Others of the batch have begun before: its rows begin with theirs.
     member.take_rows(routed([0, 0, 16, 9]), 2)
@@ -194,7 +196,7 @@ def test_only_tokens_with_their_rows_are_told() -> None:
 
 @pytest.mark.parametrize("rows", [None, routed([1, 2, 14])])
 def test_tokens_that_came_without_rows_are_sampled_again_if_the_server_was_interrupted(rows: np.ndarray | None) -> None:
-    member = Member.of(request(routing=True), 0, 1, SHAPE)
+    member = Member.from_request(request(routing=True), 0, 1, SHAPE)
     member.begin("a", 3)
     member.take(event(member, [14, 15, 16], upto=3), 3)
     with pytest.raises(ProtocolError, match=r"3 tokens with [01] routing rows"):
@@ -203,7 +205,7 @@ def test_tokens_that_came_without_rows_are_sampled_again_if_the_server_was_inter
     member.take_rows(rows, 0)
     member.end_segment(Finish("abort"))
     left = [] if rows is None else [14]
-    assert (member.tokens, len(member.logprobs), member.known) == (left, len(left), len(left))
+    assert (member.tokens, len(member.logprobs), len(member.rows)) == (left, len(left), len(left))
     member.begin("b", 4)
     assert member.rows_from == (0 if rows is None else 3)
     member.take(event(member, [9], upto=1), 4)
@@ -216,7 +218,7 @@ def test_tokens_that_came_without_rows_are_sampled_again_if_the_server_was_inter
 
 def test_a_partial_that_comes_from_elsewhere_brings_its_rows_and_not_those_of_the_prompt() -> None:
     had = Partial((4, 5), (-1.0, -2.0), (VersionSpan(0, 2, 7, 7),), routed([4, 5]).tobytes())
-    member = Member.of(request(new=5, partials=(had,), routing=True), 0, 1, SHAPE)
+    member = Member.from_request(request(new=5, partials=(had,), routing=True), 0, 1, SHAPE)
     member.begin("a", 8)
     assert member.rows_from == 0
     member.take(event(member, [6, 9], upto=2), 8)
@@ -229,7 +231,7 @@ def test_a_partial_that_comes_from_elsewhere_brings_its_rows_and_not_those_of_th
 @pytest.mark.parametrize(("start", "prompt"), [(0, [1, 2]), (1, [2]), (2, [])])
 def test_rows_of_a_prompt_whose_beginning_has_them_are_not_asked_for_again(start: int, prompt: list[int]) -> None:
     asked = request(2, new=3, routing=True, rows_from=start, chunk_tokens=1)
-    members = [Member.of(asked, index, 1, SHAPE) for index in (0, 1)]
+    members = [Member.from_request(asked, index, 1, SHAPE) for index in (0, 1)]
     for member in members:
         member.begin("ab"[member.index], 3)
     batch = Batch(members)
@@ -240,7 +242,7 @@ def test_rows_of_a_prompt_whose_beginning_has_them_are_not_asked_for_again(start
         member.end_segment(Finish("length"))
         assert told(member) == ([14], [14], prompt)
     # One goes on; the other's cache is made anew, and it has its prompt's rows all the same.
-    members[1].renew(4)
+    members[1].recompute(4)
     for member in members:
         member.begin("cd"[member.index], 4)
     assert Batch(members).rows_from == 3
@@ -254,7 +256,7 @@ def test_whatever_interrupts_it_a_completion_is_whole(pieces: list[tuple[int, st
     """Segments of any length between swaps and pauses: chunks make up the completion, versions cover it and only
     grow, and a cache is never newer than the weights."""
     asked = request(new=20, chunk_tokens=every)
-    member, version, assembly = Member.of(asked, 0, 1), 1, Assembly()
+    member, version, assembly = Member.from_request(asked, 0, 1), 1, Assembly()
     assembly.expect(asked)
     whole = None
     sampled: list[int] = []
@@ -265,7 +267,7 @@ def test_whatever_interrupts_it_a_completion_is_whole(pieces: list[tuple[int, st
         sampled += new
         member.take(event(member, new, upto=count, cached=len(sampled) - count), version)
         member.end_segment()
-        if (chunk := member.chunk(all_of_it=told)) is not None:
+        if (chunk := member.chunk(everything=told)) is not None:
             assert chunk.tokens or chunk.finish_reason
             whole = assembly.add(chunk)
         if member.finish:
@@ -273,7 +275,7 @@ def test_whatever_interrupts_it_a_completion_is_whole(pieces: list[tuple[int, st
         if swap != "none":
             version += 1
         if swap == "recompute":
-            member.renew(version)
+            member.recompute(version)
     assert whole is not None and whole.finish_reason == "length"
     assert whole.tokens == sampled
     assert whole.logprobs == [-float(token) for token in sampled]

@@ -17,7 +17,7 @@ from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSetti
 from relax_rt.roles.rollout.engines.sglang import requests as asking
 from relax_rt.roles.rollout.engines.sglang.client import Meta
 from relax_rt.roles.rollout.engines.sglang.options import Boot, server_options
-from relax_rt.roles.rollout.engines.sglang.requests import Batch, Member, RowReader, body_of
+from relax_rt.roles.rollout.engines.sglang.requests import Batch, Member, RowDecoder, request_body
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import ProtocolError, Refused
 
@@ -28,9 +28,9 @@ MOE = {
 }  # fmt: skip
 
 
-def reader(folder: Path, **changes: Any) -> RowReader:
+def reader(folder: Path, **changes: Any) -> RowDecoder:
     (folder / "config.json").write_text(json.dumps(MOE | changes))
-    return RowReader(folder)
+    return RowDecoder(folder)
 
 
 def request(**rest: Any) -> GroupRequest:
@@ -57,13 +57,13 @@ async def test_rows_of_many_tokens_are_read_off_the_event_loop(tmp_path: Path, m
     monkeypatch.setattr(rows, "read", lambda text: threads.append(threading.get_ident()) or read(text))
     for limit, here in ((len(text), True), (len(text) - 1, False)):
         monkeypatch.setattr(asking, "LARGE_BYTES", limit)
-        told = await rows.told_by(Meta("s", routed_experts=msgspec.Raw(b'"' + text + b'"')))
+        told = await rows.rows_in(Meta("s", routed_experts=msgspec.Raw(b'"' + text + b'"')))
         assert told is not None and (told[:, 0] == np.sort(experts[:, 0])).all()
         assert (threads[-1] == threading.get_ident()) is here
     with pytest.raises(ProtocolError, match="padded before its end"):
         read(memoryview(b"AAAAAAA=" + text))
     for none in (b"", b"null", b'""'):
-        assert await rows.told_by(Meta("s", routed_experts=msgspec.Raw(none))) is None
+        assert await rows.rows_in(Meta("s", routed_experts=msgspec.Raw(none))) is None
 
 
 def test_a_model_without_them_is_refused_before_its_server_is_started(tmp_path: Path) -> None:
@@ -85,22 +85,22 @@ def test_more_rows_than_an_answer_holds_are_refused(tmp_path: Path) -> None:
 def test_a_call_asks_for_the_rows_that_one_of_its_members_lacks(tmp_path: Path) -> None:
     shape = reader(tmp_path).shape
     had = Partial((4, 5), (-1.0, -2.0), (VersionSpan(0, 2, 7, 7),), bytes(2 * shape.row_bytes))
-    members = [Member.of(request(partials=(had, None), chunk_tokens=4), index, 1, shape) for index in (0, 1)]
+    members = [Member.from_request(request(partials=(had, None), chunk_tokens=4), index, 1, shape) for index in (0, 1)]
 
     def asked() -> tuple[Any, ...]:
         for member in members:
             member.begin(f"s{member.index}", 7)
-        body = body_of(Batch(members), seeded=False)
+        body = request_body(Batch(members), seeded=False)
         lengths = [params["max_new_tokens"] for params in body["sampling_params"]]
         return body["return_routed_experts"], body["routed_experts_start_len"], lengths, body["input_ids"]
 
     assert asked() == (True, 0, [4, 4], [[1, 2, 3, 4, 5], [1, 2, 3]])
     for member in members:
-        member.prompted = True
+        member.has_prompt_rows = True
     assert asked()[1] == 2, "the second has no token yet"
-    plain = Member.of(request(routing=False), 0, 1, shape)
+    plain = Member.from_request(request(routing=False), 0, 1, shape)
     plain.begin("s", 7)
-    assert "return_routed_experts" not in body_of(Batch([plain]), seeded=False)
+    assert "return_routed_experts" not in request_body(Batch([plain]), seeded=False)
 
 
 def test_the_server_is_told_to_keep_them_where_they_are_wanted() -> None:

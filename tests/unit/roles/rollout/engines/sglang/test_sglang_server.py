@@ -23,21 +23,20 @@ from relax_rt.roles.config.engine_checks import check_engines
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.rollout.engines.settings import EngineSettings
 from relax_rt.roles.rollout.engines.sglang.options import (
-    KEPT_BACK,
+    RESERVED_POSITIONS,
     SUPPORTED,
     Boot,
     Option,
     as_arguments,
-    ask,
     check_sglang,
     interpreter,
+    query_interpreter,
     server_environment,
     server_options,
     user_options,
 )
-from relax_rt.roles.rollout.engines.sglang.server import Place, Server, ServerDied, mark_of, read_tail
+from relax_rt.roles.rollout.engines.sglang.server import Server, ServerDied, ServerSpec, log_position, read_tail
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.supervision.role_process import kill_orphans
 from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, Refused, RelaxError
 
 WAIT_S = 120.0
@@ -76,7 +75,7 @@ def stand_in(
         f" shift; done\n{script}\n"
     )
     python.chmod(0o755)
-    place = Place(
+    place = ServerSpec(
         python=str(python), folder=tmp_path / "f", log=tmp_path / "logs/server.log", environment=dict(os.environ)
     )
 
@@ -243,7 +242,7 @@ def test_what_a_server_has_said_is_found_in_a_log_that_was_rotated_since(tmp_pat
     path = tmp_path / "log"
     log = RotatingLog(path, 1000)
     log.write(b"before\n" * 50)
-    since = mark_of(path)
+    since = log_position(path)
     assert read_tail(path, since) == []
     log.write(b"first of ours\n")
     assert read_tail(path, since) == ["first of ours"]
@@ -252,7 +251,7 @@ def test_what_a_server_has_said_is_found_in_a_log_that_was_rotated_since(tmp_pat
     assert read_tail(path, since)[-1] == "after" and "before" not in read_tail(path, since)
     assert (tmp_path / "log.1").exists()
     log.close()
-    assert read_tail(tmp_path / "none", mark_of(tmp_path / "none")) == []
+    assert read_tail(tmp_path / "none", log_position(tmp_path / "none")) == []
 
 
 ORPHAN = """
@@ -298,7 +297,7 @@ def cmdline(pid: int) -> bytes:
 
 async def test_a_start_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("relax_rt.roles.rollout.engines.sglang.server.TELL_EVERY_S", 0.05)
+    monkeypatch.setattr("relax_rt.roles.rollout.engines.sglang.server.REPORT_EVERY_S", 0.05)
     server = stand_in(tmp_path, "sleep 600", tell=said.append)
     start = asyncio.create_task(server.start(600.0))
     await until(lambda: len(said) > 2)
@@ -315,10 +314,10 @@ async def test_the_end_of_a_server_is_waited_for_where_it_is_coming(tmp_path: Pa
     ended: list[RelaxError] = []
     server = stand_in(tmp_path, answering(tmp_path), ended.append)
     await server.start(WAIT_S)
-    await server.end_told(0.01)
+    await server.wait_for_exit(0.01)
     assert not ended
     (tmp_path / "end").touch()
-    await server.end_told(WAIT_S)
+    await server.wait_for_exit(WAIT_S)
     assert len(ended) == 1
     await server.stop()
 
@@ -333,7 +332,7 @@ async def test_the_guard_is_not_shot_as_what_a_dead_role_left_behind(
     server = stand_in(tmp_path, answering(tmp_path))
     await server.start(WAIT_S)
     try:
-        await asyncio.to_thread(kill_orphans, "rollout/0", 7)
+        await asyncio.to_thread(procfs.kill_orphans, ["RELAX_SLOT=rollout/0", "RELAX_EPOCH=7"])
         assert await asyncio.to_thread(named.wait, WAIT_S) == -signal.SIGKILL and alive(server.pid)
         os.kill(server.pid, signal.SIGQUIT)
         answer = await server.client.call("/model_info", timeout_s=WAIT_S)
@@ -352,7 +351,7 @@ def test_options_by_device() -> None:
     cpu, cuda = (server_options(table, device, BOOT, kv_tokens=123, context=512) for device in ("cpu", "cuda"))
     assert (cpu["device"], cpu["max-total-tokens"]) == ("cpu", 123)
     assert (cuda["mem-fraction-static"], cuda["max-running-requests"]) == (0.7, 9)
-    assert cpu["context-length"] == cuda["context-length"] == 512 + KEPT_BACK
+    assert cpu["context-length"] == cuda["context-length"] == 512 + RESERVED_POSITIONS
     assert "device" not in cuda and "max-total-tokens" not in cuda
     assert as_arguments({"a": True, "b": False, "c": 1.5}) == ["--a", "--c", "1.5"]
 
@@ -423,7 +422,7 @@ def test_validate_asks_the_interpreter(tmp_path: Path) -> None:
     (found,) = several_ranks(with_sglang(tmp_path))
     assert found.path == ("roles", "rollout", "tensor_parallel") and "cannot be verified" in found.message
     # A real one answers the question that is put to it.
-    version, why, _ = ask(sys.executable)
+    version, why, _ = query_interpreter(sys.executable)
     assert (version, why) in (("-", f"{sys.executable} has no sglang"), (SUPPORTED, ""))
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from relax_rt.cli.headline import Column
+from relax_rt.cli.screen import DRAIN_HEARTBEAT_S, HEARTBEAT_S, Screen, render
 from relax_rt.interfaces.agent import Diagnosis, RunStatus, SlotStatus
-from relax_rt.observe.headline import Column
-from relax_rt.observe.screen import DRAIN_HEARTBEAT_S, HEARTBEAT_S, Screen, render
 
 HEADLINE = [
     Column("step", "reward_mean", "reward", ".3f", spark=True),
@@ -121,7 +121,7 @@ def test_each_slot_is_told_once_when_it_is_ready_for_the_first_time(run: Run) ->
         "rollout/0 ready in 1.8 s",
         "ERROR rollout/0 died (killed): SIGKILL from outside the run",
         "rollout/0 is back after 2.5 s",
-        "WARNING Ctrl-C: the roles finish the work in hand; Ctrl-C again ends them at once",
+        "WARNING Ctrl-C: the roles finish their work in progress; Ctrl-C again ends them at once",
     ]
 
 
@@ -134,7 +134,7 @@ def test_a_run_that_drains_says_at_once_and_every_10_s_whom_it_waits_for(run: Ru
     assert told(out) == [
         "tiny is draining, 1 of 3 slots ready: Ctrl-C",
         "draining  trainer/0 stopping for 0.5 s (finishing the step), killed in 10m 00s at the latest",
-        "WARNING Ctrl-C: the roles finish the work in hand, each within 10m 00s; Ctrl-C again ends them at once",
+        "WARNING Ctrl-C: the roles finish their work in progress, each within 10m 00s; Ctrl-C again ends them at once",
     ]
     clock.now += DRAIN_HEARTBEAT_S
     busy = slot("trainer/0", state="stopping", state_s=10.5, detail="writing a checkpoint", kill_latest_s=589.5)
@@ -152,7 +152,7 @@ def test_what_an_earlier_part_of_a_resumed_run_wrote_gives_no_lines(run: Run) ->
     screen, out = plain(run, clock)
     show(screen, status(slot("trainer/0")))
     assert told(out) == ["tiny is running, 1 of 1 slots ready"]
-    assert screen.board.headline.step == 6
+    assert screen.view.headline.step == 6
 
 
 def test_a_silent_run_says_what_it_waits_for(run: Run) -> None:
@@ -191,7 +191,7 @@ def test_close_tells_what_was_written_last_and_once(run: Run) -> None:
 
 def picture(screen: Screen, width: int, height: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
-    console.print(render(screen.board, width, height))
+    console.print(render(screen.view, width, height))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -257,7 +257,7 @@ def test_a_live_screen_gives_the_cursor_back(run: Run) -> None:
 
 
 def test_a_full_pipe_does_not_hold_up_the_caller(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relax_rt.observe.screen.CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("relax_rt.cli.screen.CLOSE_TIMEOUT_S", 0.05)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     try:
@@ -280,8 +280,8 @@ def test_a_full_pipe_does_not_hold_up_the_caller(run: Run, monkeypatch: pytest.M
 CLOSED_PIPE = """
     import sys
     from pathlib import Path
-    from relax_rt.observe.screen import Screen
-    from relax_rt.interfaces.agent import RunStatus
+    from relax_rt.cli.screen import Screen
+    from relax_rt.interfaces.agent import Diagnosis, RunStatus, SlotStatus
     sys.stdin.readline()
     screen = Screen(Path(sys.argv[1]), [], 10)
     screen.update(RunStatus(run_id="a", name="tiny", run_dir="d", status="running"))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from relax_rt.cli import detach
-from relax_rt.cli.detach import Reasons, wait_until_ended, who_ends
+from relax_rt.cli import run as run_commands
+from relax_rt.cli.run import WaitingReasons, ending_slots, wait_until_ended
+from relax_rt.cli.time_left import Estimate
 from relax_rt.interfaces.agent import RunStatus, SlotStatus
-from relax_rt.observe.estimate import Estimate
 from relax_rt.supervision import control
 
 
@@ -21,11 +21,11 @@ def status(waiting: str, state: str = "pending") -> RunStatus:
 
 def test_a_reason_to_wait_is_told_when_it_changes() -> None:
     said: list[str] = []
-    reasons = Reasons(said.append)
-    assert reasons.take(status("node b has not joined"))
-    assert not reasons.take(status("node b has not joined"))
-    assert reasons.take(status("no room on node b"))
-    assert not reasons.take(status("calls", "ready"))
+    reasons = WaitingReasons(said.append)
+    assert reasons.update(status("node b has not joined"))
+    assert not reasons.update(status("node b has not joined"))
+    assert reasons.update(status("no room on node b"))
+    assert not reasons.update(status("calls", "ready"))
     assert said == ["env/0 waits: node b has not joined", "env/0 waits: no room on node b"]
 
 
@@ -44,7 +44,7 @@ class Ending:
         monkeypatch.setattr(control, "status", lambda _: self._status())
         monkeypatch.setattr(control, "wait_ended", lambda *_: self._gone())
         found = Estimate(12, 150, step_s=210.0, left_s=1e4, measured=9, since_s=190.0)
-        monkeypatch.setattr(detach, "estimate_of", lambda _: found)
+        monkeypatch.setattr(run_commands, "estimate_of", lambda _: found)
         self._looked = False
 
     def _status(self) -> RunStatus:
@@ -86,4 +86,4 @@ def test_down_of_a_run_that_is_gone_at_once_says_nothing(monkeypatch: pytest.Mon
 
 def test_one_deadline_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     Ending(monkeypatch, [trainer(kill_s=564.8)])
-    assert "killed in 9m 25s at the latest" in who_ends(Path("runs/r"))[1]
+    assert "killed in 9m 25s at the latest" in ending_slots(Path("runs/r"))[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from relax_rt.cli.figures import Figures, figures_of, judge, newest
+from relax_rt.cli.ps import SlotFigures, compute_figures, newest_records, slot_figures
 from relax_rt.interfaces.agent import RunStatus, SlotStatus
 from relax_rt.interfaces.registry import Changes, Member
 from relax_rt.transport.base.versions import VersionRecord
@@ -33,8 +33,8 @@ def test_lag_is_the_distance_on_the_tree_and_not_a_difference_of_numbers() -> No
         Member(Incarnation("rollout/1", 8), policy_version=1),
         Member(Incarnation("trainer/0", 9), state="gone", policy_version=5),
     ]
-    found = judge(status(), Changes(1, True, members, records[-1]), records, {})
-    assert found == {"rollout/0": Figures(2, 2), "rollout/1": Figures(1, 1)}
+    found = compute_figures(status(), Changes(1, True, members, records[-1]), records, {})
+    assert found == {"rollout/0": SlotFigures(2, 2), "rollout/1": SlotFigures(1, 1)}
 
 
 def test_depth_and_staleness_of_metrics_count_for_the_living_incarnation_only() -> None:
@@ -46,15 +46,15 @@ def test_depth_and_staleness_of_metrics_count_for_the_living_incarnation_only() 
         {"kind": "step", "by": "trainer/0#9", "staleness": [0, 2, 1]},
         {"kind": "other", "by": "trainer/0#9"},
     ]
-    found = judge(status(), None, [], newest(metrics))
+    found = compute_figures(status(), None, [], newest_records(metrics))
     assert found == {
-        "queue/0": Figures(depth=4),
-        "rollout/1": Figures(depth=5),
-        "trainer/0": Figures(staleness=2),
+        "queue/0": SlotFigures(depth=4),
+        "rollout/1": SlotFigures(depth=5),
+        "trainer/0": SlotFigures(staleness=2),
     }
 
 
 def test_without_registry_and_metrics_there_are_no_figures(tmp_path: Path) -> None:
-    assert figures_of(status(str(tmp_path))) == {}
+    assert slot_figures(status(str(tmp_path))) == {}
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "mine", "by": "rollout/0#7", "depth": 6}) + '\n{"torn')
-    assert figures_of(status(str(tmp_path))) == {"rollout/0": Figures(depth=6)}
+    assert slot_figures(status(str(tmp_path))) == {"rollout/0": SlotFigures(depth=6)}

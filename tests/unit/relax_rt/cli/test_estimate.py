@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
+from relax_rt.cli.time_left import SETTLED, WINDOW, Estimate, Estimator
 from relax_rt.config.job import Pacing
-from relax_rt.observe.estimate import SETTLED, WINDOW, Estimate, Estimator
 
 PACING = Pacing("wait_s", ("train_s", "publish_s"), 1, ("evaluation", "evaluation_set"))
 Record = dict[str, object]
@@ -40,7 +40,7 @@ def evaluated(
 def fed(records: Iterable[Record], steps: int, pacing: Pacing = PACING) -> Estimator:
     estimator = Estimator(steps, pacing)
     for record in records:
-        estimator.take(record)
+        estimator.update(record)
     return estimator
 
 

@@ -12,11 +12,10 @@ import pytest
 from rich.console import Console
 from test_why import RUNNING, event
 
-from relax_rt.cli import lost_samples
-from relax_rt.cli.display import show_why
-from relax_rt.cli.lost_samples import progress_report, reinstate_items, show_losses
+from relax_rt.cli import losses as losses_module
+from relax_rt.cli.losses import print_losses, progress_report, reinstate_items
 from relax_rt.cli.main import main
-from relax_rt.cli.why import account
+from relax_rt.cli.why import explain, show_why
 from relax_rt.config.problems import BadInput
 from relax_rt.observe.losses import MAX_CAUSES, OTHERS, Losses
 from relax_rt.supervision import control
@@ -56,7 +55,7 @@ EVENTS = [
 
 
 def test_the_newest_count_of_each_cause_of_this_start_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    found = account(EVENTS, RUNNING)
+    found = explain(EVENTS, RUNNING)
     assert [(loss.task, loss.members) for loss in found.losses] == [("reward", 64), ("", 3)]
     show_why(found)
     out = capsys.readouterr().out
@@ -64,13 +63,13 @@ def test_the_newest_count_of_each_cause_of_this_start_is_told(capsys: pytest.Cap
     assert (
         "64 samples of 16 groups (3 prompts) failed at task reward: score raised KeyError: 'b' at reward.py:12" in out
     )
-    assert "what helps: mend reward.py:12" in out and "e.g. prompt 7: no room for the board" in out
+    assert "hint: mend reward.py:12" in out and "e.g. prompt 7: no room for the board" in out
     assert "28 reward workers were killed; the last: killed: out of memory" in out
     assert "q7 (12 + 1)  2 whole groups: it did not return" in out and "relax-rt reinstate" in out
 
 
 def test_a_run_that_loses_nothing_is_as_before(capsys: pytest.CaptureFixture[str]) -> None:
-    show_why(account([event(0.0, "run_started")], RUNNING))
+    show_why(explain([event(0.0, "run_started")], RUNNING))
     out = capsys.readouterr().out
     assert "No role has failed since the run was started." in out and "lost" not in out and "Retired" not in out
 
@@ -78,21 +77,21 @@ def test_a_run_that_loses_nothing_is_as_before(capsys: pytest.CaptureFixture[str
 def test_items_stay_retired_through_starts_until_they_are_taken_back() -> None:
     losses = Losses()
     for one in EVENTS:
-        losses.take(one)
+        losses.update(one)
     assert [one.item for one in losses.retired] == ["q7"]
-    losses.take(event(20.0, "item_reinstated", item="q7"))
+    losses.update(event(20.0, "item_reinstated", item="q7"))
     assert losses.retired == []
 
 
 def test_damaged_event_is_tolerated() -> None:
-    found = account([event(0.0, "run_started"), event(1.0, "members_lost"), event(2.0, "item_retired")], RUNNING)
+    found = explain([event(0.0, "run_started"), event(1.0, "members_lost"), event(2.0, "item_retired")], RUNNING)
     assert [loss.members for loss in found.losses] == [0] and [one.item for one in found.retired] == [""]
 
 
 def taken(*events: dict[str, Any]) -> Losses:
     losses = Losses()
     for one in events:
-        losses.take(one)
+        losses.update(one)
     return losses
 
 
@@ -120,7 +119,7 @@ def test_rare_causes_are_summed_under_one_name(starts: int, capsys: pytest.Captu
     assert sum(loss.groups for loss in losses.total) == 225 + 10 * MAX_CAUSES
     names = [loss.cause for loss in losses.total]
     assert len(names) <= 3 * MAX_CAUSES and "often" in names[:2] and names.count(OTHERS) == 1
-    show_losses(Console(), [loss for loss in losses.total if loss.cause == OTHERS], [], "")
+    print_losses(Console(), [loss for loss in losses.total if loss.cause == OTHERS], [], "")
     out = capsys.readouterr().out
     assert "failed at task reward: other causes" in out and "e.g." not in out
 
@@ -163,7 +162,7 @@ def test_ps_of_a_run_that_lives_asks_its_queue(
     """The log says 8 groups in a row; whether that goes on is known to the queue."""
     loss = Loss(task="reward", cause="score raised KeyError", members=64, groups=16, prompts=3)
     report = ProgressReport(row, 1, 64, False, [loss], [Retired("q9")], 1)
-    monkeypatch.setattr(lost_samples, "_ask_queue", lambda *_: report)
+    monkeypatch.setattr(losses_module, "_call_queue", lambda *_: report)
     out = ps(run_dir, capsys)
     assert ("lost: 8 groups failed in a row (the run ends at 64); 64 samples" in out) == (row > 0)
     assert "64 samples of 16 groups (3 prompts) failed at task reward: score raised KeyError" in out
@@ -208,9 +207,9 @@ def test_reinstate_names_the_items_asked_for(
             return []
 
     (run_dir / "run.json").write_text("{}")
-    monkeypatch.setattr(lost_samples, "_ask_queue", lambda _, question: asyncio.run(question(Queue())))
+    monkeypatch.setattr(losses_module, "_call_queue", lambda _, question: asyncio.run(question(Queue())))
     assert main(["reinstate", "q7", "--run", str(run_dir)]) == 0
-    assert asked == ["q7"] and capsys.readouterr().out == "tried again: q7\n"
+    assert asked == ["q7"] and capsys.readouterr().out == "reinstated: q7\n"
 
 
 def test_the_beginning_of_an_id_is_enough_if_no_other_retired_item_begins_so(
@@ -227,9 +226,9 @@ def test_the_beginning_of_an_id_is_enough_if_no_other_retired_item_begins_so(
             asked.extend(items)
 
     (run_dir / "run.json").write_text("{}")
-    monkeypatch.setattr(lost_samples, "_ask_queue", lambda _, question: asyncio.run(question(Queue())))
+    monkeypatch.setattr(losses_module, "_call_queue", lambda _, question: asyncio.run(question(Queue())))
     assert main(["reinstate", "3fa91", "b07", "3fa91c", "--run", str(run_dir)]) == 0
-    assert asked == ["3fa91c", "b07"] and capsys.readouterr().out == "tried again: 3fa91c, b07\n"
+    assert asked == ["3fa91c", "b07"] and capsys.readouterr().out == "reinstated: 3fa91c, b07\n"
     with pytest.raises(BadInput, match=r"'3fa9' is ambiguous: 2 retired items have this prefix: 3fa91c, 3fa97d"):
         reinstate_items(run_dir, ["b07e", "3fa9"])
     with pytest.raises(BadInput, match="'' is not retired"):
@@ -239,7 +238,7 @@ def test_the_beginning_of_an_id_is_enough_if_no_other_retired_item_begins_so(
 
 def test_an_ended_run_lists_its_items_and_says_how_they_are_taken_back(run_dir: Path) -> None:
     assert [one.item for one in progress_report(run_dir).retired] == ["q7"]
-    with pytest.raises(BadInput, match="cannot be asked") as caught:
+    with pytest.raises(BadInput, match="cannot be reached") as caught:
         reinstate_items(run_dir, ["q7"])
     assert "progress.kept_items" in caught.value.hint
     with pytest.raises(BadInput, match=r"'q8' is not retired.*retired are q7"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from relax_rt.cli.run import choices
+from relax_rt.cli.display import choices
 from relax_rt.cluster import launch
 from relax_rt.config.loader import config_digest, load_config, read_resolved, write_resolved
 from relax_rt.config.problems import ConfigErrors
@@ -17,7 +17,7 @@ from relax_rt.roles.config.dtypes import choose_dtypes, model_width
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.evaluation.settings import EvaluatorSettings
 from relax_rt.roles.job.job import RLJob
-from relax_rt.roles.models.precision import Choice
+from relax_rt.roles.models.precision import DtypeChoice
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.training.backend.settings import ReferenceSettings, TrainerSettings
@@ -39,8 +39,8 @@ def config(roles: dict[str, Any] | None = None, **tables: Any) -> RLConfig:
     return made
 
 
-def computes(dtype: str) -> Callable[..., Choice]:
-    return lambda *, measured: Choice(dtype, f"the CPU is fast in {dtype}")  # type: ignore[arg-type]
+def computes(dtype: str) -> Callable[..., DtypeChoice]:
+    return lambda *, measured: DtypeChoice(dtype, f"the CPU is fast in {dtype}")  # type: ignore[arg-type]
 
 
 def dtypes(made: RLConfig, cpu: str = "bfloat16", recorded: dict[str, Any] | None = None, **how: Any) -> dict[str, str]:

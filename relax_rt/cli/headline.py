@@ -9,17 +9,16 @@ from typing import Any
 
 import msgspec
 
+from relax_rt.cli.time_left import Estimate, Estimator
 from relax_rt.config.job import Column, Pacing
-from relax_rt.observe.estimate import Estimate, Estimator
 from relax_rt.observe.text import NOTHING, number
-
-__all__ = ["Column", "Headline", "Value"]
 
 SPARK = 40
 FRESH_S = 10.0
-"""A sender that has not been heard of for so long counts no more."""
+"""A sender without a record for so long no longer counts."""
 RATE_OVER_S = 20.0
-"""A rate is taken over this time: where roles take turns, two records often have only work or only waiting between."""
+"""A rate is averaged over this time: where roles share a GPU in turn, two consecutive records often span only work or
+only waiting."""
 RATE_POINTS = 32
 MAX_SENDERS = 4096
 
@@ -32,7 +31,7 @@ class Value(msgspec.Struct, frozen=True):
     spark: Sequence[float] = ()
 
 
-class _Forgiving(string.Formatter):
+class _LenientFormatter(string.Formatter):
     """Template fields that a record lacks, or that are not numbers, are shown as a dash."""
 
     def get_value(self, key: int | str, args: Sequence[Any], kwargs: Any) -> Any:
@@ -49,7 +48,7 @@ class _Counters:
         self._key = key
         self._senders: dict[str, tuple[str, deque[tuple[float, float]]]] = {}
 
-    def take(self, slot: str, record: dict[str, Any]) -> None:
+    def update(self, slot: str, record: dict[str, Any]) -> None:
         """Process a record; another incarnation of a slot counts from its own start."""
         by, t, value = str(record.get("by", "")), _float(record.get("t")), _float(record.get(self._key))
         known = self._senders.get(slot)
@@ -101,28 +100,28 @@ class Headline:
         }
         self._estimator = None if target is None else Estimator(target, pacing or Pacing(), *progress)
 
-    def take(self, record: dict[str, Any]) -> bool:
-        """Take in one metrics record. True: it counts a step."""
+    def update(self, record: dict[str, Any]) -> bool:
+        """Process one metrics record; True if it counts a step."""
         kind = str(record.get("kind", ""))
         slot = str(record.get("by", "")).partition("#")[0]
         if slot and isinstance(version := record.get("version"), int) and len(self.versions) < MAX_SENDERS:
             self.versions[slot] = version
         if self._estimator is not None:
-            self._estimator.take(record)
+            self._estimator.update(record)
         if kind not in self._kinds:
             return False
         self._newest[kind] = record
         for i, counters in self._counters.items():
             if self.columns[i].kind == kind:
-                counters.take(slot, record)
+                counters.update(slot, record)
         step = record.get(self._progress[1])
         counts = kind == self._progress[0] and isinstance(step, int)
         if counts:
             self.step = int(step or 0)
-        self._draw(kind, record)
+        self._add_to_sparks(kind, record)
         return counts
 
-    def _draw(self, kind: str, record: dict[str, Any]) -> None:
+    def _add_to_sparks(self, kind: str, record: dict[str, Any]) -> None:
         for i, spark in self._sparks.items():
             if self.columns[i].kind == kind:
                 at = self.step or 0
@@ -154,7 +153,7 @@ class Headline:
     def lines(self, record: dict[str, Any]) -> list[str]:
         """Lines for this record, from the columns that have a template."""
         return [
-            _Forgiving().vformat(column.line, (), record)
+            _LenientFormatter().vformat(column.line, (), record)
             for column in self.columns
             if column.line and column.kind == record.get("kind") and record.get(column.key) is not None
         ]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from relax_rt.observe.headline import SPARK, Column, Headline
+from relax_rt.cli.headline import SPARK, Column, Headline
 from relax_rt.observe.text import NOTHING, count, duration, number, sparkline
 
 REWARD = Column("step", "reward_mean", "reward", ".3f", spark=True)
@@ -33,9 +33,9 @@ def test_nothing_is_known_before_the_first_record() -> None:
 
 def test_staleness_shows_mean_and_maximum_of_the_list() -> None:
     headline = Headline([Column("step", "staleness", "staleness", ".2f", aggregate="mean_max")])
-    headline.take(step(1, 1.0, staleness=[0, 1, 1, 2]))
+    headline.update(step(1, 1.0, staleness=[0, 1, 1, 2]))
     assert text(headline) == ["1.00 / 2"]
-    headline.take(step(2, 2.0, staleness=[]))
+    headline.update(step(2, 2.0, staleness=[]))
     assert text(headline) == [NOTHING]
 
 
@@ -48,13 +48,13 @@ def counted(slot: str, t: float, tokens: int, epoch: int = 3) -> dict[str, objec
 
 def test_a_rate_is_of_all_living_senders_and_of_the_last_seconds() -> None:
     headline = Headline([RATE])
-    headline.take(counted("rollout/0", 100.0, 0))
+    headline.update(counted("rollout/0", 100.0, 0))
     assert text(headline, now=100.0) == [NOTHING]
     for t in (102.0, 104.0):
-        headline.take(counted("rollout/0", t, int(t - 100.0) * 50))
-        headline.take(counted("rollout/1", t, int(t - 100.0) * 70))
+        headline.update(counted("rollout/0", t, int(t - 100.0) * 50))
+        headline.update(counted("rollout/1", t, int(t - 100.0) * 70))
     assert text(headline, now=104.0) == ["120"]
-    headline.take(counted("rollout/0", 112.0, 600))
+    headline.update(counted("rollout/0", 112.0, 600))
     assert text(headline, now=114.5) == ["50"], "rollout/1 has not been heard of for more than ten seconds"
     assert text(headline, now=200.0) == ["0"]
 
@@ -62,7 +62,7 @@ def test_a_rate_is_of_all_living_senders_and_of_the_last_seconds() -> None:
 def test_a_rate_counts_turns_of_work_and_of_waiting() -> None:
     headline = Headline([RATE])
     for n in range(40):
-        headline.take(counted("rollout/0", 2.0 * n, 200 * (n // 2)))
+        headline.update(counted("rollout/0", 2.0 * n, 200 * (n // 2)))
     assert text(headline, now=78.0) == ["50"]
     assert text(headline, now=80.0) == ["50"], "the last two seconds were waiting"
 
@@ -70,57 +70,57 @@ def test_a_rate_counts_turns_of_work_and_of_waiting() -> None:
 def test_a_seldom_sender_has_a_rate_over_its_last_two_records() -> None:
     headline = Headline([RATE])
     for t, tokens in ((0.0, 0), (60.0, 600), (120.0, 3_000)):
-        headline.take(counted("rollout/0", t, tokens))
+        headline.update(counted("rollout/0", t, tokens))
     assert text(headline, now=121.0) == ["40"]
 
 
 def test_a_restarted_sender_counts_from_its_own_beginning() -> None:
     headline = Headline([RATE])
-    headline.take(counted("rollout/0", 1.0, 5_000))
-    headline.take(counted("rollout/0", 2.0, 5_050))
-    headline.take(counted("rollout/0", 3.0, 0, epoch=9))
-    headline.take(counted("rollout/0", 4.0, 40, epoch=9))
+    headline.update(counted("rollout/0", 1.0, 5_000))
+    headline.update(counted("rollout/0", 2.0, 5_050))
+    headline.update(counted("rollout/0", 3.0, 0, epoch=9))
+    headline.update(counted("rollout/0", 4.0, 40, epoch=9))
     assert text(headline, now=4.0) == ["40"]
 
 
 def test_a_second_key_stands_after_a_slash() -> None:
     headline = Headline([Column("queue", "outstanding", "queue", of="bound")])
-    headline.take({"kind": "queue", "t": 1.0, "outstanding": 96, "bound": math.inf})
+    headline.update({"kind": "queue", "t": 1.0, "outstanding": 96, "bound": math.inf})
     assert text(headline) == ["96 / inf"]
 
 
 def test_steps_made_again_replace_the_ends_of_the_curve_and_of_the_pace() -> None:
     headline = Headline([REWARD], 10)
     for n in range(1, 6):
-        headline.take(step(n, 10.0 * n, reward_mean=float(n)))
+        headline.update(step(n, 10.0 * n, reward_mean=float(n)))
     assert left(headline, 50.0) == pytest.approx(50.0)
-    headline.take(step(3, 100.0, reward_mean=33.0))
+    headline.update(step(3, 100.0, reward_mean=33.0))
     assert list(headline.values(100.0)[0].spark) == [1.0, 2.0, 33.0]
     assert headline.step == 3
     # As fast as before, until enough steps are measured.
     assert left(headline, 100.0) == pytest.approx(70.0)
     for n in range(4, 7):
-        headline.take(step(n, 102.0 + 2.0 * (n - 4), reward_mean=4.0))
+        headline.update(step(n, 102.0 + 2.0 * (n - 4), reward_mean=4.0))
     assert left(headline, 107.0) == pytest.approx(7.0)
 
 
 def test_the_curve_is_bounded() -> None:
     headline = Headline([REWARD])
     for n in range(500):
-        headline.take(step(n, float(n), reward_mean=1.0))
+        headline.update(step(n, float(n), reward_mean=1.0))
     assert len(headline.values(0.0)[0].spark) == SPARK
 
 
 def test_nothing_is_left_at_the_target() -> None:
     headline = Headline([REWARD], 2)
     for n in (1, 2):
-        headline.take(step(n, float(n), reward_mean=1.0))
+        headline.update(step(n, float(n), reward_mean=1.0))
     assert left(headline, 2.0) == 0.0
 
 
 def test_versions_are_known_by_slot() -> None:
     headline = Headline([])
-    headline.take({"kind": "rollout", "t": 1.0, "by": "rollout/3#8", "version": 17})
+    headline.update({"kind": "rollout", "t": 1.0, "by": "rollout/3#8", "version": 17})
     assert headline.versions == {"rollout/3": 17}
 
 
@@ -139,7 +139,7 @@ def test_a_column_without_a_title_is_told_of_in_lines_alone() -> None:
     ]
     headline = Headline(columns)
     record = {"kind": "cold", "t": 1.0, "by": "trainer/0#1", "step": 0, "validation": 2.0}
-    headline.take(record)
+    headline.update(record)
     assert headline.values(1.0) == [] and headline.lines(record) == ["step 0 validation 2.0"]
     assert headline.lines({**record, "step": 1, "loss": 1.5}) == ["step 1 loss 1.5", "step 1 validation 2.0"]
     assert "cold" not in headline.step_line(1.0)
@@ -148,7 +148,7 @@ def test_a_column_without_a_title_is_told_of_in_lines_alone() -> None:
 @pytest.mark.parametrize("value", [None, math.nan, [1], {}])
 def test_what_is_no_number_is_shown_as_nothing(value: object) -> None:
     headline = Headline([REWARD])
-    headline.take(step(1, 1.0, reward_mean=value))
+    headline.update(step(1, 1.0, reward_mean=value))
     assert text(headline) == [NOTHING]
 
 

@@ -1,15 +1,22 @@
-"""Samples that a run lost and items that it retired: read from its queue, or from the event log once it has ended."""
+"""Samples that a run lost and data items that it retired; the commands retired and reinstate.
+
+Both are read from the queue of a live run, or from the event log once it has ended.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
+from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
+from relax_rt.cli.app import OK, Json, Run
+from relax_rt.cli.display import console_for_output, say, show_json
+from relax_rt.cli.runs import find_run_dir
 from relax_rt.config.problems import BadInput, did_you_mean
 from relax_rt.observe.events import read_events
 from relax_rt.observe.losses import Losses, ReportedLoss
@@ -19,29 +26,53 @@ from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.ledger.messages import ProgressReport, Retired, describe_loss, failure_summary
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, make_hello
+from relax_rt.transport.rpc.rpc import RpcClient, make_hello
 
-ASK_TIMEOUT_S = 5.0
-EXAMPLE = 400
-KEPT = "progress.kept_items"
+CALL_TIMEOUT_S = 5.0
+EXAMPLE_WIDTH = 400
 MAX_NAMED = 8
 
 T = TypeVar("T")
 
 
+def retired(run: Run = None, *, json: Json = False) -> int:
+    """List the retired data items of a run."""
+    items = progress_report(find_run_dir(run)).retired
+    if json:
+        show_json(items)
+    elif items:
+        print_retired(console_for_output(), items)
+    else:
+        say("no item is retired")
+    return OK
+
+
+def reinstate(
+    items: Annotated[list[str], Parameter(help="Ids of retired items as `relax-rt retired` lists them, or prefixes.")],
+    *,
+    run: Run = None,
+    json: Json = False,
+) -> int:
+    """Sample retired items again in a live run."""
+    found = reinstate_items(find_run_dir(run), items)
+    text = f"reinstated: {', '.join(found)}"
+    show_json({"did": text, "slots": []}) if json else say(text)
+    return OK
+
+
 def progress_report(run_dir: Path) -> ProgressReport:
-    """The progress report of the run's queue; of an ended run, from its event log and without a row of failures."""
+    """The progress report of the queue; of an ended run from its event log, without the failures in a row."""
     try:
-        return _ask_queue(run_dir, lambda queue: queue.progress())
+        return _call_queue(run_dir, lambda queue: queue.progress())
     except RelaxError:
-        found = Losses()
+        losses = Losses()
         for event in read_events(run_dir):
-            found.take(event)
-        return ProgressReport(losses=list(found.losses), retired=found.retired)
+            losses.update(event)
+        return ProgressReport(losses=list(losses.losses), retired=losses.retired)
 
 
 def reinstate_items(run_dir: Path, items: Sequence[str]) -> list[str]:
-    """Have the queue of a living run try these items again.
+    """Have the queue of a live run sample these items again.
 
     Args:
         items: ids, or prefixes of ids that no other retired item has.
@@ -55,10 +86,10 @@ def reinstate_items(run_dir: Path, items: Sequence[str]) -> list[str]:
     known = [one.item for one in progress_report(run_dir).retired]
     found = list(dict.fromkeys(_retired_item(item, known) for item in items))
     try:
-        _ask_queue(run_dir, lambda queue: queue.reinstate(found))
+        _call_queue(run_dir, lambda queue: queue.reinstate(found))
     except RelaxError as error:
-        hint = f"name the items in {KEPT} of roles.toml, and `relax-rt up` takes them back"
-        raise BadInput("the run's queue cannot be asked", why=str(error), hint=hint) from error
+        hint = "name the items in progress.kept_items of roles.toml, and `relax-rt up` samples them again"
+        raise BadInput("the run's queue cannot be reached", why=str(error), hint=hint) from error
     return found
 
 
@@ -80,55 +111,54 @@ def _retired_item(item: str, known: Sequence[str]) -> str:
     return found[0]
 
 
-def _ask_queue(run_dir: Path, question: Callable[[QueueApi], Awaitable[T]]) -> T:
+def _call_queue(run_dir: Path, call: Callable[[QueueApi], Awaitable[T]]) -> T:
     status = control.status(run_dir)
     address = next((slot.address for slot in status.slots if slot.slot == "queue/0"), "")
     if status.ended or not address:
         raise RelaxError("the queue", why=f"the run is {status.status}")
 
-    async def ask() -> T:
-        client = Client(address, make_hello(status.run_id, Incarnation("cli/0", 0)))
+    async def run() -> T:
+        client = RpcClient(address, make_hello(status.run_id, Incarnation("cli/0", 0)))
         try:
-            return await question(client.bind(QueueApi, timeout_s=ASK_TIMEOUT_S))
+            return await call(client.bind(QueueApi, timeout_s=CALL_TIMEOUT_S))
         finally:
             await client.close()
 
-    return asyncio.run(ask())
+    return asyncio.run(run())
 
 
-def show_losses(console: Console, losses: Iterable[ReportedLoss], retired: Iterable[Retired], workers: str) -> None:
+def print_losses(console: Console, losses: Iterable[ReportedLoss], retired: Iterable[Retired], workers: str) -> None:
     """Print causes with their examples, then the retired items."""
     causes, items = list(losses), list(retired)
     if causes or workers:
-        console.print(Text("\nWhat was lost", "bold"))
+        console.print(Text("\nLost samples", "bold"))
     for loss in causes:
         console.print(Text(f"  {describe_loss(loss)}", "red"), soft_wrap=True)
         if loss.item or loss.prompt >= 0:
             whose = f"item {loss.item} ({loss.about})" if loss.item else f"prompt {loss.prompt}"
-            more = f": {clip(loss.example, EXAMPLE)}" if len(loss.example) > len(loss.cause) else ""
+            more = f": {clip(loss.example, EXAMPLE_WIDTH)}" if len(loss.example) > len(loss.cause) else ""
             console.print(Text(f"    e.g. {whose}{more}"), soft_wrap=True)
         if loss.hint:
-            console.print(Text(f"    what helps: {loss.hint}", "yellow"), soft_wrap=True)
+            console.print(Text(f"    hint: {loss.hint}", "yellow"), soft_wrap=True)
     if workers:
         console.print(Text(f"  {workers}", "red"), soft_wrap=True)
-    show_retired(console, items)
+    print_retired(console, items)
 
 
-def show_retired(console: Console, items: Iterable[Retired]) -> None:
+def print_retired(console: Console, items: Iterable[Retired]) -> None:
     """Print the retired items; nothing if there are none."""
-    found = list(items)
-    if not found:
+    if not (found := list(items)):
         return
     console.print(Text("\nRetired items", "bold"))
     for one in found:
         about = f" ({one.about})" if one.about else ""
         console.print(Text(f"  {one.item}{about}  {one.timeouts} whole groups: {one.reason}"), soft_wrap=True)
-    hint = "  taken back by `relax-rt reinstate ITEM` while the run lives, or progress.kept_items at its next start"
+    hint = "  undo: `relax-rt reinstate ITEM` while the run is live, or progress.kept_items at its next start"
     console.print(Text(hint, "bright_black"), soft_wrap=True)
 
 
-def show_recent(console: Console, report: ProgressReport) -> None:
-    """For `ps`: groups that failed in a row, the most frequent cause in a line, and how many items are retired."""
+def print_loss_summary(console: Console, report: ProgressReport) -> None:
+    """Print the failures in a row or the most frequent cause of losses, and how many items are retired; for `ps`."""
     if report.losses:
         row, cause = failure_summary(report), describe_loss(report.losses[0])
         console.print(Text(f"  lost: {row or cause}", "red" if row else "yellow"), soft_wrap=True)

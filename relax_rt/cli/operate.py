@@ -1,4 +1,4 @@
-"""Commands that change a living run: restart, scale, drain, reinstate. They name a slot, a role or a node."""
+"""Commands that change a live run: restart, scale, drain. They name a slot, a role or a node."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from relax_rt.cli.app import OK, STEER, Json, Run, app, duration_of
+from relax_rt.cli.app import OK, Json, Run, duration_of
 from relax_rt.cli.display import say, show_json
-from relax_rt.cli.lost_samples import reinstate_items
 from relax_rt.cli.runs import find_run_dir
 from relax_rt.config.problems import BadInput, did_you_mean
 from relax_rt.interfaces.agent import RunStatus, SlotStatus
@@ -23,74 +22,53 @@ POLL_S = 0.1
 DOWN = ("ended", "pending")
 
 Done = tuple[str, list[str]]
-"""What was done, in words, and the slots concerned."""
+"""A sentence about what was done, and the slots concerned."""
 
-
-Seconds = Annotated[
+Wait = Annotated[
     float,
     Parameter(
         name="--wait",
         converter=duration_of,
-        help="How long to wait until it is done, as 60 or 5m; 0: do not wait.",
+        help="How long to wait until it is done, as 60 or 5m; 0 returns at once.",
     ),
 ]
 
 
-@app.command(group=STEER)
 def restart(
     what: Annotated[
-        str, Parameter(help="A slot, as rollout/0; a role, as rollout: all of its slots; or a drained node.")
+        str, Parameter(help="A slot, as rollout/0; a role, as rollout, for all its slots; or a drained node.")
     ],
     run: Run = None,
     *,
     json: Json = False,
 ) -> int:
-    """Restart slots; this does not count as a failure. A drained node takes slots again."""
+    """Restart slots, or open a drained node again."""
     _print_done(restart_slots(find_run_dir(run), what), as_json=json)
     return OK
 
 
-@app.command(group=STEER)
 def scale(
-    role: Annotated[str, Parameter(help="As rollout.")],
-    count: Annotated[int, Parameter(help="How many slots it is to have; the highest are drained first.")],
+    role: Annotated[str, Parameter(help="Name of the role, as rollout.")],
+    count: Annotated[int, Parameter(help="New number of slots. The highest ones are drained first.")],
     run: Run = None,
     *,
-    wait: Seconds = 60.0,
+    wait: Wait = 60.0,
     json: Json = False,
 ) -> int:
-    """Change the number of slots of a role, within what the config allows. The file is not changed: a resumed run has
-    its number again."""
+    """Change the number of slots of a role."""
     _print_done(scale_role(find_run_dir(run), role, count, wait), as_json=json)
     return OK
 
 
-@app.command(group=STEER)
 def drain(
     what: Annotated[str, Parameter(help="A slot, a role or a node.")],
     run: Run = None,
     *,
-    wait: Seconds = 60.0,
+    wait: Wait = 60.0,
     json: Json = False,
 ) -> int:
-    """Stop slots in order; they stay down until they are restarted or their role is scaled. A node is emptied, and
-    takes no slots until it is restarted."""
+    """Stop slots, or empty a node."""
     _print_done(drain_what(find_run_dir(run), what, wait), as_json=json)
-    return OK
-
-
-@app.command(group=STEER)
-def reinstate(
-    items: Annotated[
-        list[str], Parameter(help="Ids of retired items, as `relax-rt retired` lists them, or their beginnings.")
-    ],
-    *,
-    run: Run = None,
-    json: Json = False,
-) -> int:
-    """Sample retired items again in a live run. progress.kept_items names items that are never retired."""
-    found = reinstate_items(find_run_dir(run), items)
-    _print_done((f"tried again: {', '.join(found)}", []), as_json=json)
     return OK
 
 
@@ -107,9 +85,9 @@ def restart_slots(run_dir: Path, what: str) -> Done:
         NoRun: see control.restart.
     """
     status = control.status(run_dir)
-    slots = slots_meant(status, what)
-    # An ended run has no slots: the call itself says so best.
-    _ask(lambda: control.restart(run_dir, what))
+    slots = named_slots(status, what)
+    # Of an ended run there are no slots; the call then fails with the better message.
+    _call(lambda: control.restart(run_dir, what))
     if not any(what in (slot.slot, slot.kind) for slot in slots):
         return f"node {what} takes slots again", []
     names = [slot.slot for slot in slots]
@@ -122,7 +100,7 @@ def scale_role(run_dir: Path, role: str, count: int, wait_s: float) -> Done:
     Raises:
         BadInput: there is no such role, or the number cannot be.
         NoRun: see control.scale.
-        RelaxError: it has not come to pass within wait_s.
+        RelaxError: it was not done within wait_s.
     """
     if count < 0:
         raise BadInput(f"{role} cannot have {count} slots", hint="0 drains all of them")
@@ -130,10 +108,10 @@ def scale_role(run_dir: Path, role: str, count: int, wait_s: float) -> Done:
     roles = sorted({*before.roles, *(slot.kind for slot in before.slots)})
     if roles and role not in roles:
         raise BadInput(f"there is no role {role!r}", hint=did_you_mean(role, roles) or f"roles: {', '.join(roles)}")
-    had = len([slot for slot in before.slots if slot.kind == role and slot.state not in DOWN])
-    _ask(lambda: control.scale(run_dir, role, count))
+    count_before = len([slot for slot in before.slots if slot.kind == role and slot.state not in DOWN])
+    _call(lambda: control.scale(run_dir, role, count))
 
-    def late(status: RunStatus) -> str:
+    def pending(status: RunStatus) -> str:
         mine = [slot for slot in status.slots if slot.kind == role]
         up = [slot for slot in mine if slot.state not in DOWN]
         ready = [slot for slot in up if slot.state == "ready"]
@@ -141,35 +119,35 @@ def scale_role(run_dir: Path, role: str, count: int, wait_s: float) -> Done:
             return ""
         return _states(up) or f"none of {count} started"
 
-    status = _wait(run_dir, late, wait_s, f"{role} does not have {count} slots ready")
+    status = _wait(run_dir, pending, wait_s, f"{role} does not have {count} slots ready")
     names = [slot.slot for slot in status.slots if slot.kind == role and slot.state not in DOWN]
-    return f"{role}: {had} -> {count} slots", names
+    return f"{role}: {count_before} -> {count} slots", names
 
 
 def drain_what(run_dir: Path, what: str, wait_s: float) -> Done:
     """Drain a slot, a role or a node; with wait_s, stay until they are down.
 
     Raises:
-        BadInput: there is no such thing, or the run cannot do without it.
+        BadInput: nothing has this name, or the run cannot do without it.
         NoRun: see control.drain.
-        RelaxError: it has not come to pass within wait_s.
+        RelaxError: it was not done within wait_s.
     """
-    slots = slots_meant(control.status(run_dir), what)
-    _ask(lambda: control.drain(run_dir, what))
+    slots = named_slots(control.status(run_dir), what)
+    _call(lambda: control.drain(run_dir, what))
     names = [slot.slot for slot in slots]
 
-    def late(status: RunStatus) -> str:
+    def pending(status: RunStatus) -> str:
         return _states([slot for slot in status.slots if slot.slot in names and slot.state not in DOWN])
 
-    _wait(run_dir, late, wait_s, f"{what} is not drained")
+    _wait(run_dir, pending, wait_s, f"{what} is not drained")
     return f"{_listed(names)} drained", names
 
 
-def slots_meant(status: RunStatus, what: str) -> list[SlotStatus]:
-    """The slots of that name, role or node; empty if the run has ended.
+def named_slots(status: RunStatus, what: str) -> list[SlotStatus]:
+    """The slots with this name, of this role or on this node; empty if the run has ended.
 
     Raises:
-        BadInput: there is no such thing, or it is a role without slots.
+        BadInput: nothing has this name, or it is a role without slots.
     """
     if status.ended:
         return []
@@ -186,25 +164,25 @@ def slots_meant(status: RunStatus, what: str) -> list[SlotStatus]:
     raise BadInput(f"there is no slot, role or node {what!r}", hint=hint)
 
 
-def _ask(call: Callable[[], None]) -> None:
-    """What a run refuses is bad input: nothing of it has changed."""
+def _call(call: Callable[[], None]) -> None:
+    """Call the agent. A refusal is bad input: nothing has changed."""
     try:
         call()
     except Refused as refused:
         raise BadInput(refused.what, why=refused.why, hint=refused.hint) from refused
 
 
-def _wait(run_dir: Path, late: Callable[[RunStatus], str], wait_s: float, what: str) -> RunStatus:
+def _wait(run_dir: Path, pending: Callable[[RunStatus], str], wait_s: float, what: str) -> RunStatus:
     end = time.monotonic() + wait_s
     while True:
         status = control.status(run_dir)
         if status.ended:
             raise RelaxError(f"{what}: the run has ended", why=status.reason)
-        left = late(status) if wait_s > 0 else ""
-        if not left:
+        remaining = pending(status) if wait_s > 0 else ""
+        if not remaining:
             return status
         if time.monotonic() > end:
-            raise RelaxError(f"{what} after {wait_s:g} s", why=clip(left, 200), hint="`relax-rt why` shows why")
+            raise RelaxError(f"{what} after {wait_s:g} s", why=clip(remaining, 200), hint="`relax-rt why` shows why")
         time.sleep(POLL_S)
 
 
