@@ -50,8 +50,8 @@ class EvaluationSet(SampledTable):
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     """Drop longer prompts; unset: data.max_prompt_tokens."""
     reward: Filled | None = None
-    """A function as `reward.function`, called within reward.timeout_s, that judges the completions. Unset: a completion is
-    right if it is the answer and nothing else."""
+    """A function as `reward.function`, called within reward.timeout_s, that judges the completions. Unset: a completion
+    is right if it is the answer and nothing else."""
     success: float = 0.5
     """With `reward`: a completion is right if its reward is above this."""
     items: Annotated[int, Field(ge=1)] = 256
