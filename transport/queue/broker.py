@@ -235,7 +235,8 @@ class Broker:
             outcome = self._ledger.apply(entry)
             if outcome.changed:
                 assert outcome.event is not None
-                entry = JournalEntry(entry.n, entry.at, outcome.event, who, seq)
+                if outcome.event is not event:
+                    entry = JournalEntry(entry.n, entry.at, outcome.event, who, seq)
                 self._journal.append(entry.n, self._encoder.encode(entry))
             sound = True
         except Refused:
